@@ -1,19 +1,13 @@
 """Whether workers compute what they say: some of their answers are compared with another worker's.
 
-Of a random share of the micro-batches that a worker has counted, a second worker of the stage evaluates the same input
-and upstream gradient, which counts nothing: what both computed has to be alike. Where it is not, a third one is asked,
-and each is examined by itself: an honest worker's gradient predicts how its output changes when the input moves. So
+Of a random share of the micro-batches that a worker has counted, a second worker evaluates the same input and upstream
+gradient, which counts nothing. Where they are not alike, a third one is asked, and each is examined by itself: an
+honest worker's gradient predicts how its output changes when the input moves. A worker that contradicts itself while
+another does not is wrong; else one that differs from two others that are alike; else both are named, and work on.
 
-- a worker that contradicts itself while another does not is wrong, also where it is one of two, or where most lie;
-- else a worker that differs from two others that are alike is wrong;
-- else it is undecided: both workers are named, and both are given work.
-
-A worker found wrong twice, or four times in answers of different versions, is banned. A stage's only worker is examined
-alone. In chains (spec P-12) the driver sees no activation, so a drawn micro-batch is sent by hub.
-
-A comparison costs 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %. Not found are: a worker that
-lies in chains only; one whose answers are closer than replicas are to each other; one whose lie about the same input is
-always the same and the gradient of its other lie, where it is one of two or most lie alike.
+A comparison costs 0.77 of a counted pass; at one in 64 that is 1.2 %. Not found are: a worker that lies in chains only;
+one whose answers are closer than replicas are to each other; one whose lie about the same input is always the same and
+the gradient of its other lie, where it is one of two or most lie alike.
 """
 
 from __future__ import annotations
@@ -26,28 +20,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trainer.errors import CodecError, NonFiniteActivationError, RpcError
 from trainer.network.rpc.boundary import peer_boundary
-from trainer.pipeline.driver.comparison import (
-    MAX_SLOPE_RATIO,
-    StageOutput,
-    difference,
-    midpoint,
-    nudge,
-    output_of,
-    own_part,
-    slope_ratio,
-)
 from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.results import AuditStatus, Verdict
 from trainer.pipeline.driver.stage_caller import Answered, LinkForm, StageCaller
 from trainer.pipeline.driver.workers import StageWorker
-from trainer.pipeline.protocol.wire import ACTIVATION, part_of
+from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 from trainer.pipeline.protocol.work import MicroBatch
 
-__all__ = ["FORGIVEN_AFTER", "STRIKES", "AuditRates", "Auditor", "Visit"]
+__all__ = ["AuditRates", "Auditor", "Visit"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +44,14 @@ _MAX_WORKERS = 4096
 _WITNESSES = 2
 _EXAMINED_TIMES = 3
 _LIED = Verdict("audit", "none", "long-ban")
+MIN_COSINE = 0.3
+MAX_RATIO = 4.0
+"""Of the larger norm to the smaller one."""
+MIN_NATS = 1.0
+"""A label; losses are also alike if they differ by less than half."""
+MAX_SLOPE_RATIO = 4.0
+"""Between the change that a gradient predicts and the one that is seen."""
+_NUDGE = 0.05  # Of each position's norm.
 _UNUSABLE = (RpcError, CodecError, NonFiniteActivationError)
 
 
@@ -73,8 +66,8 @@ class AuditRates:
     """How often each worker is audited, by key.
 
     A new worker is audited with each of its first micro-batches, then with half of them, a quarter and so on as it
-    passes, down to one in ``every`` (0: never): some fifteen times within its first 150. A worker that was found wrong
-    is audited with each until it has passed `FORGIVEN_AFTER` times.
+    passes, down to one in ``every`` (0: never); one that was found wrong, with each until it has passed
+    `FORGIVEN_AFTER` times.
     """
 
     def __init__(self, every: int) -> None:
@@ -133,10 +126,7 @@ class Visit:
 class Auditor:
     """Compares workers of a stage with each other, one comparison per stage at a time, beside the work.
 
-    Args:
-        every: see `AuditRates`.
-        failures: where liars are counted, as ``audit``.
-        seed: of the draws; None: unpredictable.
+    ``failures`` counts liars as ``audit``; ``seed`` is of the draws, unpredictable if None.
     """
 
     def __init__(
@@ -158,8 +148,7 @@ class Auditor:
         self._compared = self._disputed = 0
         self._unopposed: set[str] = set()
         self._liars: Counter[str] = Counter()
-        self._undecided: dict[frozenset[str], tuple[str, str]] = {}
-        """Names of two workers that differ, by their keys."""
+        self._undecided: dict[frozenset[str], tuple[str, str]] = {}  # Names of two workers that differ, by their keys.
 
     def status(self) -> AuditStatus:
         """Returns what the comparisons have shown."""
@@ -189,8 +178,6 @@ class Auditor:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _audit(self, visit: Visit) -> None:
         try:
@@ -264,8 +251,7 @@ class Auditor:
         """Returns how certainly a worker's output on both sides of an input contradicts its answers; 0: it does not.
 
         The mean of both outputs has to be the answer, and their difference what the gradient predicts. The input is
-        moved by the worker's gradient, or by one of ``others`` where that is zero. A head, whose input cannot be moved,
-        is asked for the same again. A worker that refuses to be examined does not contradict itself.
+        moved by the worker's gradient, or by one of ``others`` where that is zero; a head is asked for the same again.
         """
         try:
             return await self._examined(worker, visit, said, others)
@@ -353,3 +339,121 @@ class Auditor:
 def _weight(outputs: Sequence[StageOutput]) -> float:
     """Returns how certain a difference is: across a step, above all the first, honest workers may differ."""
     return 1.0 if len({output.version for output in outputs}) == 1 else 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageOutput:
+    """What a stage made of one input, by one worker's answer."""
+
+    activation: Tensor | None = None
+    """Head, body: fp32[B, S, dim], the stage's own part of it."""
+    loss: float | None = None
+    """Tail: mean of the labels."""
+    gradient: Tensor | None = None
+    """Body, tail: with respect to the input, fp32[B, S, dim], before the worker scaled it down."""
+    version: int = 0
+    """Of the weights."""
+
+
+def output_of(
+    form: LinkForm,
+    tensors: Mapping[str, Tensor],
+    ids: Tensor,
+    *,
+    loss: float | None = None,
+    scale: float = 1.0,
+    version: int = 0,
+) -> StageOutput:
+    """Decodes an answer; the gradient is divided by ``scale``, which the worker says to have multiplied it by.
+
+    Raises CodecError or NonFiniteActivationError if it is not what the codec makes, or not finite.
+    """
+    activation, gradient = part_of(ACTIVATION, tensors), part_of(GRADIENT, tensors)
+    return StageOutput(
+        activation=own_part(form, activation, ids) if activation else None,
+        loss=loss,
+        gradient=form.codec.grad_decode(gradient) / scale if gradient else None,
+        version=version,
+    )
+
+
+def difference(one: StageOutput, other: StageOutput) -> str | None:
+    """Returns in what two answers differ by more than replicas do, of what is in both; None: they are alike.
+
+    That is rough, by direction *and* size: replicas drift apart between averages, and the link's codec rounds.
+    """
+    for what in ("activation", "gradient"):
+        found, expected = getattr(one, what), getattr(other, what)
+        if found is not None and expected is not None and not _is_alike(found, expected):
+            norms = float(found.double().norm()), float(expected.double().norm())
+            return f"{what}: cosine {_cosine(found, expected):.2f}, norms {norms[0]:.3g} and {norms[1]:.3g}"
+    if one.loss is None or other.loss is None:
+        return None
+    if abs(one.loss - other.loss) < max(MIN_NATS, max(one.loss, other.loss) / 2):
+        return None
+    return f"loss: {one.loss:.3f} and {other.loss:.3f} nats a label"
+
+
+def nudge(own: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a step along a gradient, at each position by `_NUDGE` of the norm of ``own`` there, fp32[B, S, dim]."""
+    size = _NUDGE * own.norm(dim=-1, keepdim=True)
+    norm = gradient.norm(dim=-1, keepdim=True)
+    direction = torch.where(norm > 0, gradient / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
+    step: Tensor = direction * size
+    return step
+
+
+def midpoint(one: StageOutput, other: StageOutput) -> StageOutput:
+    """Returns the mean of two answers: up to curvature, the answer to the input in between."""
+
+    def mean(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        return None if first is None or second is None else (first + second) / 2
+
+    loss = None if one.loss is None or other.loss is None else (one.loss + other.loss) / 2
+    return StageOutput(mean(one.activation, other.activation), loss, mean(one.gradient, other.gradient), one.version)
+
+
+def slope_ratio(
+    moved: Tensor, gradient: Tensor, ahead: StageOutput, behind: StageOutput, *, grad_y: Tensor | None, num_labels: int
+) -> float | None:
+    """Returns the change of the losses, seen through the stage's output, per nat that a gradient predicts.
+
+    It is about 1 for an honest worker, and None where no change is predicted or there is no output to see one in.
+    ``moved`` is what the input was moved by between ``behind`` and ``ahead``; ``gradient`` is of the sum of losses with
+    respect to the input, as claimed, ``grad_y`` with respect to the output (None: the output is the loss, of
+    ``num_labels``).
+    """
+    predicted = _dot(gradient, moved)
+    if grad_y is None:
+        if ahead.loss is None or behind.loss is None:
+            return None
+        seen = (ahead.loss - behind.loss) * num_labels
+    else:
+        if ahead.activation is None or behind.activation is None:
+            return None
+        seen = _dot(grad_y, ahead.activation.double() - behind.activation.double())
+    return seen / predicted if predicted else None
+
+
+def own_part(form: LinkForm, tensors: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """Returns what a stage computed of an activation: without what the codec would decode of zeros."""
+    decoded = form.codec.decode(tensors, ids)
+    if not form.codec.needs_ids:
+        return decoded
+    zeros = {name: torch.zeros_like(tensor) if name == ACTIVATION else tensor for name, tensor in tensors.items()}
+    return decoded - form.codec.decode(zeros, ids)
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.vdot(one.double().flatten(), other.double().flatten()))
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    norms = float(one.double().norm()) * float(other.double().norm())
+    return _dot(one, other) / norms if norms else float(torch.equal(one, other))
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may be those of two replicas; some initial weights give zeros, which are alike."""
+    norms = sorted((float(one.double().norm()), float(other.double().norm())))
+    return _cosine(one, other) >= MIN_COSINE and norms[1] <= MAX_RATIO * norms[0]

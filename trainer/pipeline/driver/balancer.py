@@ -18,12 +18,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["Balancer", "Reservation", "WorkerLoad"]
 
-_DEFAULT_S_PER_UNIT = 1.0
-"""While no worker is known; the same for all, so its value does not matter."""
-_SMOOTHING = 0.2
-"""Weight of the newest measurement in the moving sums."""
-_PROBE_EVERY = 4
-"""Micro-batches from one newcomer's first to the next newcomer's."""
+_DEFAULT_S_PER_UNIT = 1.0  # While no worker is known; the same for all, so its value does not matter.
+_SMOOTHING = 0.2  # Weight of the newest measurement in the moving sums.
+_PROBE_EVERY = 4  # Micro-batches from one newcomer's first to the next newcomer's.
 _PATIENCE = 3.0
 """Times a usual worker's time, after which a newcomer that has not answered keeps no other from its turn."""
 _HELD_UP_S = 2.0
@@ -62,8 +59,7 @@ class _Worker:
     name: str
     runtime_s: float
     s_per_unit: float
-    number: int
-    """Newcomers prove themselves in the order in which they came."""
+    number: int  # Newcomers prove themselves in the order in which they came.
     proven: bool = False
     busy_s: float = 0.0
     units: float = 0.0
@@ -198,8 +194,6 @@ class Balancer:
             for w in self._workers.values()
         ]
         return tuple(sorted(loads, key=lambda load: (load.runtime_s, load.worker)))
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _reserve(self, worker: _Worker, units: float, now: float) -> Reservation:
         if worker.rests_until_s > float("-inf"):  # A worker that rested does not catch up all at once.

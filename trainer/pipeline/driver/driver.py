@@ -12,16 +12,14 @@ from typing import Any, TypeVar
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver.auditing import Auditor
-from trainer.pipeline.driver.chain import ChainRoute
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.failure_detector import LivenessProbe
-from trainer.pipeline.driver.hub import HubRoute
 from trainer.pipeline.driver.pool import StagePool
-from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult
+from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult, StepLoss
 from trainer.pipeline.driver.router import MicroBatchInFlight, RoutingContext
+from trainer.pipeline.driver.routes import ChainRoute, HubRoute
 from trainer.pipeline.driver.stage_caller import LinkForm, StageCaller
-from trainer.pipeline.driver.stall_detector import StallDetector
-from trainer.pipeline.driver.steps import StepBarrier, StepLoss
+from trainer.pipeline.driver.watching import StallDetector, StepBarrier
 from trainer.pipeline.driver.workers import StageDirectory
 from trainer.pipeline.protocol.work import MicroBatch, Settlement, Work
 
@@ -29,26 +27,16 @@ __all__ = ["PipelineDriver"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_ASIDE = 2
-"""Times `DriverConfig.max_in_flight`: micro-batches set aside beside those that go on."""
+_MOST_ASIDE = 2  # Times `DriverConfig.max_in_flight`: micro-batches set aside beside those that go on.
 
 T = TypeVar("T")
 
 
 class PipelineDriver:
-    """Drives micro-batches through the stages of a run.
+    """Drives micro-batches through the stages of a run; ``endpoint`` is the driver's own, started.
 
-    Args:
-        endpoint: the driver's own, started.
-        stages: the run's, in order.
-        directory: of the workers that hold them.
-        work: gives micro-batches, and takes what became of them.
-        form: of the links between stages.
-        config: how to drive.
-        target_tokens: of a stage's optimizer step; 0: unknown, so no losses by step, and not synchronous.
-        on_result: called for each micro-batch that has ended.
-        on_step: called with the loss of each step.
-        audit_seed: of the audits' draws; None: unpredictable.
+    ``target_tokens`` is of a stage's optimizer step; 0: unknown, so no losses by step, and not synchronous.
+    ``audit_seed`` is of the audits' draws, unpredictable if None.
     """
 
     def __init__(
@@ -97,10 +85,7 @@ class PipelineDriver:
         """Drives until there is no more work or `stop`, then until all in flight has ended, for `drain_s` at most.
 
         What is still in flight then is handed back where nobody can have counted it, and else left to the ledger's
-        keeper.
-
-        Raises:
-            TrainerError: micro-batches cannot be had or settled.
+        keeper. Raises TrainerError if micro-batches cannot be had or settled.
         """
         watching = asyncio.create_task(self._watch(), name="driver-watch")
         stopping = asyncio.create_task(self._stopping.wait(), name="driver-stop")
@@ -135,8 +120,6 @@ class PipelineDriver:
             audit=self._auditor.status(),
             silent=self._stalls.silent(),
         )
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Passes the announced workers to the stages' pools, again and again."""

@@ -43,9 +43,8 @@ class LivenessProbe:
     async def probe(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
         """Tries to find out what has become of a worker's process that was asked to count.
 
-        Returns:
-            ``gone`` is proof; ``refused``: no connection is accepted, but it may live; ``unknown``: something
-            listens there, or there is no answer.
+        ``gone`` is proof; ``refused``: it accepts no connection, but may live; ``unknown``: it listens, or nothing
+        answers.
         """
         process, address = (worker.key, worker.incarnation), worker.peer.address
         if not await is_refused(address, timeout_s):
@@ -89,19 +88,14 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Record:
-    failures: int = 0
-    """In a row."""
+    failures: int = 0  # In a row.
     since_s: float = _NEVER_S
     until_s: float = _NEVER_S
     malformed_until_s: float = _NEVER_S
-    doubts: int = 0
-    """Refusals to count since it last counted."""
-    is_silent: bool = False
-    """Whether it was last banned for silence."""
-    is_firm: bool = False
-    """Whether only counting ends its ban."""
-    is_forgiven: bool = False
-    """Whether a restart has ended a ban since it last counted."""
+    doubts: int = 0  # Refusals to count since it last counted.
+    is_silent: bool = False  # Whether it was last banned for silence.
+    is_firm: bool = False  # Whether only counting ends its ban.
+    is_forgiven: bool = False  # Whether a restart has ended a ban since it last counted.
 
 
 class Bans:

@@ -240,8 +240,6 @@ class StagePool:
         """Seconds in all for which something waited here for a stage without workers."""
         return self._stalled_s + self._stalled_for_s()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _stalled_for_s(self) -> float:
         return 0.0 if self._stalled_since_s is None else self._clock() - self._stalled_since_s
 

@@ -37,6 +37,7 @@ __all__ = [
     "MicroBatchOutcome",
     "MicroBatchResult",
     "StageView",
+    "StepLoss",
     "Verdict",
     "verdict_of",
 ]
@@ -193,3 +194,15 @@ class DriverStatus:
     audit: AuditStatus = AuditStatus()
     silent: Mapping[str, float] = field(default_factory=dict)
     """Seconds without an answer of workers that micro-batches wait for, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """The loss of one optimizer step."""
+
+    step: int
+    """How many steps this driver had seen before."""
+    loss: float
+    """Mean over the labels that count."""
+    num_tokens: int
+    micro_batches: int

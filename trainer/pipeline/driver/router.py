@@ -43,10 +43,8 @@ QUESTION_S = 5.0
 _PATIENCE_S = 15.0
 _PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
-_BUSY_TIMES = 6
-"""How often a worker that has the forward pass is asked again before another one repeats the pass."""
-_INVALID_DATA = frozenset(("malformed", "nonfinite"))
-"""Refusals that the next driver would get as well."""
+_BUSY_TIMES = 6  # How often a worker that has the forward pass is asked again before another one repeats the pass.
+_INVALID_DATA = frozenset(("malformed", "nonfinite"))  # Refusals that the next driver would get as well.
 
 Asking = Callable[[StageWorker], Awaitable[Answered]]
 """Sends one request to a worker."""
@@ -95,13 +93,10 @@ class MicroBatchInFlight(ABC):
         """It waits for a worker that does not answer; others may go on in its place meanwhile."""
         self._context, self._pools = context, context.pools
         self._on_set_aside = on_set_aside
-        self._is_drawn = is_drawn
-        """All its visits are audited."""
+        self._is_drawn = is_drawn  # All its visits are audited.
         self._num_rows = micro_batch.input_ids.shape[0]
-        self._places: dict[str, Placement] = {}
-        """Held, by stage."""
-        self._is_unclear = False
-        """A worker was asked to count it that has not answered yet."""
+        self._places: dict[str, Placement] = {}  # Held, by stage.
+        self._is_unclear = False  # A worker was asked to count it that has not answered yet.
         self._credits: dict[str, StageCredit] = {}
         self._attempts: defaultdict[str, float] = defaultdict(float)
         self._num_failed: Counter[str] = Counter()

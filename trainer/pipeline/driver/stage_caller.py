@@ -87,10 +87,7 @@ class StageCaller:
     async def forward(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Runs a stage forward."""
         ask = self._request(messages.ForwardAsk, worker, micro_batch)
-        answered = await self._ask(worker, messages.FORWARD, ask, given, self._form.specs(micro_batch, ACTIVATION))
-        if answered.body.applied:
-            raise MalformedAnswerError(f"{worker}: expected a forward pass to be counted nowhere, found it counted")
-        return answered
+        return await self._ask(messages.FORWARD, worker, ask, micro_batch, given, outputs=(ACTIVATION,), counted_in=())
 
     async def evaluate(
         self,
@@ -104,14 +101,12 @@ class StageCaller:
         ``given`` is the stage's input, ``gradient`` that with respect to its output (None for head and tail).
         """
         is_tail = worker.stage == self._tail
+        outputs: list[Direction] = [GRADIENT] if is_tail else [ACTIVATION, GRADIENT]
         ask = self._request(messages.EvaluateAsk, worker, micro_batch, with_gradient=worker.stage != self._head)
-        outputs = [] if is_tail else self._form.specs(micro_batch, ACTIVATION)
-        given = {**given, **(gradient or {}), **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
-        specs = outputs + self._gradient(worker, micro_batch)
-        answered = await self._ask(worker, messages.EVALUATE, ask, given, specs)
-        if is_tail:
-            _check_loss(worker, answered.body, micro_batch)
-        return answered
+        given = {**given, **(gradient or {})}
+        return await self._ask(
+            messages.EVALUATE, worker, ask, micro_batch, given, outputs=outputs, counted_in=None, has_loss=is_tail
+        )
 
     async def backward(
         self,
@@ -128,14 +123,13 @@ class StageCaller:
         """
         fields = {"forward_version": forward_version, "num_tokens": num_tokens}
         ask = self._request(messages.BackwardAsk, worker, micro_batch, **fields)
-        answered = await self._ask(worker, messages.BACKWARD, ask, given, self._gradient(worker, micro_batch))
-        _check_counted(worker, answered.body, (worker.stage,))
-        return answered
+        return await self._ask(messages.BACKWARD, worker, ask, micro_batch, given, counted_in=(worker.stage,))
 
     async def tail(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Has the tail compute loss and gradient, and count the micro-batch."""
         ask = self._request(messages.TailAsk, worker, micro_batch)
-        return await self._ask_with_labels([worker], messages.TAIL, ask, micro_batch, given)
+        counted_in = (worker.stage,)
+        return await self._ask(messages.TAIL, worker, ask, micro_batch, given, counted_in=counted_in, has_loss=True)
 
     async def chain(
         self, route: Sequence[StageWorker], micro_batch: MicroBatch, given: Mapping[str, Tensor]
@@ -151,7 +145,8 @@ class StageCaller:
             for worker in route[1:]
         )
         ask = self._request(messages.ChainAsk, route[0], micro_batch, num_stages=len(route), route=hops)
-        return await self._ask_with_labels(route, messages.CHAIN, ask, micro_batch, given)
+        counted_in = [worker.stage for worker in route]
+        return await self._ask(messages.CHAIN, route[0], ask, micro_batch, given, counted_in=counted_in, has_loss=True)
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
@@ -173,8 +168,6 @@ class StageCaller:
             counted_as = said.counted_as or messages.CountedAs(incarnation=said.incarnation, applied_number=0)
             return said.incarnation, StageCredit(stage=worker.stage, **counted_as.model_dump())
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _request(
         self, model: type[AskT], worker: StageWorker, micro_batch: MicroBatch, *, num_stages: int = 1, **fields: object
     ) -> AskT:
@@ -187,51 +180,70 @@ class StageCaller:
         common = {"micro_batch": micro_batch.key, "stage": worker.stage, "answer_within_s": within_s}
         return model.model_validate({**common, "num_rows": num_rows, "num_positions": num_positions, **fields})
 
-    def _gradient(self, worker: StageWorker, micro_batch: MicroBatch) -> list[TensorSpec]:
-        return [] if worker.stage == self._head else self._form.specs(micro_batch, GRADIENT)
-
-    async def _ask_with_labels(
+    async def _ask(
         self,
-        route: Sequence[StageWorker],
         method: str,
+        worker: StageWorker,
         ask: messages.StageAsk,
         micro_batch: MicroBatch,
         given: Mapping[str, Tensor],
+        *,
+        counted_in: Sequence[str] | None,
+        outputs: Sequence[Direction] = (GRADIENT,),
+        has_loss: bool = False,
     ) -> Answered:
-        """Asks the first worker of a route, all of which are to count the micro-batch, for loss and gradient."""
-        first = route[0]
-        given = {**given, LABELS: wire_ids(micro_batch.labels)}
-        answered = await self._ask(first, method, ask, given, self._gradient(first, micro_batch))
-        _check_counted(first, answered.body, [worker.stage for worker in route])
-        _check_loss(first, answered.body, micro_batch)
-        return answered
+        """Sends a request; raises MalformedAnswerError if the answer cannot be one to it.
 
-    async def _ask(
-        self,
-        worker: StageWorker,
-        method: str,
-        ask: messages.StageAsk,
-        given: Mapping[str, Tensor],
-        expected: Sequence[TensorSpec],
-    ) -> Answered:
-        """Raises MalformedAnswerError if the tensors are not the expected ones, or hold NaN or infinities."""
-        timeout_s, begun_s = ask.answer_within_s, time.monotonic()
-        size_bytes = sum(spec.size_bytes for spec in expected)
-        kind = messages.StageAnswer
+        Args:
+            method: of the worker.
+            worker: whom to ask.
+            ask: the message.
+            micro_batch: what it is about.
+            given: tensors to send, beside the labels where there is a loss.
+            counted_in: stages that are to have counted it; None: not looked at.
+            outputs: what is to come back; a head has no gradient.
+            has_loss: whether the loss of its labels is to come back.
+        """
+        is_head = worker.stage == self._head
+        expected = [
+            spec for kind in outputs if kind != GRADIENT or not is_head for spec in self._form.specs(micro_batch, kind)
+        ]
+        expected.sort(key=attrgetter("name"))
+        sent = {**given, LABELS: wire_ids(micro_batch.labels)} if has_loss else given
+        size_bytes, timeout_s = sum(spec.size_bytes for spec in expected), ask.answer_within_s
+        begun_s = time.monotonic()
         async with _ended_at(worker, method, timeout_s + _GRACE_S):
             answer = await ask_tensors(
-                self._endpoint, worker.peer, method, ask, given, kind, answer_bytes=size_bytes, timeout_s=timeout_s
+                self._endpoint,
+                worker.peer,
+                method,
+                ask,
+                sent,
+                messages.StageAnswer,
+                answer_bytes=size_bytes,
+                timeout_s=timeout_s,
             )
         took_s, body = time.monotonic() - begun_s, answer.body
         if body.num_rows != ask.num_rows:
             raise MalformedAnswerError(f"{worker}: expected an answer of {ask.num_rows} rows, found {body.num_rows}")
         with peer_boundary(str(worker)):
-            wanted, found = tuple(sorted(expected, key=attrgetter("name"))), specs_of(answer.tensors)
-            if found != wanted:
-                raise MalformedAnswerError(f"{worker}: expected {_listed(wanted)}, found {_listed(found)}")
+            found = list(specs_of(answer.tensors))
+            if found != expected:
+                raise MalformedAnswerError(f"{worker}: expected {_listed(expected)}, found {_listed(found)}")
             for name, tensor in answer.tensors.items():
                 if not all_finite(tensor):
                     raise MalformedAnswerError(f"{worker}: expected finite values, found others in {name!r}")
+        if counted_in is not None and (
+            sorted(body.applied) != sorted(counted_in) or (counted_in and body.applied_number < 1)
+        ):
+            raise MalformedAnswerError(
+                f"{worker}: expected it to be counted in {', '.join(counted_in) or 'no stage'}, found "
+                f"{', '.join(body.applied) or 'none'} as number {body.applied_number}"
+            )
+        if has_loss and body.num_tokens != (num_labels := micro_batch.num_tokens):
+            raise MalformedAnswerError(f"{worker}: expected the loss of {num_labels} labels, found {body.num_tokens}")
+        if has_loss and (body.loss_sum is None or not math.isfinite(body.loss_sum) or body.loss_sum < 0):
+            raise MalformedAnswerError(f"{worker}: expected a loss, found {body.loss_sum}")
         times = took_s, body.compute_s, body.queue_s
         return Answered(
             body, answer.tensors, HopTime(worker.stage, method, worker.uid, worker.key, *times, body.version)
@@ -240,22 +252,6 @@ class StageCaller:
 
 def _listed(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "no tensors"
-
-
-def _check_counted(worker: StageWorker, body: messages.StageAnswer, stages: Sequence[str]) -> None:
-    if sorted(body.applied) != sorted(stages) or body.applied_number < 1:
-        raise MalformedAnswerError(
-            f"{worker}: expected it to be counted in {', '.join(stages)}, found {', '.join(body.applied) or 'none'}"
-            f" as number {body.applied_number}"
-        )
-
-
-def _check_loss(worker: StageWorker, body: messages.StageAnswer, micro_batch: MicroBatch) -> None:
-    expected = micro_batch.num_tokens
-    if body.num_tokens != expected:
-        raise MalformedAnswerError(f"{worker}: expected the loss of {expected} labels, found {body.num_tokens}")
-    if body.loss_sum is None or not math.isfinite(body.loss_sum) or body.loss_sum < 0:
-        raise MalformedAnswerError(f"{worker}: expected a loss, found {body.loss_sum}")
 
 
 @asynccontextmanager

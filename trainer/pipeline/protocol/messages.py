@@ -21,28 +21,6 @@ from trainer.network.rpc.messages import Message
 from trainer.pipeline.protocol.tensors import Parcel
 from trainer.pipeline.protocol.work import MicroBatchKey
 
-__all__ = [
-    "APPLIED",
-    "BACKWARD",
-    "CHAIN",
-    "EVALUATE",
-    "FORWARD",
-    "PROGRESS",
-    "TAIL",
-    "AppliedAnswer",
-    "AppliedAsk",
-    "BackwardAsk",
-    "ChainAsk",
-    "CountedAs",
-    "EvaluateAsk",
-    "ForwardAsk",
-    "Hop",
-    "ProgressReport",
-    "StageAnswer",
-    "StageAsk",
-    "TailAsk",
-]
-
 FORWARD, BACKWARD, TAIL, CHAIN = "stage/forward", "stage/backward", "stage/tail", "stage/chain"
 EVALUATE, APPLIED, PROGRESS = "stage/evaluate", "stage/applied", "stage/progress"
 

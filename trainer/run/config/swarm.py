@@ -12,7 +12,7 @@ from trainer.model.subspace.config import SubspaceConfig
 from trainer.outer.sparta.config import SpartaConfig
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.stage.config import StageConfig
+from trainer.pipeline.stage import StageConfig
 from trainer.pipeline.worker.config import WorkerConfig
 
 __all__ = ["JoinConfig", "Pipeline", "SwarmConfig"]

@@ -25,9 +25,8 @@ from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.results import MicroBatchResult
+from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
-from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.ledger import (
     LedgerClient,
     LedgerLane,

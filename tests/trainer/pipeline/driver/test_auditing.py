@@ -16,8 +16,17 @@ from tests.support.toy_stage import Fault, Reply_, ToyStage, distort, garble
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
 from trainer.model.subspace import basis_of
 from trainer.pipeline.driver import LinkForm
-from trainer.pipeline.driver.auditing import FORGIVEN_AFTER, STRIKES, AuditRates
-from trainer.pipeline.driver.comparison import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
+from trainer.pipeline.driver.auditing import (
+    FORGIVEN_AFTER,
+    STRIKES,
+    AuditRates,
+    StageOutput,
+    difference,
+    midpoint,
+    nudge,
+    output_of,
+    slope_ratio,
+)
 from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
 from trainer.pipeline.protocol.tensors import TensorAnswer
 

@@ -17,7 +17,7 @@ from tests.support.toy_stage import ToySwarm, toy_swarm
 from trainer.network.rpc import Peer
 from trainer.pipeline.driver.pool import Placement, StagePool
 from trainer.pipeline.driver.results import Verdict
-from trainer.pipeline.driver.stall_detector import StallDetector
+from trainer.pipeline.driver.watching import StallDetector
 from trainer.pipeline.driver.workers import StageWorker
 
 UNAVAILABLE = Verdict("unavailable", "unclear", "ban")
@@ -140,7 +140,7 @@ class Watched:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [it.message for it in caplog.records if it.name.endswith("stall_detector") and it.levelname == "WARNING"]
+    return [it.message for it in caplog.records if it.name.endswith("watching") and it.levelname == "WARNING"]
 
 
 @asynccontextmanager
@@ -249,7 +249,7 @@ async def test_a_driver_tells_who_holds_it_up(
     monkeypatch.setattr(
         "trainer.pipeline.driver.driver.StallDetector", partial(StallDetector, name_after_s=0.2, look_s=0.02)
     )
-    monkeypatch.setattr("trainer.pipeline.driver.stall_detector._ANSWER_S", 1.5)
+    monkeypatch.setattr("trainer.pipeline.driver.watching._ANSWER_S", 1.5)
 
     config = replace(FAST, request_timeout_s=30.0, max_in_flight=1, routing=routing)
     async with driving(ONE_EACH, 1, config) as drive:
