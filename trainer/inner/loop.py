@@ -40,18 +40,13 @@ _CLIP_EPS: Final = 1e-6  # What torch adds to the norm before it divides by it.
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step."""
+    """One step: its index from 0, mean loss over its tokens, and gradient norm before clipping."""
 
     step: int
-    """Its index, from 0."""
     loss: float
-    """Mean over its tokens."""
     grad_norm: float
-    """Before clipping."""
     lr: float
-    """It was taken with."""
     num_tokens: int
-    """Labels that counted."""
     skipped: bool
     """Loss or gradient was not finite, under DDP at any rank: nothing was applied."""
     seconds: float

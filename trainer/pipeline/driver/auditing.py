@@ -116,7 +116,6 @@ class Visit:
     worker: StageWorker
     micro_batch: MicroBatch
     given: Mapping[str, Tensor]
-    """The stage's input, as sent."""
     answers: tuple[Answered, ...]
     """To the forward and backward pass, or the tail's one."""
     gradient: Mapping[str, Tensor] | None = None
@@ -352,7 +351,6 @@ class StageOutput:
     gradient: Tensor | None = None
     """Body, tail: with respect to the input, fp32[B, S, dim], before the worker scaled it down."""
     version: int = 0
-    """Of the weights."""
 
 
 def output_of(

@@ -37,7 +37,6 @@ class Reservation:
     reserved_s: float
     charged_s: float
     spent_s: float = 0.0
-    """Time of its requests answered so far."""
     open: bool = True
 
 

@@ -106,71 +106,61 @@ class HopTime:
     stage: str
     method: str
     worker: str
-    """Its name for people."""
     key: str
     round_trip_s: float
     compute_s: float
     queue_s: float
     version: int
-    """Of the weights it was computed with."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchOutcome:
-    """What became of a micro-batch."""
+    """What became of a micro-batch, with the acknowledgements of the stages that counted it, and why it ended."""
 
     fate: Fate
     credits: tuple[StageCredit, ...] = ()
-    """Of the stages that acknowledged counting it, in that order."""
     loss_sum: float = 0.0
-    """Over the labels that count; 0 unless the tail answered."""
     num_tokens: int = 0
     stage: str | None = None
     """Lost: the stage that did not, or may not, have counted it."""
     reason: str | None = None
-    """Why it was lost, handed back or left; one word."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchResult:
-    """An outcome with what it took."""
+    """An outcome with what it took, failed requests as `num_retries`."""
 
     micro_batch: str
     outcome: MicroBatchOutcome
     wall_s: float
     hops: tuple[HopTime, ...]
     num_retries: int
-    """Requests that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """A stage as the driver sees it."""
+    """A stage as the driver sees it; workers by key, and their names for people."""
 
     stage: str
     workers: tuple[WorkerLoad, ...]
     names: Mapping[str, str]
-    """Names for people, by key."""
     banned: Mapping[str, float]
-    """Seconds left, by key."""
     stalled_s: float
     """Seconds for which the stage has had no worker to send to; 0 if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditStatus:
-    """What comparing workers with each other has shown."""
+    """What comparing workers has shown: answers compared, and of them disputed; workers by their names for people."""
 
     compared: int = 0
-    """Answers compared with another worker's."""
     disputed: int = 0
-    """Of them, those that differed."""
     unopposed: tuple[str, ...] = ()
     """Stages without a second worker to compare with."""
     liars: Mapping[str, int] = field(default_factory=dict)
-    """How often each worker was banned for lying, by its name for people."""
+    """How often each worker was banned for lying."""
     undecided: tuple[tuple[str, str], ...] = ()
-    """Names for people of pairs of workers that differ where nothing shows which is wrong."""
+    """Pairs of workers that differ where nothing shows which is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +175,6 @@ class DriverStatus:
     tokens: int
     """Of the micro-batches that are done."""
     failures: Mapping[str, int]
-    """Failed requests by reason."""
     lost_by: Mapping[str, int]
     """Lost micro-batches by ``stage: reason``."""
     stalls: Mapping[str, float]

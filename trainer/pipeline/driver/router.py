@@ -55,13 +55,11 @@ class RoutingContext:
     """What the micro-batches of a driver share."""
 
     pools: Mapping[str, StagePool]
-    """By stage, in order."""
     caller: StageCaller
     liveness: LivenessProbe
     form: LinkForm
     config: DriverConfig
     failures: Counter[str]
-    """Failed requests by reason."""
     auditor: Auditor
 
 

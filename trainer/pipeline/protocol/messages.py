@@ -35,7 +35,6 @@ class StageAsk(Parcel):
     """The stage it is meant for; a worker of another stage refuses it."""
     num_rows: Annotated[int, Field(ge=1, le=4096)]
     num_positions: Annotated[int, Field(ge=1, le=2**20)]
-    """Tokens of a row."""
     answer_within_s: Seconds
     """From receipt: what is not begun by then is not needed, since nobody waits for it."""
 
@@ -97,7 +96,6 @@ class StageAnswer(Parcel):
     applied: tuple[StageName, ...] = ()
     """Stages in which it is counted now, this one and those behind it; empty for a forward pass."""
     applied_number: Counted = 0
-    """How many micro-batches this worker has applied, this one included."""
     shared_through: Counted = 0
     """The first so many of them are in a state that outlives the worker (committed with others, or on disk)."""
     loss_sum: float | None = None
@@ -142,7 +140,6 @@ class ProgressReport(Message):
 
     incarnation: Incarnation
     version: Counted
-    """Optimizer steps taken."""
     num_tokens: Counted
     """Accumulated towards the next step."""
     joining: bool = False

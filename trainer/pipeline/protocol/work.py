@@ -86,7 +86,6 @@ class MicroBatch:
 
     id: MicroBatchId
     input_ids: Tensor
-    """int64[B, T]."""
     labels: Tensor
     """int64[B, T], each id the one after its input."""
     term: LeaseTerm
@@ -112,7 +111,6 @@ class StageCredit(Message):
 
     stage: StageName
     incarnation: Incarnation
-    """Of the worker."""
     applied_number: Counted
     """How many micro-batches that worker had applied, this one included; 0: not known to the driver."""
     shared_through: Counted = 0
@@ -127,11 +125,9 @@ class Settlement(Message):
     credits: Annotated[tuple[StageCredit, ...], Field(max_length=512)] = ()
     """Of the stages that acknowledged it: all of them if it is done."""
     num_tokens: Counted = 0
-    """Labels that counted."""
     lost_at: StageName | None = None
     """The stage that did not, or may not, have counted it; None if done."""
     reason: LossReason | None = None
-    """None if done."""
 
 
 class Work(Protocol):

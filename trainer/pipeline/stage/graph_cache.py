@@ -20,18 +20,15 @@ ENTRY_BYTES = 2048
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedForward:
-    """What is kept of one forward pass."""
+    """What is kept of one forward pass: the input, a leaf, and the graph's bytes beside it."""
 
     x: Tensor
-    """The input, a leaf of the graph."""
     y: Tensor | None
     """The output with its graph; None: to be computed again."""
     weights: int
     """Counts changes of the weights; tells which ones the graph saw."""
     version: int
-    """Of the stage, at the forward pass."""
     graph_bytes: int
-    """Kept for the graph beside ``x``."""
 
     @property
     def size_bytes(self) -> int:
@@ -51,7 +48,6 @@ class GraphCache:
         self._entries: OrderedDict[str, CachedForward] = OrderedDict()
         self._bytes_by_owner: Counter[str] = Counter()
         self.size_bytes = 0
-        """Of all entries now."""
 
     def put(self, key: str, entry: CachedForward) -> None:
         """Keeps a forward pass in place of an earlier one of that key, and drops others to stay within the bound.

@@ -76,7 +76,6 @@ class StageShape:
 
     kind: StageKind
     dim: int
-    """Width of hidden states."""
     vocab_size: int
     max_positions: int
     """Tokens of the longest row."""
@@ -129,7 +128,6 @@ class Accumulated:
     """What the gradient accumulator holds."""
 
     num_tokens: int = 0
-    """Labels that count."""
     num_micro_batches: int = 0
     """Including those without such labels."""
     loss_sum: float = 0.0
@@ -151,7 +149,6 @@ class BackwardResult:
     grad_x: Tensor | None
     """fp32[rows, positions, dim], of the sum of the losses; None at the head."""
     version: int
-    """Of the weights it was computed at."""
     recomputed: bool
     """The forward pass was run again, because the graph was gone or the weights had changed."""
     scale: float = 1.0
@@ -163,12 +160,10 @@ class TailResult:
     """The loss of a micro-batch whose gradient was counted."""
 
     loss_sum: float
-    """Over the labels that count."""
     num_tokens: int
     grad_hidden: Tensor
     """fp32[rows, positions, dim], of `loss_sum`."""
     version: int
-    """Of the weights it was computed at."""
     scale: float = 1.0
     """Factor applied to the gradient, as in `BackwardResult`."""
 
@@ -178,12 +173,10 @@ class StepInfo:
     """Facts about one optimizer step."""
 
     version: int
-    """After the step."""
     lr: float
     grad_norm: float
     """Of this stage's mean gradient over tokens, before clipping; 0 where nothing was accumulated."""
     clip_coefficient: float
-    """1 where nothing was clipped."""
     num_tokens: int
     num_micro_batches: int
     loss: float | None

@@ -32,14 +32,12 @@ _MAX_SHAPES = 256  # Of inputs whose graphs' sizes are remembered; strangers cho
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """Gradients of one micro-batch; finite, and referenced by nobody else."""
+    """Gradients of one micro-batch; finite, and referenced by nobody else; ``norm`` is of those of parameters."""
 
     of_parameters: tuple[Tensor | None, ...]
     """In the order of `StagePasses.parameters`; None: untouched."""
     of_input: Tensor | None
-    """fp32; None for ids."""
     norm: float
-    """Of those of parameters."""
 
     def scaled(self, coefficient: float) -> Gradients:
         """Returns the gradients of the losses multiplied by ``coefficient``."""
