@@ -77,8 +77,6 @@ class Balancer:
         self._since_probe = _PROBE_EVERY
         self._num_added = 0
 
-    # -- membership ----------------------------------------------------------------------------------------------------
-
     def add(self, worker: str) -> None:
         """Adds a newcomer at the bottom, taken for as slow as the slowest; does nothing if it is there already."""
         if worker in self._workers:
@@ -106,8 +104,6 @@ class Balancer:
     def next_rested_s(self, now: float) -> float | None:
         """Returns when the first of the resting workers is back."""
         return min((w.rests_until_s for w in self._workers.values() if w.rests_until_s > now), default=None)
-
-    # -- reservations --------------------------------------------------------------------------------------------------
 
     def acquire(
         self, units: float, now: float, barred: Callable[[str], bool] = lambda _worker: False

@@ -115,7 +115,7 @@ class PipelineDriver:
             tokens=self._tokens,
             failures=dict(self._failures),
             lost_by=dict(self._lost_by),
-            stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
+            stalls={stage: pool.stalled_s() for stage, pool in self._pools.items()},
             stages=tuple(pool.status() for pool in self._pools.values()),
             audit=self._auditor.status(),
             silent=self._stalls.silent(),

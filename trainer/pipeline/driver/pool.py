@@ -51,7 +51,7 @@ class StagePool:
     def __init__(self, stage: str, config: DriverConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = stage
         self._clock = clock
-        self._balancer = Balancer(config.max_in_flight_per_worker)
+        self.balancer = Balancer(config.max_in_flight_per_worker)
         self._bans, self._host_bans = Bans(config), Bans(config)
         self._have_counted: set[str] = set()
         self._hosts: dict[str, str] = {}
@@ -64,23 +64,21 @@ class StagePool:
         self._logged_stall_s = float("-inf")
         self._stalled_s = 0.0
 
-    # -- membership ----------------------------------------------------------------------------------------------------
-
     def update(self, workers: Iterable[StageWorker]) -> None:
         """Replaces the stage's workers by those announced now."""
         now = self._clock()
         found = {worker.key: worker for worker in workers}
         for key in self._workers.keys() - found.keys():
-            self._balancer.remove(key)
+            self.balancer.remove(key)
             del self._busy_in_a_row[key]
         for key, worker in found.items():
             known = self._workers.get(key)
             if known is not None and known.incarnation != worker.incarnation:
-                self._balancer.distrust(key)
+                self.balancer.distrust(key)
             if self._blamed.get(key, worker.incarnation) != worker.incarnation:
                 self._bans.restarted(key)
                 del self._blamed[key]
-            self._balancer.add(key)
+            self.balancer.add(key)
         if found != self._workers:
             self._workers, self._hosts = found, {key: _host(worker) for key, worker in found.items()}
             self._wake()
@@ -105,10 +103,6 @@ class StagePool:
         """Returns the workers that are not banned; where there are none, the stage is stalled."""
         return tuple(worker for worker in self._workers.values() if not self.is_banned(worker))
 
-    def waits(self) -> dict[str, tuple[float, int]]:
-        """See `Balancer.waits`."""
-        return self._balancer.waits()
-
     def to_be_asked(self) -> tuple[StageWorker, ...]:
         """Returns, where all workers are banned, those that are banned for silence only and may answer by now."""
         if self.usable():
@@ -124,15 +118,11 @@ class StagePool:
             logger.info("%s answers again, and its stage has nobody else: it gets work", worker)
             self._wake()
 
-    # -- placements ----------------------------------------------------------------------------------------------------
-
     async def acquire(self, units: float, *, avoid: Collection[str], left_s: Callable[[], float]) -> Placement | None:
-        """Waits for a worker for a micro-batch; returns None if that may be sent no longer.
+        """Waits for a worker for a micro-batch of ``units`` of work; returns None if that may be sent no longer.
 
-        Args:
-            units: its expected work.
-            avoid: keys of workers that had it and failed; taken all the same where there are no others.
-            left_s: seconds for which it may still be sent; read again and again, since leases are renewed.
+        Workers whose keys are in ``avoid`` had it and failed; they get it all the same where there are no others.
+        ``left_s`` is read again and again, since leases are renewed.
         """
         while (limit_s := left_s()) > 0:
             now = self._clock()
@@ -148,7 +138,7 @@ class StagePool:
 
     def measured(self, placement: Placement, units: float, asked_s: float) -> None:
         """Counts a request that was answered just now."""
-        self._balancer.measured(placement.reservation, units, asked_s, self._clock())
+        self.balancer.measured(placement.reservation, units, asked_s, self._clock())
         self._bans.succeeded(placement.worker.key)
         del self._busy_in_a_row[placement.worker.key]
 
@@ -161,33 +151,29 @@ class StagePool:
 
     def timed(self, placement: Placement, units: float, took_s: float) -> None:
         """Counts a micro-batch that was counted, and took so much of its worker's time."""
-        self._balancer.timed(placement.reservation, units, took_s)
+        self.balancer.timed(placement.reservation, units, took_s)
         self.counted(placement)
         del self._busy_in_a_row[placement.worker.key]
 
-    def estimate_s(self, placement: Placement, units: float) -> float:
-        """Returns how long its worker would take for so much work."""
-        return self._balancer.estimate_s(placement.worker.key, units)
-
     def done(self, placement: Placement) -> None:
         """Ends a placement whose requests were all answered."""
-        self._balancer.done(placement.reservation)
+        self.balancer.done(placement.reservation)
         self._wake()
 
     def recovered(self, placement: Placement) -> None:
         """Ends a placement that was counted after all; the time says nothing of its worker's speed."""
         self.counted(placement)
-        self._balancer.failed(placement.reservation, self._clock())
+        self.balancer.failed(placement.reservation, self._clock())
         self._wake()
 
     def released(self, placement: Placement) -> None:
         """Ends a placement that was not used, or failed through no fault of its worker."""
-        self._balancer.released(placement.reservation)
+        self.balancer.released(placement.reservation)
         self._wake()
 
     def resumed(self, placement: Placement) -> None:
         """Takes a placement again that was released while another stage was waited for."""
-        self._balancer.resume(placement.reservation, self._clock())
+        self.balancer.resume(placement.reservation, self._clock())
 
     def failed(self, placement: Placement, verdict: Verdict, asked_s: float) -> None:
         """Ends a placement whose request has failed and is not repeated."""
@@ -195,7 +181,7 @@ class StagePool:
         if verdict.blame in ("rest", "leave"):
             self.released(placement)
         else:
-            self._balancer.failed(placement.reservation, self._clock())
+            self.balancer.failed(placement.reservation, self._clock())
             self._wake()
 
     def blame(self, worker: StageWorker, verdict: Verdict, asked_s: float) -> None:
@@ -204,9 +190,9 @@ class StagePool:
         if blame == "rest":
             self._busy_in_a_row[key] += 1
             rest_s = _REST_S * 2.0 ** min(self._busy_in_a_row[key] - 1, 8)
-            self._balancer.rest(key, now + min(_MAX_REST_S, rest_s))
+            self.balancer.rest(key, now + min(_MAX_REST_S, rest_s))
         elif blame == "leave":
-            self._balancer.rest(key, now + _LEAVE_S)
+            self.balancer.rest(key, now + _LEAVE_S)
         elif blame == "long-ban":
             was_caught = self._bans.is_caught(key, now)
             until_s = self._bans.malformed(key, now=now)
@@ -224,7 +210,7 @@ class StagePool:
                 if not was_banned:
                     logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
         if blame in ("ban", "firm-ban", "long-ban"):
-            self._balancer.distrust(key)
+            self.balancer.distrust(key)
             if key not in self._have_counted:
                 self._host_bans.failed(_host(worker), asked_s=asked_s, now=now)
         self._wake()
@@ -233,11 +219,10 @@ class StagePool:
         """Returns the stage's state."""
         now = self._clock()
         names = {key: worker.uid for key, worker in self._workers.items()}
-        return StageView(self.stage, self._balancer.loads(), names, self._bans.banned(now), self._stalled_for_s())
+        return StageView(self.stage, self.balancer.loads(), names, self._bans.banned(now), self._stalled_for_s())
 
-    @property
     def stalled_s(self) -> float:
-        """Seconds in all for which something waited here for a stage without workers."""
+        """Returns the seconds in all for which something waited here for a stage without workers."""
         return self._stalled_s + self._stalled_for_s()
 
     def _stalled_for_s(self) -> float:
@@ -251,14 +236,14 @@ class StagePool:
             key for key in others if key in self._have_counted or not self._host_bans.is_banned(self._hosts[key], now)
         }
         allowed = unblamed or others or free
-        reservation = self._balancer.acquire(units, now, lambda key: key not in allowed)
+        reservation = self.balancer.acquire(units, now, lambda key: key not in allowed)
         return None if reservation is None else Placement(self._workers[reservation.worker], reservation)
 
     def _next_change_s(self, now: float) -> float:
         """Returns the seconds until a ban or a rest ends, which wakes nobody."""
         ends = [self._bans.until_s(key) for key in self._workers]
         ends += [self._host_bans.until_s(host) for host in set(self._hosts.values())]
-        rested_s = self._balancer.next_rested_s(now)
+        rested_s = self.balancer.next_rested_s(now)
         if rested_s is not None:
             ends.append(rested_s)
         return max(0.001, min([1.0, *(end - now for end in ends if end > now)]))

@@ -121,8 +121,6 @@ class MicroBatchInFlight(ABC):
     async def _run(self) -> None:
         """Has every stage count it; raises MicroBatchEndedError if it goes no further."""
 
-    # -- outcomes ------------------------------------------------------------------------------------------------------
-
     def _lost(self, stage: str, reason: str) -> MicroBatchEndedError:
         """Returns the end of one not, or perhaps not, counted in a stage, while others have or may have."""
         return MicroBatchEndedError(self._outcome("lost", stage, reason))
@@ -136,12 +134,10 @@ class MicroBatchInFlight(ABC):
         return MicroBatchOutcome(fate, tuple(self._credits.values()), self._loss_sum, self._num_tokens, stage, reason)
 
     def _counted(self, stage: str, body: StageAnswer) -> None:
-        """Notes that a stage has counted it, with its answer."""
         fields = body.model_dump(include={"incarnation", "applied_number", "shared_through"})
         self._credits[stage] = StageCredit(stage=stage, **fields)
 
     def _noted(self, error: RpcError) -> Verdict:
-        """Counts a failed request; returns the verdict on it."""
         verdict = verdict_of(error)
         self._context.failures[verdict.reason] += 1
         return verdict
@@ -161,10 +157,7 @@ class MicroBatchInFlight(ABC):
             raise self._lost(stage, verdict.reason)
         raise self._stopped(verdict.reason)
 
-    # -- time ----------------------------------------------------------------------------------------------------------
-
     def _left_s(self) -> float:
-        """Returns the seconds for which it may still be sent."""
         return self.micro_batch.send_before_s - boottime_s()
 
     def _check_lease(self) -> None:
@@ -185,10 +178,7 @@ class MicroBatchInFlight(ABC):
         if is_set_aside:
             self._on_set_aside()
 
-    # -- places --------------------------------------------------------------------------------------------------------
-
     def _release(self, stages: Iterable[str]) -> None:
-        """Gives up the places held in these stages."""
         for stage in stages:
             if stage in self._places:
                 self._pools[stage].released(self._places[stage])
@@ -203,19 +193,12 @@ class MicroBatchInFlight(ABC):
             raise self._stopped("lease")
         return placement
 
-    # -- counting ------------------------------------------------------------------------------------------------------
-
     async def _count(
         self, stage: str, units: float, placement_units: float, ask: Asking, placement: Placement | None = None
     ) -> tuple[Answered, StageWorker]:
         """Has a stage count it, once; returns the answer, and the worker that gave it.
 
-        Args:
-            stage: which.
-            units: work of the request.
-            placement_units: work of a place at another worker.
-            ask: sends the request to a worker.
-            placement: its place in the stage, if it has one already.
+        ``units`` is the work of the request, ``placement_units`` that of a place at another worker than ``placement``.
         """
         avoid: set[str] = set()
         num_busy = 0
@@ -242,8 +225,7 @@ class MicroBatchInFlight(ABC):
     async def _counted_at(self, placement: Placement, units: float, ask: Asking, may_repeat: bool) -> Answered | None:
         """Sends one request to count, and resolves its failure; raises MicroBatchEndedError if that ends it.
 
-        Returns:
-            None: nothing is counted there. The place is still open if the same worker may be asked again.
+        None: nothing is counted there. The place is still open if the same worker may be asked again.
         """
         self._check_lease()
         stage = placement.worker.stage

@@ -39,9 +39,9 @@ _NAMED = re.compile(r"\b(head|tail|body-[1-9][0-9]{0,3}) ([0-9a-f]{64})\b")
 class HubRoute(MicroBatchInFlight):
     """A micro-batch that goes through the stages one hop at a time.
 
-    Forward passes change nothing, so one that fails is repeated at another worker. The tail counts, and answers with
-    the gradient; from there on the stages are asked backwards to count, each at the worker that ran the forward pass,
-    which needs the gradient only, or at another one, which gets the stage's input too and runs the pass again.
+    Forward passes change nothing, so one that fails is repeated at another worker. From the tail on the stages are
+    asked to count, each at the worker that ran the forward pass, which needs the gradient only, or at another one,
+    which gets the stage's input too and runs the pass again.
     """
 
     async def _run(self) -> None:
@@ -137,10 +137,8 @@ class ChainRoute(MicroBatchInFlight):
 
     A failed chain is repeated *by way of the same workers*: each gives the answer it gave before, and does only what
     was not done. A worker leaves the route only if its process is gone, or says that it has not counted the micro-batch
-    and from then on will not. What the head reports as done, the other workers are asked to confirm.
-
-    A chain's time is shared out to its workers in the ratio of their estimates, which over many routes finds the slow
-    ones. A worker that another names as failed is banned for a short time at most.
+    and from then on will not. A chain's time is shared out to its workers in the ratio of their estimates, which over
+    many routes finds the slow ones. A worker that another names as failed is banned for a short time at most.
     """
 
     _has_failed = False  # From then on workers may have counted it that have not said so, or have restarted.
@@ -198,7 +196,10 @@ class ChainRoute(MicroBatchInFlight):
                     self._pools[stage].blame(placement.worker, _CONTRADICTED, asked_s)
                 raise self._lost(credit, _CONTRADICTED.reason)
             self._credits[credit.stage] = credit
-        estimates = {stage: self._pools[stage].estimate_s(it, self._units) for stage, it in self._places.items()}
+        estimates = {
+            stage: self._pools[stage].balancer.estimate_s(placement.worker.key, self._units)
+            for stage, placement in self._places.items()
+        }
         total_s = sum(estimates.values())
         for stage, placement in self._places.items():
             share_s = took_s * (estimates[stage] / total_s if total_s > 0 else 1.0 / len(estimates))

@@ -73,10 +73,7 @@ class Answered:
 
 
 class StageCaller:
-    """Sends requests to workers, without retries.
-
-    All of its methods raise RpcError where there is no answer, a refusal, or an answer that cannot be one.
-    """
+    """Sends requests to workers, without retries; raises RpcError where there is no valid answer."""
 
     def __init__(self, endpoint: Endpoint, stages: Sequence[str], form: LinkForm, config: DriverConfig) -> None:
         self._endpoint = endpoint
@@ -153,8 +150,7 @@ class StageCaller:
     ) -> tuple[str, StageCredit | None]:
         """Asks whether a worker has counted a micro-batch; if ``refuse_from_now``, it must not count it afterwards.
 
-        Returns:
-            The incarnation that answers, and its credit; None: it has not counted it.
+        It returns the incarnation that answers, and its credit; None: it has not counted it.
         """
         ask = messages.AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
         async with _ended_at(worker, messages.APPLIED, timeout_s + _GRACE_S):
@@ -194,15 +190,8 @@ class StageCaller:
     ) -> Answered:
         """Sends a request; raises MalformedAnswerError if the answer cannot be one to it.
 
-        Args:
-            method: of the worker.
-            worker: whom to ask.
-            ask: the message.
-            micro_batch: what it is about.
-            given: tensors to send, beside the labels where there is a loss.
-            counted_in: stages that are to have counted it; None: not looked at.
-            outputs: what is to come back; a head has no gradient.
-            has_loss: whether the loss of its labels is to come back.
+        ``outputs`` are to come back, of a head no gradient, and with ``has_loss`` the loss of its labels, which are
+        sent beside ``given``. The stages of ``counted_in`` are to have counted it; None: not looked at.
         """
         is_head = worker.stage == self._head
         expected = [

@@ -72,7 +72,7 @@ class StallDetector:
         waits = {
             key: (max(since_s, self._heard_s.get(key, since_s)), num_waiting)
             for pool in self._pools.values()
-            for key, (since_s, num_waiting) in pool.waits().items()
+            for key, (since_s, num_waiting) in pool.balancer.waits().items()
             if key in there
         }
         now, quiet_s = self._clock(), min(_ASK_AFTER_S, self._name_after_s / 2)
@@ -113,8 +113,7 @@ class StallDetector:
 class StepBarrier:
     """Synchronous driving: nothing of a step is sent before every stage has taken the step before.
 
-    So each micro-batch sees the weights that it would see in one process, and losses and gradients are the same, step
-    by step. It costs the latency of the whole pipeline per step; it serves comparisons rather than training.
+    So losses and gradients are those of one process, step by step; it costs the latency of the whole pipeline per step.
     """
 
     def __init__(self, endpoint: Endpoint, pools: Mapping[str, StagePool], config: DriverConfig) -> None:
@@ -141,10 +140,7 @@ class StepBarrier:
             await asyncio.sleep(_MAX_POLL_S)
 
     async def passed(self) -> None:
-        """Waits until all workers that began the step have taken it; logs those that take over `request_timeout_s`.
-
-        A banned worker is not waited for: it gets nothing of the next step either.
-        """
+        """Waits until all workers that began the step have taken it, but for banned ones; logs those that do not."""
         usable = set(self._workers())
         await asyncio.gather(*(self._step_taken(*each) for each in self._before.items() if each[0] in usable))
         self.begun_tokens = 0

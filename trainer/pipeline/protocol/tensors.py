@@ -101,8 +101,7 @@ class TensorService:
             max_bytes: of the tensors of a request; more is refused before any of it is read.
             timeout_s: for receiving them, at most.
             within_s: of a message: for receiving its tensors, where that is less.
-            admit: entered before any tensor of a stream is read, or with those of a call (1 MiB at most, and the
-                endpoint bounds how many there are); left when a stream's answer is sent, or a call's is about to be.
+            admit: entered before a stream's tensors are read, or with those of a call; left when it is answered.
         """
 
         def admitted(request: Request[AskT]) -> AbstractContextManager[None]:

@@ -1,8 +1,4 @@
-"""The names under which tensors travel between drivers and workers.
-
-A codec's tensors (``activation``, ``activation.scales``, …) keep their names from the worker that made them to the
-worker that reads them, so a driver passes on what it gets.
-"""
+"""The names (``activation``, ``activation.scales``, …) under which tensors travel; a driver passes on what it gets."""
 
 from __future__ import annotations
 

@@ -174,8 +174,7 @@ class StageReplica:
     ) -> BackwardResult:
         """Computes and counts a micro-batch's gradient. On any exception the accumulated gradients are unchanged.
 
-        An outlier (`NormBound`) is scaled down first, with the input's gradient: as if its losses had weighed less, in
-        this stage and in those before.
+        An outlier (`NormBound`) is scaled down first, with the input's gradient: as if its losses had weighed less.
 
         Args:
             key: as in `forward`.
@@ -299,8 +298,7 @@ class StageReplica:
     def state_dict(self) -> dict[str, Any]:
         """Returns weights, optimizer state, accumulated gradients and counters; tensors are the live ones.
 
-        The values are those that ``torch.load(weights_only=True)`` accepts; tensors are by parameter name. Accumulated
-        gradients are a fourth of a state (4 of 16 bytes a parameter), and absent right after a step.
+        The values are those that ``torch.load(weights_only=True)`` accepts; there are no sums right after a step.
         """
         return {
             "version": _STATE_VERSION,
