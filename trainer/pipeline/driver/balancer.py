@@ -1,11 +1,9 @@
 """Which worker of a stage gets the next micro-batch: the one with the least virtual runtime (spec P-17).
 
-A worker's virtual runtime is the time of it that was used: charged with the estimate when a micro-batch is assigned,
-corrected to the measured time when it is done. Requests queued at a worker count once, from its last answer on.
-
-A newcomer enters at the bottom, with the slowest estimate known (spec P-18). So that a fast one need not wait there, it
-gets *one* micro-batch to prove itself: one newcomer at a time, one per `_PROBE_EVERY` micro-batches, a quarter of those
-in flight at most; then its place is level with the others. A worker that was banned proves itself again.
+That is the time of it that was used: charged with the estimate when a micro-batch is assigned, corrected to the
+measured time when it is done. A newcomer enters at the bottom, with the slowest estimate known (spec P-18), and gets
+*one* micro-batch to prove itself: one newcomer at a time, one per `_PROBE_EVERY` micro-batches, a quarter of those in
+flight at most; then its place is level with the others. A worker that was banned proves itself again.
 
 Pure: times are arguments, in seconds of any one clock. Each choice looks at all workers of the stage: 0.1 ms for 1,000.
 """

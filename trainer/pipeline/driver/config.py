@@ -18,8 +18,7 @@ class DriverConfig:
     """How a driver takes micro-batches through the stages."""
 
     max_in_flight: int = 8
-    """Micro-batches in flight; twice the number of stages keeps one-worker stages busy. Twice as many more may wait for
-    workers that may have counted them and do not answer."""
+    """Micro-batches in flight; twice as many more may wait for workers that may have counted them and are silent."""
     max_in_flight_per_worker: int = 4
     """Micro-batches at one worker at once: enough to hide the latency of its link, few enough to lose with it."""
     routing: Routing = "hub"
@@ -29,8 +28,7 @@ class DriverConfig:
     request_timeout_s: float = 60.0
     """Seconds one request to one stage may take; a chain may take as long for each of its stages."""
     unclear_s: float = 120.0
-    """Seconds for which a worker that may have counted a micro-batch is asked again before it is given up as lost:
-    more than workers take to come back after they were stopped for a while. Others go on meanwhile."""
+    """Seconds for which a worker that may have counted a micro-batch is asked again before it is given up as lost."""
     ban_s: float = 30.0
     """Seconds without work for a worker that could not be reached; doubled with each failure in a row."""
     max_ban_s: float = 3600.0

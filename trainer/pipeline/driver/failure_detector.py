@@ -1,9 +1,8 @@
 """The failure detector of a driver: which workers are proven gone, and which get no work for a while.
 
-A process that is stopped, swapped out or busy keeps its port, so silence proves nothing, and a refused connection
-proves only that nobody listens *at that address*. On this machine (loopback) that is the process itself; elsewhere it
-may be a router or a firewall that refuses, while the worker behind it lives and has counted. There a second proof is
-needed: the worker's key announces another process at another address, or nothing since the first refusal for longer
+A process that is stopped keeps its port, so silence proves nothing, and a refused connection proves only that nobody
+listens *at that address*: the process itself on this machine (loopback), elsewhere maybe a router. There a second proof
+is needed: the worker's key announces another process at another address, or nothing since the first refusal for longer
 than a live worker ever stays silent (`StageDirectory.silence_s`, 20 s by default).
 """
 
@@ -101,13 +100,11 @@ class _Record:
 class Bans:
     """The bans of one stage's workers, or of their hosts. Pure: times are arguments, in seconds of any one clock.
 
-    Failures in a row double a ban from ``ban_s`` up to ``max_ban_s``; those of requests that were in flight when it
-    began count once. An answer that no honest worker gives costs ``malformed_ban_s`` at once. `DOUBTS` refusals to
-    count make a firm ban, which only counting ends: forward passes, which the worker may seem to run well, do not.
-
-    A ban for silence is half-open (a circuit breaker): where a stage has no other worker, the banned one is asked for
-    its status, first after 1 s, then 2 s, up to 15 s, and the ban ends once it answers. Another incarnation is free of
-    such a ban too, once until it has counted something, since any worker may claim to have restarted.
+    Failures in a row double a ban; those of requests that were in flight when it began count once. `DOUBTS` refusals to
+    count make a firm ban, which only counting ends, since forward passes the worker may seem to run well. A ban for
+    silence is half-open (a circuit breaker): where a stage has no other worker, the banned one is asked for its status,
+    first after 1 s, then 2 s, up to 15 s, and the ban ends once it answers. Another incarnation is free of such a ban
+    too, once until it has counted something, since any worker may claim to have restarted.
     """
 
     def __init__(self, config: DriverConfig) -> None:

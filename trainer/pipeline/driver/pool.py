@@ -1,7 +1,5 @@
 """A stage's workers, and which of them gets the next micro-batch; waits while the stage has none.
 
-The one place where balancer, bans and announcements meet; all of it belongs to the driver's event loop.
-
 Keys cost nothing, so workers that have counted nothing yet share a record with their host: what they do wrong bans
 their host for those that come after them, for longer each time, as long as the stage has other workers. A worker that
 counts something clears its host's record, and a host's bans do not concern workers that have counted before.

@@ -1,21 +1,7 @@
 """What a failed request says of its worker and micro-batch, and what a driver reports.
 
-| what happened                          | counted there? | the worker         | then                        |
-|----------------------------------------|----------------|--------------------|-----------------------------|
-| ``busy``, ``rate``, ``not-a-driver``   | no             | rests for a moment | same or another, no attempt |
-| ``stopping``                           | no             | rests longer       | another, no attempt         |
-| ``no-input``                           | no             | –                  | same, with the input        |
-| ``expired``, ``stale``, ``tainted``    | no             | five: banned       | another                     |
-| ``nonfinite``, ``stage``, wrong key, … | no             | banned for a while | another                     |
-| ``already-applied``                    | yes            | banned for a while | the answer is gone          |
-| ``counted-for-another``                | yes            | –                  | the answer is gone          |
-| ``malformed``                          | not clear      | banned for a while | another; twice: give up     |
-| ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
-| a malformed answer                     | not clear      | banned for long    | another, when it is clear   |
-
-``already-applied`` is honest only as the answer to a repetition; as the answer to a first request it is what a worker
-would say that wants nothing trained. A worker that was told not to count a micro-batch refuses it as ``expired`` for
-some 20 s, so each of these uses up a quarter of an attempt only.
+``already-applied`` is honest only as the answer to a repetition: else a worker says it that wants nothing trained. One
+that was told not to count a micro-batch refuses it as ``expired`` for some 20 s, so that is a quarter of an attempt.
 """
 
 from __future__ import annotations
@@ -50,7 +36,9 @@ class Verdict:
     reason: str
     """One word for counters; workers choose theirs freely, so an unknown one is ``refused``."""
     effect: Literal["none", "unclear", "counted"]
+    """Whether it may have been counted there: ``none`` goes to another worker, ``counted`` has lost its answer."""
     blame: Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
+    """From a moment without work (``rest``) or a longer one (``leave``) to a ban at the fifth ``doubt``, or at once."""
     attempts: float = 1.0
     """How many of a micro-batch's attempts in a stage it uses up; 0: it may be retried without end."""
 
@@ -156,9 +144,7 @@ class AuditStatus:
     compared: int = 0
     disputed: int = 0
     unopposed: tuple[str, ...] = ()
-    """Stages without a second worker to compare with."""
     liars: Mapping[str, int] = field(default_factory=dict)
-    """How often each worker was banned for lying."""
     undecided: tuple[tuple[str, str], ...] = ()
     """Pairs of workers that differ where nothing shows which is wrong."""
 
@@ -173,10 +159,8 @@ class DriverStatus:
     handed_back: int
     left: int
     tokens: int
-    """Of the micro-batches that are done."""
     failures: Mapping[str, int]
     lost_by: Mapping[str, int]
-    """Lost micro-batches by ``stage: reason``."""
     stalls: Mapping[str, float]
     """Seconds in all for which each stage had no worker while there was something to send."""
     stages: tuple[StageView, ...]
@@ -187,11 +171,9 @@ class DriverStatus:
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """The loss of one optimizer step."""
+    """The mean loss of one optimizer step over its labels, after ``step`` others that this driver has seen."""
 
     step: int
-    """How many steps this driver had seen before."""
     loss: float
-    """Mean over the labels that count."""
     num_tokens: int
     micro_batches: int

@@ -2,12 +2,8 @@
 
 A request to count whose answer did not arrive is sent again: a worker answers a repetition as it did the first time,
 and counts nothing twice. Where that is refused, or after `_PATIENCE_S`, the worker is asked whether it has counted, and
-told not to count any more; the process that answers that under the worker's key is the only one that could.
-
-    counted, with the answer ── as if nothing had happened
-    counted, answer gone ────── lost: nobody knows its gradient any more
-    not counted, or gone ────── another worker may do it
-    unclear ─────────────────── lost, or left to the ledger's keeper where the lease is over
+told not to count any more. If it has, and its answer is gone, the micro-batch is lost; if not, another worker may do
+it; where it stays unclear, it is lost, or left to the ledger's keeper if the lease is over.
 """
 
 from __future__ import annotations

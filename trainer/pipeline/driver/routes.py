@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -86,10 +87,10 @@ class HubRoute(MicroBatchInFlight):
                 return answered
 
     async def _tail(self, tail: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        async def ask(worker: StageWorker) -> Answered:
-            return await self._context.caller.tail(worker, self.micro_batch, given)
-
-        units = self._num_rows * TAIL_UNITS
+        units, ask = (
+            self._num_rows * TAIL_UNITS,
+            partial(self._context.caller.tail, micro_batch=self.micro_batch, given=given),
+        )
         answered, worker = await self._count(tail, units, units, ask)
         self._loss_sum, self._num_tokens = answered.body.loss_sum or 0.0, answered.body.num_tokens
         self._context.auditor.visited(Visit(worker, self.micro_batch, given, (answered,)), is_drawn=self._is_drawn)

@@ -2,8 +2,7 @@
 
 A worker that is stopped or cut off fails only when a request times out, after a minute by default. So one that has
 given no answer for `_ASK_AFTER_S` is asked for its status, which a live one answers within milliseconds however much it
-has to compute: neither slow workers nor, in a chain, those before the one that hangs are named. Where all workers of a
-stage are banned, those banned for silence are asked too, and one that answers gets work again at once.
+has to compute. Where all workers of a stage are banned, those banned for silence are asked too.
 """
 
 from __future__ import annotations

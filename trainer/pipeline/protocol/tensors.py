@@ -4,8 +4,7 @@
     reply = await ask_tensors(endpoint, peer, "stage/forward", ask, {"input": x}, StageAnswer, answer_bytes=..., ...)
 
 What a message says of its tensors bounds what is read of them, and is bounded itself before a byte is stored. The
-handler checks whether these are the right ones for the request. A stream's tensors are gathered before the handler
-begins, so a call holds its size once at each end; ``admit`` bounds what all streams together hold.
+handler checks whether these are the right ones. A stream's tensors are gathered before the handler begins.
 """
 
 from __future__ import annotations
@@ -94,14 +93,10 @@ class TensorService:
     ) -> None:
         """Registers a method, as a call and as a stream.
 
-        Args:
-            method: as for `Endpoint.register`.
-            ask: the type of its message.
-            handler: called when all tensors have arrived; cancelled when the caller gives up.
-            max_bytes: of the tensors of a request; more is refused before any of it is read.
-            timeout_s: for receiving them, at most.
-            within_s: of a message: for receiving its tensors, where that is less.
-            admit: entered before a stream's tensors are read, or with those of a call; left when it is answered.
+        ``handler`` is called when all tensors have arrived, and cancelled when the caller gives up. Of tensors of a
+        request more than ``max_bytes`` are refused before any of it is read; they are received for ``timeout_s`` at
+        most, or what ``within_s`` says of the message if that is less. ``admit`` is entered before a stream's tensors
+        are read, or with those of a call, and left when it is answered.
         """
 
         def admitted(request: Request[AskT]) -> AbstractContextManager[None]:
@@ -142,28 +137,23 @@ async def ask_tensors(
     *,
     answer_bytes: int,
     timeout_s: float,
-    stall_timeout_s: float | None = None,
 ) -> TensorAnswer[AnswerT]:
     """Sends a request to ``peer``, once: nothing is retried; raises RpcError.
 
     ``tensors`` are at most 8, on the CPU; all of the answer, ``answer_bytes`` of tensors at most, must have arrived
-    within ``timeout_s``. ``stall_timeout_s`` is the silence to tolerate; None: the configured time.
+    within ``timeout_s``.
     """
     labelled = _with_specs(ask, tensors)
     if max(answer_bytes, size_bytes_of(tensors)) <= MAX_PAYLOAD_BYTES:
         payload = payload_of(tensors)
-        reply = await endpoint.call(
-            peer, method, labelled, answer, payload=payload, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
-        )
+        reply = await endpoint.call(peer, method, labelled, answer, payload=payload, timeout_s=timeout_s)
         with peer_boundary(peer.address):
             try:
                 return TensorAnswer(reply.body, _unpacked(_checked(reply.body, answer_bytes), reply.payload))
             except RefusedError as error:
                 raise MalformedAnswerError(f"{peer.address}: {error}") from error
     deadline_s = time.monotonic() + timeout_s
-    async with endpoint.open_stream(
-        peer, method + _STREAM, labelled, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
-    ) as stream:
+    async with endpoint.open_stream(peer, method + _STREAM, labelled, timeout_s=timeout_s) as stream:
         await _send(stream, tensors)
         await stream.end()
         frame = await _receive_frame(stream, deadline_s, peer.address)

@@ -1,8 +1,4 @@
-"""Micro-batches and what became of them, as they pass between the ledger and a driver's routing.
-
-The routing knows a `Work` and nothing of leases, files or other drivers; the ledger knows settlements and nothing of
-workers' queues.
-"""
+"""Micro-batches and what became of them, as they pass between the ledger and a driver's routing."""
 
 from __future__ import annotations
 
@@ -133,9 +129,9 @@ class Settlement(Message):
 class Work(Protocol):
     """Where a driver's routing gets micro-batches from, and reports what became of them.
 
-    A micro-batch is handed to one driver at a time, and nothing of it may be sent from `MicroBatch.send_before_s` on,
-    so the driver that gets it next cannot meet a late copy. In return the routing settles or hands back each once; for
-    one with which it does neither, the workers are asked when its lease has run out.
+    A micro-batch is handed to one driver at a time, and nothing of it may be sent from `MicroBatch.send_before_s` on.
+    In return the routing settles or hands back each once; for one with which it does neither, the workers are asked
+    when its lease has run out.
     """
 
     async def next(self) -> MicroBatch | None:

@@ -47,7 +47,11 @@ class GraphCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, CachedForward] = OrderedDict()
         self._bytes_by_owner: Counter[str] = Counter()
-        self.size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all entries."""
+        return self._bytes_by_owner.total()
 
     def put(self, key: str, entry: CachedForward) -> None:
         """Keeps a forward pass in place of an earlier one of that key, and drops others to stay within the bound.
@@ -91,10 +95,8 @@ class GraphCache:
         """Drops everything."""
         self._entries.clear()
         self._bytes_by_owner.clear()
-        self.size_bytes = 0
 
     def _count(self, key: str, size_bytes: int) -> None:
-        self.size_bytes += size_bytes
         owner = _owner_of(key)
         self._bytes_by_owner[owner] += size_bytes
         if not self._bytes_by_owner[owner]:

@@ -42,11 +42,9 @@ class StageConfig:
     tail_clip_factor: float = 5.0
     """The same for the tail."""
     outlier_factor: float = 50.0
-    """A micro-batch's gradient is scaled down to so many times the usual norm of the stage; ``.inf``: never.
-    Honest ones had up to 17 times (head of ``tiny``, real text, 2,000 micro-batches, learning rates up to 1e-2)."""
+    """A micro-batch's gradient is scaled down to so many times the usual norm; honest ones had up to 17 (`tiny`)."""
     backward: BackwardMode = "cached"
-    """Keep what a backward pass needs from the forward pass on, or compute it again from the input: a third more
-    compute, a tenth of the memory."""
+    """Keep what a backward pass needs, or compute it again: a third more compute, a tenth of the memory."""
     max_cached_bytes: int = 1 << 30
     """Of inputs and graphs kept for backward passes to come; beyond it the oldest are computed again."""
     max_staleness: int = 50

@@ -107,14 +107,10 @@ class StagePasses:
         _checked(y.detach(), key)
         return y, self._graph_bytes[leaf.shape]
 
-    def gradients(self, y: Tensor, leaf: Tensor, grad_y: Tensor, *, key: str) -> Gradients:
-        """Runs a graph backward, which frees it; raises PipelineError if ``grad_y`` has another shape than ``y``."""
-        return self._backward(y, leaf, self._output_gradient(grad_y, y, key), key)
-
     def loss_gradients(self, leaf: Tensor, labels: Tensor, *, key: str) -> tuple[float, Gradients]:
         """Returns the sum of the losses, and its gradients."""
         total, _ = self._losses(leaf, labels)
-        gradients = self._backward(total, leaf, None, key)
+        gradients = self.gradients(total, leaf, None, key=key)
         loss_sum = float(total.detach())  # After the backward pass, so that a GPU is waited for once.
         if not math.isfinite(loss_sum):
             raise NonFiniteActivationError(f"expected a finite loss of {key}, found {loss_sum}; it was not counted")
@@ -153,7 +149,9 @@ class StagePasses:
             )
         return self.moved(grad_y).to(y.dtype)
 
-    def _backward(self, y: Tensor, leaf: Tensor, grad_y: Tensor | None, key: str) -> Gradients:
+    def gradients(self, y: Tensor, leaf: Tensor, grad_y: Tensor | None, *, key: str) -> Gradients:
+        """Runs a graph backward, which frees it; raises PipelineError if ``grad_y`` has another shape than ``y``."""
+        grad_y = None if grad_y is None else self._output_gradient(grad_y, y, key)
         inputs = [*self.parameters, leaf] if leaf.requires_grad else self.parameters
         found = torch.autograd.grad(y, inputs, grad_y, allow_unused=True)
         of_parameters, of_input = found[: len(self.parameters)], found[-1] if leaf.requires_grad else None

@@ -1,11 +1,9 @@
 """`StageReplica`: one worker's copy of a stage, everything that is computed with it, and its state.
 
-A gradient is computed at the current weights, which may have changed since its forward pass; it counts if that is at
-most `StageConfig.max_staleness` steps away (spec P-14, P-15). A kept graph is used while weights and input are those of
-its forward pass, with the same bits (on a CPU) as one computed again from the input, a third more compute.
-
-The version counts steps, dropped ones too, as `InnerLoop` counts them: schedule and synchronisation follow it, and a
-replica that stood still on a bad gradient would hold up the others.
+A gradient is computed at the current weights; it counts if they are at most `StageConfig.max_staleness` steps away from
+its forward pass (spec P-14, P-15). A kept graph is used while weights and input are those of its forward pass, with the
+same bits (on a CPU) as one computed again, a third more compute. The version counts dropped steps too, as `InnerLoop`
+does: schedule and synchronisation follow it.
 """
 
 from __future__ import annotations
