@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypeVar
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -39,8 +39,6 @@ __all__ = ["Answered", "LinkForm", "StageCaller"]
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
-
-AskT = TypeVar("AskT", bound=messages.StageAsk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,9 @@ class StageCaller:
 
     async def forward(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Runs a stage forward."""
-        ask = self._request(messages.ForwardAsk, worker, micro_batch)
-        return await self._ask(messages.FORWARD, worker, ask, micro_batch, given, outputs=(ACTIVATION,), counted_in=())
+        outputs: list[Direction] = [ACTIVATION]
+        method, model = messages.FORWARD, messages.ForwardAsk
+        return await self._ask(method, model, [worker], micro_batch, given, outputs=outputs, counts=False)
 
     async def evaluate(
         self,
@@ -97,12 +96,11 @@ class StageCaller:
 
         ``given`` is the stage's input, ``gradient`` that with respect to its output (None for head and tail).
         """
-        is_tail = worker.stage == self._tail
+        is_tail, fields = worker.stage == self._tail, {"with_gradient": worker.stage != self._head}
         outputs: list[Direction] = [GRADIENT] if is_tail else [ACTIVATION, GRADIENT]
-        ask = self._request(messages.EvaluateAsk, worker, micro_batch, with_gradient=worker.stage != self._head)
-        given = {**given, **(gradient or {})}
+        method, model, given = messages.EVALUATE, messages.EvaluateAsk, {**given, **(gradient or {})}
         return await self._ask(
-            messages.EVALUATE, worker, ask, micro_batch, given, outputs=outputs, counted_in=None, has_loss=is_tail
+            method, model, [worker], micro_batch, given, fields, outputs=outputs, counts=None, has_loss=is_tail
         )
 
     async def backward(
@@ -119,14 +117,11 @@ class StageCaller:
         ``given`` is the gradient with respect to the stage's output, and the stage's input unless the worker has it.
         """
         fields = {"forward_version": forward_version, "num_tokens": num_tokens}
-        ask = self._request(messages.BackwardAsk, worker, micro_batch, **fields)
-        return await self._ask(messages.BACKWARD, worker, ask, micro_batch, given, counted_in=(worker.stage,))
+        return await self._ask(messages.BACKWARD, messages.BackwardAsk, [worker], micro_batch, given, fields)
 
     async def tail(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Has the tail compute loss and gradient, and count the micro-batch."""
-        ask = self._request(messages.TailAsk, worker, micro_batch)
-        counted_in = (worker.stage,)
-        return await self._ask(messages.TAIL, worker, ask, micro_batch, given, counted_in=counted_in, has_loss=True)
+        return await self._ask(messages.TAIL, messages.TailAsk, [worker], micro_batch, given, has_loss=True)
 
     async def chain(
         self, route: Sequence[StageWorker], micro_batch: MicroBatch, given: Mapping[str, Tensor]
@@ -141,9 +136,8 @@ class StageCaller:
             )
             for worker in route[1:]
         )
-        ask = self._request(messages.ChainAsk, route[0], micro_batch, num_stages=len(route), route=hops)
-        counted_in = [worker.stage for worker in route]
-        return await self._ask(messages.CHAIN, route[0], ask, micro_batch, given, counted_in=counted_in, has_loss=True)
+        fields = {"route": hops}
+        return await self._ask(messages.CHAIN, messages.ChainAsk, route, micro_batch, given, fields, has_loss=True)
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
@@ -164,42 +158,39 @@ class StageCaller:
             counted_as = said.counted_as or messages.CountedAs(incarnation=said.incarnation, applied_number=0)
             return said.incarnation, StageCredit(stage=worker.stage, **counted_as.model_dump())
 
-    def _request(
-        self, model: type[AskT], worker: StageWorker, micro_batch: MicroBatch, *, num_stages: int = 1, **fields: object
-    ) -> AskT:
-        """Returns a request with ``fields``; no time in it reaches beyond the micro-batch's lease."""
-        num_rows, num_positions = micro_batch.input_ids.shape
-        left_s = micro_batch.send_before_s - boottime_s()
-        within_s = min(86_400.0, max(0.001, min(self._config.request_timeout_s * num_stages, left_s)))
-        if "apply_within_s" in model.model_fields:
-            fields["apply_within_s"] = within_s
-        common = {"micro_batch": micro_batch.key, "stage": worker.stage, "answer_within_s": within_s}
-        return model.model_validate({**common, "num_rows": num_rows, "num_positions": num_positions, **fields})
-
     async def _ask(
         self,
         method: str,
-        worker: StageWorker,
-        ask: messages.StageAsk,
+        model: type[messages.StageAsk],
+        route: Sequence[StageWorker],
         micro_batch: MicroBatch,
         given: Mapping[str, Tensor],
+        fields: Mapping[str, object] = MappingProxyType({}),
         *,
-        counted_in: Sequence[str] | None,
         outputs: Sequence[Direction] = (GRADIENT,),
+        counts: bool | None = True,
         has_loss: bool = False,
     ) -> Answered:
-        """Sends a request; raises MalformedAnswerError if the answer cannot be one to it.
+        """Sends a request to the first of a route; raises MalformedAnswerError if the answer cannot be one to it.
 
         ``outputs`` are to come back, of a head no gradient, and with ``has_loss`` the loss of its labels, which are
-        sent beside ``given``. The stages of ``counted_in`` are to have counted it; None: not looked at.
+        sent beside ``given``. All stages of the route are to have counted it, or none; ``counts=None``: not looked at.
+        No time in the request reaches beyond the micro-batch's lease.
         """
+        worker = route[0]
+        num_rows, num_positions = micro_batch.input_ids.shape
+        left_s = micro_batch.send_before_s - boottime_s()
+        timeout_s = min(86_400.0, max(0.001, min(self._config.request_timeout_s * len(route), left_s)))
+        limits = {name: timeout_s for name in ("answer_within_s", "apply_within_s") if name in model.model_fields}
+        shape = {"num_rows": num_rows, "num_positions": num_positions}
+        ask = model.model_validate({"micro_batch": micro_batch.key, "stage": worker.stage, **shape, **limits, **fields})
         is_head = worker.stage == self._head
         expected = [
             spec for kind in outputs if kind != GRADIENT or not is_head for spec in self._form.specs(micro_batch, kind)
         ]
         expected.sort(key=attrgetter("name"))
         sent = {**given, LABELS: wire_ids(micro_batch.labels)} if has_loss else given
-        size_bytes, timeout_s = sum(spec.size_bytes for spec in expected), ask.answer_within_s
+        size_bytes = sum(spec.size_bytes for spec in expected)
         begun_s = time.monotonic()
         async with _ended_at(worker, method, timeout_s + _GRACE_S):
             answer = await ask_tensors(
@@ -213,8 +204,8 @@ class StageCaller:
                 timeout_s=timeout_s,
             )
         took_s, body = time.monotonic() - begun_s, answer.body
-        if body.num_rows != ask.num_rows:
-            raise MalformedAnswerError(f"{worker}: expected an answer of {ask.num_rows} rows, found {body.num_rows}")
+        if body.num_rows != num_rows:
+            raise MalformedAnswerError(f"{worker}: expected an answer of {num_rows} rows, found {body.num_rows}")
         with peer_boundary(str(worker)):
             found = list(specs_of(answer.tensors))
             if found != expected:
@@ -222,11 +213,11 @@ class StageCaller:
             for name, tensor in answer.tensors.items():
                 if not all_finite(tensor):
                     raise MalformedAnswerError(f"{worker}: expected finite values, found others in {name!r}")
-        if counted_in is not None and (
-            sorted(body.applied) != sorted(counted_in) or (counted_in and body.applied_number < 1)
-        ):
+        stages = [each.stage for each in route] if counts else []
+        is_counted = sorted(body.applied) == sorted(stages) and (body.applied_number >= 1 or not counts)
+        if counts is not None and not is_counted:
             raise MalformedAnswerError(
-                f"{worker}: expected it to be counted in {', '.join(counted_in) or 'no stage'}, found "
+                f"{worker}: expected it to be counted in {', '.join(stages) or 'no stage'}, found "
                 f"{', '.join(body.applied) or 'none'} as number {body.applied_number}"
             )
         if has_loss and body.num_tokens != (num_labels := micro_batch.num_tokens):
