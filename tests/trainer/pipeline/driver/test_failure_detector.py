@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
-from tests.support.toy_stage import FAST, ONE_EACH, ToyStage, ToySwarm, driving, say_nothing, toy_swarm, until
+from tests.support.toy_stage import FAST, ONE_EACH, SILENCE, ToyStage, ToySwarm, driving, say_nothing, toy_swarm, until
 from trainer.network.rpc import Peer
 from trainer.pipeline.driver import DriverConfig
 from trainer.pipeline.driver.failure_detector import Bans, LivenessProbe
@@ -135,7 +135,7 @@ async def test_a_worker_elsewhere_that_refuses_is_replaced_only_if_it_was_killed
 
     monkeypatch.setattr("trainer.pipeline.driver.failure_detector.is_refused", is_refused)
     unclear_s = 20.0 if is_killed else 4.0
-    config = replace(FAST, routing=routing, max_in_flight=1, ban_s=5.0, max_ban_s=5.0, unclear_s=unclear_s)
+    config = replace(FAST, routing=routing, max_in_flight=1, ban_s=5.0, max_ban_s=5.0, unclear_s=unclear_s, **SILENCE)
     async with driving({"head": 1, "body-1": 2, "tail": 1}, 6, config) as drive:
         hidden = drive.swarm.at("body-1")
         address = f"0.0.0.0:{hidden.worker.peer.address.rpartition(':')[2]}"  # Not a loopback address.
