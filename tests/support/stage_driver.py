@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, StageProcess
 from trainer.model.loss import IGNORED_LABEL
-from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import part_of, wire_ids
@@ -20,16 +20,9 @@ __all__ = ["StageDriver", "running_driver"]
 Reply = TensorAnswer[messages.StageAnswer]
 Worker = RunningWorker | StageProcess
 
-_ANSWER_BYTES = 256 << 20
-
 
 class StageDriver:
-    """Asks workers.
-
-    Args:
-        endpoint: started.
-        needs_ids: whether the codec wants ids everywhere.
-    """
+    """Asks workers; ``needs_ids``: whether the codec wants ids everywhere."""
 
     def __init__(self, endpoint: Endpoint, *, needs_ids: bool = False) -> None:
         self.endpoint = endpoint
@@ -53,7 +46,7 @@ class StageDriver:
         return await self.ask(workers[0], messages.CHAIN, messages.ChainAsk, key, tensors, {"route": route, **changes})
 
     async def hub(self, workers: Sequence[Worker], key: str, ids: Tensor, labels: Tensor) -> list[Reply]:
-        """A micro-batch through all stages and back; what each answered, the tail first."""
+        """What each answered, the tail first."""
         sent_ids, sent_labels = wire_ids(ids), wire_ids(labels)
         beside = {"ids": sent_ids} if self._needs_ids else {}
         inputs: list[dict[str, Tensor]] = [{"ids": sent_ids}]
@@ -88,39 +81,22 @@ class StageDriver:
         changes: Mapping[str, object],
     ) -> Reply:
         first = next(iter(tensors.values()))
-        fields: dict[str, object] = {
-            "micro_batch": key,
-            "stage": worker.setup.stage,
-            "num_rows": first.shape[0],
-            "num_positions": first.shape[1],
-            "answer_within_s": 30.0,
-        }
-        if model is not messages.ForwardAsk and model is not messages.EvaluateAsk:
-            fields["apply_within_s"] = 30.0
-        if model is messages.BackwardAsk:
-            fields |= {"forward_version": 0, "num_tokens": first.shape[0] * first.shape[1]}
-        return await ask_tensors(
-            self.endpoint,
-            worker.peer,
-            method,
-            model.model_validate({**fields, **changes}),
-            tensors,
-            messages.StageAnswer,
-            answer_bytes=_ANSWER_BYTES,
-            timeout_s=30.0,
-        )
+        shape = {"num_rows": first.shape[0], "num_positions": first.shape[1]}
+        known = {"apply_within_s": 30.0, "forward_version": 0, "num_tokens": first.shape[0] * first.shape[1]}
+        fields = {name: value for name, value in known.items() if name in model.model_fields}
+        fields |= {"micro_batch": key, "stage": worker.setup.stage, "answer_within_s": 30.0, **shape, **changes}
+        ask, limits = model.model_validate(fields), {"answer_bytes": 256 << 20, "timeout_s": 30.0}
+        return await ask_tensors(self.endpoint, worker.peer, method, ask, tensors, messages.StageAnswer, **limits)
 
 
 def _hop(worker: Worker) -> messages.Hop:
-    peer: Peer = worker.peer
-    assert peer.peer_id is not None
-    pem = peer.certificate.decode() if peer.certificate else ""
-    return messages.Hop(stage=worker.setup.stage, peer_id=peer.peer_id, address=peer.address, certificate_pem=pem)
+    pem = (worker.peer.certificate or b"").decode()
+    peer = {"peer_id": worker.peer.peer_id, "address": worker.peer.address, "certificate_pem": pem}
+    return messages.Hop(stage=worker.setup.stage, **peer)
 
 
 @asynccontextmanager
 async def running_driver(*, needs_ids: bool = False) -> AsyncIterator[StageDriver]:
-    """One in this process."""
     endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
     await endpoint.start()
     try:

@@ -1,8 +1,7 @@
-"""A stage that computes next to nothing, at a real endpoint, and goes wrong when it is told to.
+"""Stages that compute next to nothing, at real endpoints, and go wrong when they are told to; and a driver of them.
 
-What it owes drivers it does as a worker does: a micro-batch is counted once, its answer kept, and whoever holds its
-lease can have it refused. Its arithmetic can be checked by hand: each stage but the tail adds 1, and the gradient that
-comes back is that of the loss, 1 everywhere.
+A micro-batch is counted once, its answer kept, and whoever holds its lease can have it refused, as by a worker. Each
+stage but the tail adds 1, and the gradient that comes back is that of the loss, 1 everywhere.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.support.rpc_node import RUN_ID, fast_config
+from tests.support.rpc_pair import running_endpoint
+from trainer.compression.activations import activation_codec
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.network.discovery.stage_report import StageUid
 from trainer.network.rpc import Endpoint, Identity, Peer, PeerId, Reply, Request
-from trainer.pipeline.driver import StageWorker
+from trainer.pipeline.driver import DriverConfig, LinkForm, MicroBatchResult, PipelineDriver, StageWorker
 from trainer.pipeline.driver.workers import LastWord
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService, ask_tensors
@@ -40,38 +41,38 @@ Fault = Callable[["ToyStage", str, Callable[[], Awaitable[Reply_]]], Awaitable[R
 """Gets the stage, the micro-batch, and what would have answered it."""
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
 def refuse(reason: str) -> Fault:
-    """Nothing is done."""
-
-    async def fault(_stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    async def fault(*_: object) -> Reply_:
         raise RefusedError(reason, f"told to refuse ({reason})")
 
     return fault
 
 
-async def _hang() -> NoReturn:
+async def say_nothing(*_: object) -> Reply_:
     await asyncio.sleep(60)
     raise AssertionError("nobody waits so long")
-
-
-async def say_nothing(_stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-    """Nothing is done, nothing is said."""
-    await _hang()
 
 
 async def lose_answer(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
     """It is done, and nobody hears of it."""
     await work()
-    await _hang()
+    return await say_nothing()
 
 
 async def fail_after(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-    """It is done, and then the handler fails."""
     await work()
     raise RefusedError("internal", "told to fail")
+
+
+async def die(stage: ToyStage, *_: object) -> Reply_:
+    """The process is killed before anything is done."""
+    stage.begin_to_die()
+    return await say_nothing()
+
+
+async def count_and_die(stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+    await work()
+    return await die(stage)
 
 
 def garble(**changes: Any) -> Fault:
@@ -84,30 +85,15 @@ def garble(**changes: Any) -> Fault:
     return fault
 
 
-def distort(change: Callable[[Tensor], Tensor], *, count: bool = True) -> Fault:
-    """The answer's tensors are other ones; without ``count`` it comes at once and nothing is done."""
+def distort(change: Callable[[Tensor], Tensor], *, count: bool = True, name: str = "") -> Fault:
+    """The answer's tensors of that name are others; without ``count`` it comes at once and nothing is done."""
 
     async def fault(stage: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
         answer = await work() if count else stage.answer_to(key, None)
-        return TensorAnswer(answer.body, {name: change(tensor) for name, tensor in answer.tensors.items()})
+        tensors = {each: change(it) if name in ("", each) else it for each, it in answer.tensors.items()}
+        return TensorAnswer(answer.body, tensors)
 
     return fault
-
-
-async def die(stage: ToyStage, _key: str, _work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-    """The process is killed before anything is done."""
-    stage.begin_to_die()
-    await _hang()
-
-
-async def count_and_die(stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-    """The process is killed after it has counted."""
-    await work()
-    stage.begin_to_die()
-    await _hang()
-
-
-# -- a stage -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -119,20 +105,14 @@ class ToyStage:
     number: int
     identity: Identity = field(default_factory=Identity.create)
     delay_s: float = 0.0
-    faults: defaultdict[str, deque[Fault]] = field(default_factory=lambda: defaultdict(deque))
-    """By method, for its next requests."""
+    faults: defaultdict[str, deque[Fault]] = field(default_factory=lambda: defaultdict(deque))  # By method.
     counted: dict[str, Reply_] = field(default_factory=dict)
-    """By micro-batch."""
-    refused: dict[str, float] = field(default_factory=dict)
-    """Until when, on the event loop's clock."""
-    asked: list[tuple[str, str]] = field(default_factory=list)
-    """Methods and micro-batches."""
+    refused: dict[str, float] = field(default_factory=dict)  # Until when, on the event loop's clock.
+    asked: list[tuple[str, str]] = field(default_factory=list)  # Methods and micro-batches.
     version: int = 0
-    step_every: int = 0
-    """Micro-batches of an optimizer step; 0: none is taken."""
+    step_every: int = 0  # Micro-batches of an optimizer step; 0: none is taken.
     step_delay_s: float = 0.0
-    stopped: asyncio.Event | None = None
-    """Until it is set, everything is taken in and nothing done, as by a process that is stopped; None: not stopped."""
+    stopped: asyncio.Event | None = None  # Until it is set, everything is taken in and nothing done.
     alive: bool = False
     incarnation: str = ""
     worker: StageWorker | None = None
@@ -163,7 +143,6 @@ class ToyStage:
         self.worker = StageWorker(self.stage, uid, endpoint.peer, self.incarnation)
 
     async def kill(self) -> None:
-        """The process is gone, and with it what it had counted."""
         self.begin_to_die()
         assert self._dying is not None
         await self._dying
@@ -171,7 +150,6 @@ class ToyStage:
             await asyncio.gather(self._stepping, return_exceptions=True)
 
     def begin_to_die(self) -> None:
-        """`kill`, without waiting for it."""
         self.alive = False
         if self._dying is None or (self._dying.done() and self._endpoint is not None):
             endpoint, self._endpoint = self._endpoint, None
@@ -179,13 +157,9 @@ class ToyStage:
                 self._dying = asyncio.get_running_loop().create_task(endpoint.stop())
 
     def answer_to(self, key: str, gradient: Tensor | None) -> Reply_:
-        """Its answer to a request to count."""
-        tensors = (
-            {} if self.stage == self.stages[0] else {"gradient": gradient_like() if gradient is None else gradient}
-        )
+        gradient = torch.ones(ROWS, POSITIONS, DIM) if gradient is None else gradient
+        tensors = {} if self.stage == self.stages[0] else {"gradient": gradient}
         return TensorAnswer(self._body(applied=(self.stage,), applied_number=len(self.counted) + 1), tensors)
-
-    # -- methods -------------------------------------------------------------------------------------------------------
 
     async def _forward(self, _ask: messages.ForwardAsk, tensors: dict[str, Tensor]) -> Reply_:
         return TensorAnswer(self._body(), {"activation": self._output(tensors)})
@@ -211,12 +185,9 @@ class ToyStage:
             return self._count(ask.micro_batch, lambda: self._with_loss(ask.micro_batch, tensors))
         behind = await self._ask_next(ask, tensors)
         own = self.answer_to(ask.micro_batch, behind.tensors["gradient"])
-        update = {
-            "applied": (self.stage, *behind.body.applied),
-            "loss_sum": behind.body.loss_sum,
-            "num_tokens": behind.body.num_tokens,
-        }
-        return self._count(ask.micro_batch, lambda: TensorAnswer(own.body.model_copy(update=update), own.tensors))
+        update = behind.body.model_dump(include={"loss_sum", "num_tokens"})
+        body = own.body.model_copy(update={"applied": (self.stage, *behind.body.applied), **update})
+        return self._count(ask.micro_batch, lambda: TensorAnswer(body, own.tensors))
 
     async def _ask_next(self, ask: messages.ChainAsk, tensors: dict[str, Tensor]) -> Reply_:
         hop, *rest = ask.route
@@ -227,16 +198,8 @@ class ToyStage:
         sent = {"activation": self._output(tensors), "labels": tensors["labels"]}
         assert self._endpoint is not None
         try:
-            return await ask_tensors(
-                self._endpoint,
-                peer,
-                messages.CHAIN,
-                onward,
-                sent,
-                messages.StageAnswer,
-                answer_bytes=MAX_BYTES,
-                timeout_s=within_s,
-            )
+            answer, limits = messages.StageAnswer, {"answer_bytes": MAX_BYTES, "timeout_s": within_s}
+            return await ask_tensors(self._endpoint, peer, messages.CHAIN, onward, sent, answer, **limits)
         except RefusedError as error:
             if error.reason.startswith("hop"):
                 raise RefusedError(error.reason, str(error)) from error
@@ -246,6 +209,8 @@ class ToyStage:
             raise RefusedError(reason, f"{hop.stage} {hop.peer_id}: {error}") from error
 
     async def _applied(self, request: Request[messages.AppliedAsk]) -> Reply[messages.AppliedAnswer]:
+        if self.stopped is not None:
+            await self.stopped.wait()
         asked = request.body.micro_batches
         counted = tuple(key for key in asked if key in self.counted)
         if request.body.refuse_from_now:
@@ -256,28 +221,23 @@ class ToyStage:
         return Reply(messages.AppliedAnswer(incarnation=self.incarnation, micro_batches=counted, counted_as=numbered))
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
-        await self._until_continued()
+        if self.stopped is not None:
+            await self.stopped.wait()
         said = {"stage": self.stage, "incarnation": self.incarnation, "version": self.version}
         counts = ("num_tokens", "shared_through", "queued", "queued_bytes", "computed", "cached_bytes", "reply_bytes")
         floats = ("batch_rows", "compute_s", "rows_per_s", "busy")
         zeros = {**dict.fromkeys(counts, 0), **dict.fromkeys(floats, 0.0)}
         return Reply(StatusAnswer(**said, **zeros, status="serving", applied=len(self.counted), refused={}))
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     async def _suffer(
         self, method: str, work: Callable[..., Awaitable[Reply_]], _sender: PeerId, ask: Any, tensors: dict[str, Tensor]
     ) -> Reply_:
-        """Does the work, or what the next fault makes of it."""
-        await self._until_continued()
+        if self.stopped is not None:
+            await self.stopped.wait()
         self.asked.append((method, ask.micro_batch))
         await asyncio.sleep(self.delay_s)
         faults, do = self.faults[method], partial(work, ask, tensors)
         return await (faults.popleft()(self, ask.micro_batch, do) if faults else do())
-
-    async def _until_continued(self) -> None:
-        if self.stopped is not None:
-            await self.stopped.wait()
 
     def _count(self, key: str, make: Callable[[], Reply_]) -> Reply_:
         if key in self.counted:
@@ -297,9 +257,8 @@ class ToyStage:
         answer = self.answer_to(key, None)
         num_tokens = int((tensors["labels"] != -100).sum())
         loss_sum = float(tensors["activation"].sum())
-        return TensorAnswer(
-            answer.body.model_copy(update={"loss_sum": loss_sum, "num_tokens": num_tokens}), answer.tensors
-        )
+        body = answer.body.model_copy(update={"loss_sum": loss_sum, "num_tokens": num_tokens})
+        return TensorAnswer(body, answer.tensors)
 
     def _output(self, tensors: dict[str, Tensor]) -> Tensor:
         if self.stage == self.stages[0]:
@@ -307,17 +266,8 @@ class ToyStage:
         return tensors["activation"] + 1
 
     def _body(self, **changes: Any) -> messages.StageAnswer:
-        return messages.StageAnswer(
-            incarnation=self.incarnation, version=self.version, num_rows=ROWS, compute_s=self.delay_s
-        ).model_copy(update=changes)
-
-
-def gradient_like() -> Tensor:
-    """What comes back."""
-    return torch.ones(ROWS, POSITIONS, DIM)
-
-
-# -- a swarm of them ---------------------------------------------------------------------------------------------------
+        said = {"incarnation": self.incarnation, "version": self.version, "num_rows": ROWS, "compute_s": self.delay_s}
+        return messages.StageAnswer(**{**said, **changes})
 
 
 @dataclass
@@ -327,30 +277,22 @@ class ToySwarm:
     stages: tuple[str, ...]
     workers_by_stage: dict[str, list[ToyStage]]
     announced: set[str] = field(default_factory=set)
-
     silence_s: float = 3600.0
-    words: dict[str, LastWord] = field(default_factory=dict)
-    """What is heard of workers that a test hides behind something; by key."""
 
     def workers(self) -> tuple[StageWorker, ...]:
-        """As a `StageDirectory`."""
         return tuple(toy.worker for toy in self.all if toy.worker is not None and toy.worker.uid in self.announced)
 
     def last_word(self, key: str) -> LastWord | None:
-        """As a `StageDirectory`."""
-        return self.words.get(key)
+        return None
 
     @property
     def all(self) -> list[ToyStage]:
-        """All of them."""
         return [toy for toys in self.workers_by_stage.values() for toy in toys]
 
     def at(self, stage: str, index: int = 0) -> ToyStage:
-        """A stage's worker."""
         return self.workers_by_stage[stage][index]
 
     async def join(self, stage: str, **options: Any) -> ToyStage:
-        """One more."""
         toys = self.workers_by_stage[stage]
         toy = ToyStage(self.stages, stage, 32 + len(toys), **options)
         toys.append(toy)
@@ -375,49 +317,39 @@ async def toy_swarm(replicas: dict[str, int], **options: Any) -> AsyncIterator[T
 
 
 class ListedWork:
-    """A `Work` of micro-batches made before; keeps what it is told.
-
-    Args:
-        num: of micro-batches.
-        lease_s: how long each may be sent, from when it is handed out.
-    """
+    """A `Work` of ``num`` micro-batches, each of which may be sent for ``lease_s``; keeps what it is told."""
 
     def __init__(self, num: int, lease_s: float = 30.0) -> None:
         self.settled: dict[str, Settlement] = {}
         self.handed_back: list[str] = []
         self.given: list[str] = []
+        self.terms: list[LeaseTerm] = []
         self.left = deque(range(num))
-        self.changed = asyncio.Event()
         self._lease_s = lease_s
 
     async def next(self) -> MicroBatch | None:
-        """In order."""
         if not self.left:
             return None
         number = self.left.popleft()
         micro_batch = micro_batch_of(number, self._lease_s)
         self.given.append(micro_batch.key)
+        self.terms.append(micro_batch.term)
         return micro_batch
 
     def settle(self, settlement: Settlement) -> None:
-        """Kept."""
         assert settlement.micro_batch in self.given
         assert settlement.micro_batch not in self.settled
         self.settled[settlement.micro_batch] = settlement
-        self.changed.set()
 
     def hand_back(self, micro_batch: MicroBatch) -> None:
-        """Kept."""
         assert micro_batch.key not in self.settled
         self.handed_back.append(micro_batch.key)
 
     def fates(self) -> list[str]:
-        """What became of them, in order."""
         return [self.settled[key].outcome if key in self.settled else "open" for key in dict.fromkeys(self.given)]
 
 
 def micro_batch_of(number: int, lease_s: float = 30.0) -> MicroBatch:
-    """The same rows for the same number."""
     ids = torch.arange(ROWS * POSITIONS).reshape(ROWS, POSITIONS) + number
     term = LeaseTerm(boottime_s() + lease_s)
     return MicroBatch(MicroBatchId(0, 1, number * ROWS), ids, ids + 1, term)
@@ -427,3 +359,63 @@ def loss_of(number: int, stages: Sequence[str]) -> float:
     """The loss sum of `micro_batch_of` it."""
     ids = micro_batch_of(number).input_ids.float()
     return float((ids + len(stages) - 1).sum()) * DIM
+
+
+STAGES = ("head", "body-1", "tail")
+ONE_EACH = dict.fromkeys(STAGES, 1)
+TWO_EACH = dict.fromkeys(STAGES, 2)
+_BOUNDS = {"request_timeout_s": 10.0, "unclear_s": 20.0, "drain_s": 20.0}
+FAST = DriverConfig(max_in_flight=4, audit_every=0, ban_s=0.2, max_ban_s=1.0, refresh_s=0.02, **_BOUNDS)
+SILENCE = {"request_timeout_s": 1.0}
+"""For tests in which a worker says nothing: a request to it takes so long."""
+
+
+@dataclass
+class Drive:
+    swarm: ToySwarm
+    work: ListedWork
+    driver: PipelineDriver
+    results: list[MicroBatchResult]
+
+    async def all_done(self) -> None:
+        num = len(self.work.left)
+        await self.driver.run()
+        assert self.work.fates() == ["done"] * num
+
+    def check_account(self) -> None:
+        """What the driver said agrees with what the workers have counted."""
+        for key in dict.fromkeys(self.work.given):
+            settled = self.work.settled.get(key)
+            credits = {} if settled is None else {credit.stage: credit.incarnation for credit in settled.credits}
+            for stage in self.swarm.stages:
+                living = [toy for toy in self.swarm.workers_by_stage[stage] if toy.alive and key in toy.counted]
+                assert len(living) <= 1, (key, stage)
+                if settled is None and key in self.work.handed_back:
+                    assert not living
+                if settled is not None and settled.outcome == "done":
+                    assert stage in credits
+                    assert all(toy.incarnation == credits[stage] for toy in living)
+                    toys = self.swarm.workers_by_stage[stage]
+                    assert all(key in t.counted for t in toys if t.alive and t.incarnation == credits[stage])
+        status = self.driver.status()
+        assert len(self.work.given) == status.done + status.lost + status.handed_back + status.left
+
+
+@asynccontextmanager
+async def driving(
+    replicas: dict[str, int], num: int, config: DriverConfig = FAST, lease_s: float = 30.0, **options: Any
+) -> AsyncIterator[Drive]:
+    async with toy_swarm(replicas) as swarm, running_endpoint() as endpoint:
+        work = ListedWork(num, lease_s)
+        results: list[MicroBatchResult] = []
+        form = LinkForm(activation_codec("fp32"), DIM)
+        driver = PipelineDriver(endpoint, STAGES, swarm, work, form, config, on_result=results.append, **options)
+        drive = Drive(swarm, work, driver, results)
+        yield drive
+        drive.check_account()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it; the test's own deadline bounds it."""
+    while not condition():
+        await asyncio.sleep(0.005)

@@ -1,19 +1,14 @@
-"""`InnerConfig`: the options of the inner loop, checked where they are given.
+"""`InnerConfig`: the options of the inner loop (spec T-5 to T-7), checked where they are given.
 
-The defaults are spec T-5 to T-7: 1e-4 after 1,000 steps of warm-up, a tenth at step 50,000, clipped at norm 1.
-
-Rows that go through the model at once follow available memory (spec T-8), in bytes throughout. The literal formula
-compares megabytes with bytes and leaves the model out, so it answers 1 nearly always. Here: 30 % of what is left beside
-the model's training state (16 bytes a parameter) is for activations of 8 bytes a token, layer and channel, 1 to 8 rows.
-Those 8 bytes are what activation checkpointing keeps (9 at width 128). Without it the blocks keep ten times as much, 79
-to 105 bytes in fp32 for widths of 768 to 128, so the rows are also limited by what the blocks do keep. Logits need no
-memory of their own: the loss makes them in chunks.
+Rows that go through the model at once follow available memory (spec T-8): 30 % of what is left beside the training
+state is for activations of 8 bytes a token, layer and channel, which is what activation checkpointing keeps. Without it
+the blocks keep ten times as much, so the rows are also limited by that. The loss makes logits in chunks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from trainer.errors import TrainerUsageError
@@ -32,11 +27,7 @@ _CHOICES: Final = {"schedule": get_args(Schedule), "precision": get_args(Precisi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerConfig:
-    """How a node trains between two synchronisations.
-
-    Raises:
-        TrainerUsageError: a value is out of range, or two do not go together; it names field and value.
-    """
+    """How a node trains between two synchronisations."""
 
     lr: float = 1e-4
     """Highest learning rate, reached at the end of the warm-up."""
@@ -72,38 +63,35 @@ class InnerConfig:
     """Steps in a row with a loss or gradient that is not finite, after which the run ends."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise TrainerUsageError(f"{field.name}: expected a finite number, found {value}")
-        for name, choices in _CHOICES.items():
-            _check(getattr(self, name) in choices, name, f"one of {', '.join(choices)}", getattr(self, name))
-        _check(self.lr > 0, "lr", "a learning rate above 0", self.lr)
+        """Raises TrainerUsageError, with the field and its value, if a value makes no sense."""
         valid_betas = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
-        _check(valid_betas, "betas", "two numbers of 0 or more, below 1", self.betas)
-        _check(self.eps > 0, "eps", "a number above 0", self.eps)
-        _check(self.weight_decay >= 0, "weight_decay", "0 or more", self.weight_decay)
-        _check(self.max_grad_norm > 0, "max_grad_norm", "a norm above 0", self.max_grad_norm)
-        _check(self.warmup_steps >= 0, "warmup_steps", "0 or more", self.warmup_steps)
-        _check(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", "a share between 0 and 1", self.min_lr_ratio)
-        _check(self.micro_batch_size >= 0, "micro_batch_size", "0 (by memory) or more", self.micro_batch_size)
-        for name in ("accumulation_steps", "seq_len", "max_skipped_in_a_row"):
-            _check(getattr(self, name) >= 1, name, "1 or more", getattr(self, name))
         falls = self.schedule == "constant" or self.decay_end_step > self.warmup_steps
-        _check(falls, "decay_end_step", f"more than warmup_steps ({self.warmup_steps})", self.decay_end_step)
+        checks = [
+            *((name, getattr(self, name) in names, f"one of {', '.join(names)}") for name, names in _CHOICES.items()),
+            ("lr", self.lr > 0, "a learning rate above 0"),
+            ("betas", valid_betas, "two numbers of 0 or more, below 1"),
+            ("eps", self.eps > 0, "a number above 0"),
+            ("weight_decay", self.weight_decay >= 0, "0 or more"),
+            ("max_grad_norm", self.max_grad_norm > 0, "a norm above 0"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("decay_end_step", falls, f"more than warmup_steps ({self.warmup_steps})"),
+            ("min_lr_ratio", 0.0 <= self.min_lr_ratio <= 1.0, "a share between 0 and 1"),
+            ("micro_batch_size", self.micro_batch_size >= 0, "0 (by memory) or more"),
+            ("accumulation_steps", self.accumulation_steps >= 1, "1 or more"),
+            ("seq_len", self.seq_len >= 1, "1 or more"),
+            ("max_skipped_in_a_row", self.max_skipped_in_a_row >= 1, "1 or more"),
+        ]
+        for name, holds, expected in checks:
+            found = getattr(self, name)
+            if isinstance(found, float) and not math.isfinite(found):
+                raise TrainerUsageError(f"{name}: expected a finite number, found {found}")
+            if not holds:
+                raise TrainerUsageError(f"{name}: expected {expected}, found {found!r}")
 
 
-def _check(holds: bool, name: str, expected: str, found: object) -> None:
-    if not holds:
-        raise TrainerUsageError(f"{name}: expected {expected}, found {found!r}")
-
-
-_MAX_BATCH_SIZE: Final = 8
-"""Spec T-8; more rows a step come from accumulation."""
-_SPECIFIED_BYTES: Final = 8
-"""Activations for each token, layer and channel (spec T-8)."""
-_SPECIFIED_SHARE: Final = 0.3
-"""Share of memory for them (spec T-8)."""
+_MAX_BATCH_SIZE: Final = 8  # Spec T-8; more rows a step come from accumulation.
+_SPECIFIED_BYTES: Final = 8  # Activations for each token, layer and channel (spec T-8).
+_SPECIFIED_SHARE: Final = 0.3  # Share of memory for them (spec T-8).
 _FITTING_SHARE: Final = 0.7
 """Of what is left, for what the blocks keep; the rest for the loss's chunks, the allocator and the batches."""
 
@@ -111,11 +99,7 @@ _FITTING_SHARE: Final = 0.7
 def batch_size_for(
     available_memory_bytes: int, config: ModelConfig, seq_len: int, *, activation_checkpointing: bool = False
 ) -> int:
-    """Returns the rows of a micro-batch, 1 to 8, for this memory; 1 also where the model hardly fits.
-
-    Raises:
-        TrainerUsageError: memory or length is below 1.
-    """
+    """Returns the rows of a micro-batch, 1 to 8, for this memory; 1 also where the model hardly fits."""
     if seq_len < 1 or available_memory_bytes < 1:
         raise TrainerUsageError(
             f"expected memory and seq_len of 1 or more, found {available_memory_bytes} bytes and {seq_len} tokens"

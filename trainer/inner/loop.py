@@ -1,19 +1,9 @@
 """`InnerLoop`: batches in, steps of AdamW out; accumulation, clipping, schedule and the guard against NaN.
 
-In a step ``accumulation_steps`` batches go forward and backward, each weighted by its tokens, so that the gradient is
-that of the mean over all tokens. Then losses and gradient norm go to the host in one transfer, the only wait for the
-device; then the step is applied, or dropped if one of them is not finite.
-
-**The step index advances with a dropped step too.** Schedule, synchronisation and checkpoints go by it: if it stood
-still, a node with a bad shard would fall behind the others' schedule and hold up their round. Parameters, both moments
-and AdamW's own count, which corrects the moments' bias, are untouched by such a step.
-
-**Under DDP all ranks decide alike**, or their replicas would diverge: the gradient norm is common after the exchange,
-and losses are added up over the ranks (8 bytes, and a second wait, each step). A rank without a label that counts adds
-zeros to the others' gradients.
-
-One bad batch, or one overflow in half precision, costs a step. Ten in a row mean that the parameters are lost or the
-rate is too high, and end the run.
+In a step ``accumulation_steps`` batches go forward and backward, each weighted by its tokens. Then losses and gradient
+norm go to the host in one transfer; then the step is applied, or dropped if one of them is not finite. The step index
+advances with a dropped step too, since schedule, synchronisation and checkpoints go by it. Under DDP all ranks decide
+alike, or their replicas would diverge: the gradient norm is common, and losses are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from itertools import islice
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -44,24 +35,18 @@ Batch = Mapping[str, Tensor]
 """``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are ignored."""
 
 _VERSION: Final = 1
-_CLIP_EPS: Final = 1e-6
-"""What torch adds to the norm before it divides by it."""
+_CLIP_EPS: Final = 1e-6  # What torch adds to the norm before it divides by it.
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step."""
+    """One step: its index from 0, mean loss over its tokens, and gradient norm before clipping."""
 
     step: int
-    """Its index, from 0."""
     loss: float
-    """Mean over its tokens."""
     grad_norm: float
-    """Before clipping."""
     lr: float
-    """It was taken with."""
     num_tokens: int
-    """Labels that counted."""
     skipped: bool
     """Loss or gradient was not finite, under DDP at any rank: nothing was applied."""
     seconds: float
@@ -71,13 +56,8 @@ class StepResult:
 class InnerLoop:
     """One node's training between two synchronisations.
 
-    Args:
-        model: ``model(input_ids, labels)`` is the mean loss over the labels that are not -100; on ``device`` already.
-        optimizer: of its parameters (`make_optimizer`).
-        config: the options.
-        batches: what to train on.
-        device: where the model is.
-        on_loss: called with the loss of every batch, in order, after its step (the loader's ``report_loss``).
+    ``model(input_ids, labels)`` is the mean loss over the labels that are not -100, and on ``device`` already.
+    ``on_loss`` is called with the loss of every batch, in order, after its step (the loader's ``report_loss``).
     """
 
     def __init__(
@@ -91,6 +71,7 @@ class InnerLoop:
         on_loss: Callable[[float], object] | None = None,
     ) -> None:
         self._model = model
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._forward = compiled(model, config.compile, device)
         self._optimizer = optimizer
         self._config = config
@@ -112,11 +93,7 @@ class InnerLoop:
         return self._guard.skipped
 
     def set_step(self, global_step: int) -> None:
-        """Moves to another place of the schedule: a late joiner takes up the others' step.
-
-        Raises:
-            TrainerUsageError: it is negative.
-        """
+        """Moves to another place of the schedule: a late joiner takes up the others' step."""
         if global_step < 0:
             raise TrainerUsageError(f"global_step: expected 0 or more, found {global_step}")
         self._step_index = global_step
@@ -124,13 +101,11 @@ class InnerLoop:
     def step(self) -> StepResult:
         """Trains on the next batches; the last step may have fewer.
 
-        Raises:
-            StopIteration: the data have ended.
-            NonFiniteTrainingError: loss or gradient were not finite too often in a row. The step is counted, not
-                applied.
+        Raises StopIteration where the data have ended, and NonFiniteTrainingError where loss or gradient were not
+        finite too often in a row: the step is counted, not applied.
         """
         began = time.perf_counter()
-        batches = self._take()
+        batches = [next(self._batches), *islice(self._batches, self._config.accumulation_steps - 1)]
         if not self._model.training:
             self._model.train()
         self._optimizer.zero_grad(set_to_none=True)  # Of a step that was interrupted, or of other code.
@@ -140,7 +115,8 @@ class InnerLoop:
         norm = get_total_norm(gradients).to(self._device)
         *batch_losses, grad_norm = torch.stack([*losses, norm]).tolist()
         num_tokens = sum(counts)
-        loss = _mean(batch_losses, counts)
+        weighted = (loss * count for loss, count in zip(batch_losses, counts, strict=True) if count)
+        loss = sum(weighted) / num_tokens if num_tokens else math.nan
         index, lr = self._step_index, lr_at(self._step_index, self._config)
         decisive = self._common_loss(loss, num_tokens)
         applied = self._guard.allows(decisive, grad_norm)
@@ -169,11 +145,7 @@ class InnerLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state. Betas and decay stay the configuration's, from which each step sets the rate.
-
-        Raises:
-            CheckpointMismatchError: it is of another release, or of a model with other parameters.
-        """
+        """Resumes from a state; betas and decay stay configured. Raises CheckpointMismatchError if it is another's."""
         if state.get("version") != _VERSION:
             raise CheckpointMismatchError(
                 f"expected inner-loop state of version {_VERSION}, found {state.get('version')!r}; "
@@ -190,70 +162,45 @@ class InnerLoop:
         self._optimizer.load_state_dict(restored)
         self._step_index, self._guard.skipped, self._guard.skipped_in_a_row = counters
 
-    def _take(self) -> list[Batch]:
-        batches = [next(self._batches)]
-        while len(batches) < self._config.accumulation_steps:
-            batch = next(self._batches, None)
-            if batch is None:
-                break
-            batches.append(batch)
-        return batches
-
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _backward(self, batches: list[Batch], counts: list[int]) -> list[Tensor]:
-        """Sums the gradients of batches, weighted by tokens; returns their losses, NaN where no label counts."""
+        """Sums the gradients of batches, weighted by tokens; returns their losses, NaN where no label counts.
+
+        DDP exchanges gradients with the last one that counts; a rank without any sends zeros, since the others wait.
+        """
         num_tokens = sum(counts)
         losses = [torch.full((), math.nan, device=self._device) for _ in batches]
         counting = [index for index, count in enumerate(counts) if count]
-        if not counting and isinstance(self._model, DistributedDataParallel):
-            self._add_nothing(batches[-1])
+        if not counting and self._ddp is not None:
+            ids = _moved(batches[-1]["input_ids"], self._device)
+            with self._autocast():
+                loss = self._forward(ids, torch.zeros_like(ids))
+            (loss * 0.0).backward()
         for index in counting:
-            with self._synchronised(last=index == counting[-1]), self._autocast():
+            exchange = nullcontext() if self._ddp is None or index == counting[-1] else self._ddp.no_sync()
+            with exchange, self._autocast():
                 loss = self._forward(*(_moved(batches[index][name], self._device) for name in ("input_ids", "labels")))
             share = counts[index] / num_tokens
             (loss if share == 1.0 else loss * share).backward()
             losses[index] = loss.detach().float()
         return losses
 
-    def _add_nothing(self, batch: Batch) -> None:
-        """Runs a backward pass of weight 0: the other ranks wait for this one's gradients."""
-        ids = _moved(batch["input_ids"], self._device)
-        with self._autocast():
-            loss = self._forward(ids, torch.zeros_like(ids))
-        (loss * 0.0).backward()
-
     def _common_loss(self, loss: float, num_tokens: int) -> float:
-        """Returns the loss that decides, the same at all ranks: under DDP the sum, finite only if every rank's is.
-
-        A rank without a label that counts is left out; NaN if no rank has one.
-        """
-        if not isinstance(self._model, DistributedDataParallel):
+        """Returns the loss that decides: under DDP the sum over ranks with labels that count, NaN if there is none."""
+        if self._ddp is None:
             return loss
         own = [loss, 1.0] if num_tokens else [0.0, 0.0]
         summed = torch.tensor(own, dtype=torch.float32, device=self._device)
-        dist.all_reduce(summed, group=self._model.process_group)
+        dist.all_reduce(summed, group=self._ddp.process_group)
         total, num_ranks = summed.tolist()
         return total if num_ranks else math.nan
-
-    def _synchronised(self, *, last: bool) -> AbstractContextManager[object]:
-        """Returns a context in which DDP exchanges gradients with the last batch of a step only."""
-        if last or not isinstance(self._model, DistributedDataParallel):
-            return nullcontext()
-        return cast(AbstractContextManager[object], self._model.no_sync())
 
 
 def _moved(ids: Tensor, device: torch.device) -> Tensor:
     """Returns ids on the device; the copy to a GPU is queued, not waited for."""
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
-
-
-def _mean(losses: list[float], counts: list[int]) -> float:
-    """Returns the mean over tokens of batches' mean losses; NaN where no label counts."""
-    num_tokens = sum(counts)
-    weighted = (loss * count for loss, count in zip(losses, counts, strict=True) if count)
-    return sum(weighted) / num_tokens if num_tokens else math.nan
 
 
 class NonFiniteGuard:
@@ -267,11 +214,7 @@ class NonFiniteGuard:
         """Steps dropped since the latest good one."""
 
     def allows(self, loss: float, grad_norm: float) -> bool:
-        """Returns whether to apply a step with this loss and gradient norm; counts it if not.
-
-        A norm is finite only if every value under it is. A finite gradient whose squares overflow fp32, from a norm of
-        some 1e19 on, is dropped too.
-        """
+        """Returns whether to apply a step with this loss and gradient norm, which is finite only if every value is."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.skipped_in_a_row = 0
             return True
@@ -280,11 +223,7 @@ class NonFiniteGuard:
         return False
 
     def raise_if_hopeless(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Ends the run after too many dropped steps in a row, of which ``step`` is the latest.
-
-        Raises:
-            NonFiniteTrainingError: there were too many.
-        """
+        """Raises NonFiniteTrainingError after too many dropped steps in a row, of which ``step`` is the latest."""
         if self.skipped_in_a_row >= self._max_in_a_row:
             raise NonFiniteTrainingError(
                 f"expected a finite loss and gradient, found loss {loss:.6g} and gradient norm {grad_norm:.6g} at step "

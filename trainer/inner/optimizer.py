@@ -1,11 +1,8 @@
 """The inner optimizer: AdamW with two groups of parameters, and its learning rate as a function of the step.
 
-The learning rate rises linearly from 0, then falls to a share of the highest. The fall ends AT ``decay_end_step``,
-counted from the beginning of the run: at step 25,000 that gives 5.64e-5 (spec T-7), where "over 50,000 steps after the
-warm-up" would give 5.78e-5. At step 0 the rate is 0, so the first step changes nothing but the moments.
-
-Weight decay applies to matrices and embeddings, not to norms and biases. The fused kernel (CPU and CUDA) does a step
-in one pass over memory instead of a dozen.
+The fall of the rate ends AT ``decay_end_step``, counted from the beginning of the run (spec T-7). At step 0 the rate is
+0, so the first step changes nothing but the moments. The fused kernel (CPU and CUDA) does a step in one pass over
+memory instead of a dozen.
 """
 
 from __future__ import annotations
@@ -34,22 +31,16 @@ def lr_at(step: int, config: InnerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 
-_FUSED_DEVICES = ("cpu", "cuda")
-
-
 def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
     """Builds AdamW over a model's, or a stage's, trainable parameters; first the group with decay.
 
     The model must be on its final device: a parameter that is moved afterwards is lost to the optimizer.
-
-    Raises:
-        TrainerUsageError: there is nothing to train.
     """
     decayed, plain = parameter_groups(model)
     parameters = decayed + plain
     if not parameters:
         raise TrainerUsageError("expected a model with trainable parameters, found none; is all of it frozen?")
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return AdamW(
         [group for group in groups if group["params"]],
@@ -61,16 +52,9 @@ def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the trainable parameters that decay, and those that do not, each in the model's order.
-
-    Parameters of norms (modules named so) and those of fewer than two dimensions do not decay.
-    """
-    of_norms = {
-        id(parameter)
-        for module in model.modules()
-        if type(module).__name__.endswith("Norm")
-        for parameter in module.parameters(recurse=False)
-    }
+    """Returns the trainable parameters that decay, and those of norms (modules named so) or of one dimension."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    of_norms = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -83,10 +67,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def state_for(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a saved state for ``load_state_dict``, under the optimizer's own rates, betas, decay and kernels.
 
-    So a run goes on as it is configured now, and a state from a GPU loads on a CPU.
-
-    Raises:
-        CheckpointMismatchError: it belongs to parameters of other numbers or shapes.
+    Raises CheckpointMismatchError if it belongs to parameters of other numbers or shapes.
     """
     own = optimizer.state_dict()
     sizes, saved_sizes = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))

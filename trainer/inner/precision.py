@@ -1,8 +1,7 @@
 """Device, precision and compilation.
 
-Parameters, moments and the loss stay fp32; under autocast only the products are bf16, whose range is that of fp32, so
-no loss scaling is needed. On a CPU both are off unless requested: compiling takes a minute that small models never earn
-back, and a CPU without bf16 units is slower with it.
+Under autocast only products are bf16. On a CPU both are off unless requested: compiling takes a minute that small
+models never earn back, and a CPU without bf16 units is slower with it.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Returns the device to train on.
-
-    Args:
-        name: ``auto`` (the GPU that ``LOCAL_RANK`` names, else the first, else the CPU), ``cpu``, ``cuda``, ``cuda:N``.
-
-    Raises:
-        TrainerUsageError: the name is none of these, or the device does not exist.
-    """
+    """Returns the device to train on; ``auto`` is the GPU that ``LOCAL_RANK`` names, else the first, else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
@@ -46,11 +38,7 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def autocast_for(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[object]]:
-    """Returns what makes a context for each forward pass.
-
-    Raises:
-        TrainerUsageError: bf16 was requested, and the GPU has none.
-    """
+    """Returns what makes a context for each forward pass."""
     on_cuda = device.type == "cuda"
     if precision == "fp32" or (precision == "auto" and not (on_cuda and torch.cuda.is_bf16_supported())):
         return nullcontext
@@ -60,10 +48,7 @@ def autocast_for(device: torch.device, precision: Precision) -> Callable[[], Abs
 
 
 def compiled(function: _Function, setting: Compile, device: torch.device) -> _Function:
-    """Returns a module or function that is compiled at its first call, where that pays.
-
-    A compiled module wraps the same parameters; save and name those of the original.
-    """
+    """Returns a module or function that is compiled at its first call, where that pays; its parameters are the same."""
     if setting == "off" or (setting == "auto" and device.type != "cuda"):
         return function
     return cast(_Function, torch.compile(function))

@@ -1,6 +1,5 @@
-"""The state of every random generator of the process, as values that ``torch.load(weights_only=True)`` takes.
+"""The state of every random generator of the process: python's, numpy's, torch's on the CPU and on each GPU in use.
 
-It covers python's ``random``, numpy's global generator, torch on the CPU and on each GPU in use: some 8 kB, in 50 µs.
 Generators that the program seeds itself (the loader's, the init's) are functions of their seeds and need no saving.
 """
 
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the state of all generators: plain numbers, and tensors for what is long."""
+    """Returns the state of all generators, as values that ``torch.load(weights_only=True)`` takes."""
     python_version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     cuda_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -46,8 +45,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restores what `rng_state` returned; with another number of GPUs, for those that both have, with a warning.
 
-    Raises:
-        CheckpointMismatchError: it is no such state, or of another release; no generator was changed.
+    Raises CheckpointMismatchError if it is no such state; no generator was changed then.
     """
     if state.get("version") != _VERSION:
         raise CheckpointMismatchError(

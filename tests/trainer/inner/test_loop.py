@@ -1,4 +1,4 @@
-"""A step: what it applies, what it drops, what it tells."""
+"""A step: what it applies, drops and tells; at which rate parameters learn; how a saved state goes on."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.ddp_steps import SKIPPED, odd_steps
 from tests.support.rank_group import run_ranks
-from tests.support.small_model import VOCAB_SIZE, batches, small_model
-from trainer.errors import NonFiniteTrainingError, TrainerUsageError
-from trainer.inner import InnerConfig, InnerLoop, lr_at, make_optimizer
+from tests.support.small_model import batches, small_model
+from trainer.errors import CheckpointMismatchError, NonFiniteTrainingError, TrainerUsageError
+from trainer.inner import InnerConfig, InnerLoop, lr_at, make_optimizer, parameter_groups
 
 CPU = torch.device("cpu")
 FAST = InnerConfig(lr=1e-2, warmup_steps=4, decay_end_step=100, max_grad_norm=2.0)
@@ -70,7 +73,7 @@ def test_it_is_bit_for_bit_the_plain_loop_of_torch() -> None:
     plain = copy.deepcopy(model)
     optimizer = make_optimizer(plain, FAST)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    loop = _loop(model, batches(1))
+    loop, losses = _loop(model, batches(1)), []
     clipped = 0
     for step, batch in enumerate(islice(batches(1), 30)):
         for group in optimizer.param_groups:
@@ -82,24 +85,11 @@ def test_it_is_bit_for_bit_the_plain_loop_of_torch() -> None:
         clipped += norm > FAST.max_grad_norm
         optimizer.step()
         result = loop.step()
+        losses.append(result.loss)
         assert (result.step, result.loss, result.grad_norm) == (step, loss.item(), norm.item())
     assert 0 < clipped < 30
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.slow
-def test_it_learns() -> None:
-    loop = _loop(small_model(), batches(1))
-    losses = [loop.step().loss for _ in range(60)]
-    assert losses[0] == pytest.approx(math.log(VOCAB_SIZE), abs=0.3)
-    assert losses[-1] < 1.5
-
-
-def test_the_first_step_has_rate_zero_and_moves_no_parameter() -> None:
-    model = small_model()
-    before = copy.deepcopy(model.state_dict())
-    assert _loop(model, batches(1)).step().lr == 0.0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_accumulated_batches_count_by_their_tokens() -> None:
@@ -132,28 +122,14 @@ def test_a_batch_without_a_label_that_counts_takes_nothing_from_the_others() -> 
     assert [math.isnan(loss) for loss in losses] == [True, False, True, True]
 
 
-def test_the_norm_that_is_clipped_is_that_of_the_whole_model() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 1))
-
-        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-            return (3.0 * self.one + 4.0 * self.other).sum()
-
-    model = Two()
-    seen: list[float] = []
-    optimizer = make_optimizer(model, FAST)
-    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.item() for p in model.parameters()))
-    result = InnerLoop(model, optimizer, FAST, batches(1), CPU).step()
-    assert result.grad_norm == pytest.approx(5.0)
-    assert seen == pytest.approx([1.2, 1.6], rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", [-1, -2, -3])
 def test_a_step_that_is_not_finite_touches_nothing_but_is_counted(kind: int) -> None:
     model = Poisoned()
     losses: list[float] = []
+    accumulating = _loop(model, _poisoned([0, kind, 0]), InnerConfig(accumulation_steps=3))
+    before = _bits(accumulating, model)
+    assert accumulating.step().skipped
+    assert _bits(accumulating, model) == before, "one bad batch among those accumulated drops the step"
     loop = _loop(model, _poisoned([0, 0, kind, 0]), on_loss=losses.append)
     loop.step(), loop.step()
     before = _bits(loop, model)
@@ -168,14 +144,6 @@ def test_a_step_that_is_not_finite_touches_nothing_but_is_counted(kind: int) -> 
     assert len(losses) == 4
 
 
-def test_one_bad_batch_among_those_accumulated_drops_the_step() -> None:
-    model = Poisoned()
-    loop = _loop(model, _poisoned([0, -1, 0]), InnerConfig(accumulation_steps=3))
-    before = _bits(loop, model)
-    assert loop.step().skipped
-    assert _bits(loop, model) == before
-
-
 def test_ten_in_a_row_end_the_run_with_the_state_whole() -> None:
     model = Poisoned()
     loop = _loop(model, _poisoned([0, 0] + [-1] * 9 + [0] + [-1] * 10 + [0]))
@@ -184,21 +152,13 @@ def test_ten_in_a_row_end_the_run_with_the_state_whole() -> None:
     before = _bits(loop, model)
     for _ in range(9):
         assert loop.step().skipped
-    with pytest.raises(NonFiniteTrainingError, match=r"loss nan .* at step 21, the last of 10 such steps in a row"):
-        loop.step()
-    assert _bits(loop, model) == before
-    assert (loop.step_index, loop.skipped_steps) == (22, 19)
-
-
-def test_how_many_are_bad_in_a_row_outlives_a_restart() -> None:
-    model = Poisoned()
-    first = _loop(model, _poisoned([-1] * 9))
-    for _ in range(9):
-        first.step()
-    second = _loop(model, _poisoned([-1]))
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(NonFiniteTrainingError):
-        second.step()
+    restarted = _loop(model, _poisoned([-1]))
+    restarted.load_state_dict(loop.state_dict())
+    for each in (loop, restarted):
+        with pytest.raises(NonFiniteTrainingError, match=r"loss nan .* at step 21, the last of 10 such steps in a row"):
+            each.step()
+        assert _bits(each, model) == before
+        assert (each.step_index, each.skipped_steps) == (22, 19)
 
 
 def test_data_that_end_make_a_last_smaller_step_and_then_stop() -> None:
@@ -218,17 +178,12 @@ def test_a_late_joiner_takes_up_the_schedule_of_the_others() -> None:
         loop.set_step(-1)
 
 
-def test_gradients_left_by_someone_else_before_the_first_step_do_not_leak_into_it() -> None:
-    clean, dirty = small_model(), small_model()
+def test_gradients_left_by_someone_else_do_not_leak_into_the_first_step_which_sets_training_mode() -> None:
+    clean, dirty = small_model(), small_model().eval()
     batch = next(batches(9))
     dirty(batch["input_ids"]).square().sum().backward()
     assert _loop(dirty, batches(1)).step().grad_norm == _loop(clean, batches(1)).step().grad_norm
-
-
-def test_the_model_is_put_back_into_training_mode() -> None:
-    model = small_model().eval()
-    _loop(model, batches(1)).step()
-    assert model.training
+    assert dirty.training
 
 
 @pytest.mark.slow
@@ -242,3 +197,141 @@ def test_under_ddp_all_ranks_apply_or_drop_a_step_alike(tmp_path: Path) -> None:
         assert torch.equal(here, there)
         assert before is None or torch.equal(here, before) == skipped
         before = here
+
+
+def test_norms_and_vectors_do_not_decay_and_everything_else_does() -> None:
+    model = small_model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, plain = ([names[id(parameter)] for parameter in group] for group in parameter_groups(model))
+    assert sorted(decayed + plain) == sorted(names.values())
+    assert all("norm" in name for name in plain)
+    assert plain
+    assert not any("norm" in name for name in decayed)
+
+
+def test_a_norm_of_two_dimensions_a_bias_a_frozen_matrix_and_a_shared_one() -> None:
+    model = nn.Sequential(nn.LayerNorm((2, 3)), nn.Linear(3, 3), nn.Linear(3, 3, bias=False).requires_grad_(False))
+    decayed, plain = parameter_groups(model)
+    assert [tuple(parameter.shape) for parameter in decayed] == [(3, 3)]
+    assert [tuple(parameter.shape) for parameter in plain] == [(2, 3), (2, 3), (3,)]
+    one, other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    other.weight = one.weight
+    assert len(parameter_groups(nn.Sequential(one, other))[0]) == 1
+    with pytest.raises(TrainerUsageError, match="trainable"):
+        make_optimizer(nn.Linear(2, 2).requires_grad_(False), InnerConfig())
+
+
+def test_the_groups_have_the_options() -> None:
+    optimizer = make_optimizer(small_model(), InnerConfig(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in optimizer.param_groups)
+
+
+def _trained(config: InnerConfig, seed: int = 0) -> InnerLoop:
+    model = small_model(seed)
+    return InnerLoop(model, make_optimizer(model, config), config, batches(1), CPU)
+
+
+def test_a_state_goes_on_under_the_new_options() -> None:
+    first = _trained(InnerConfig())
+    first.step()
+    model, changed = small_model(), InnerConfig(weight_decay=0.5, betas=(0.7, 0.8))
+    optimizer = make_optimizer(model, changed)
+    InnerLoop(model, optimizer, changed, batches(1), CPU).load_state_dict(first.state_dict())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.7, 0.8)
+    moments = first.state_dict()["optimizer"]["state"]
+    assert all(torch.equal(optimizer.state_dict()["state"][key]["exp_avg"], moments[key]["exp_avg"]) for key in moments)
+
+
+def test_a_state_that_is_saved_again_before_a_step_is_the_same() -> None:
+    first, second = _trained(InnerConfig(warmup_steps=2)), _trained(InnerConfig(warmup_steps=2))
+    first.step(), first.step()
+    second.load_state_dict(first.state_dict())
+    rates = [[group["lr"] for group in loop.state_dict()["optimizer"]["param_groups"]] for loop in (first, second)]
+    assert rates[0] == rates[1] == [5e-5, 5e-5]
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
+    config, wide, narrow = InnerConfig(), nn.Linear(4, 5), nn.Linear(4, 3)
+    optimizer = make_optimizer(wide, config)
+    wide(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    loop = InnerLoop(narrow, make_optimizer(narrow, config), config, iter(()), CPU)
+    state = {**loop.state_dict(), "step_index": 9}
+    for other, message in (
+        (optimizer.state_dict(), r"expected shape \(3, 4\), found \(5, 4\)"),
+        (_trained(config).state_dict()["optimizer"], "parameters by group"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            loop.load_state_dict({**state, "optimizer": other})
+    assert loop.step_index == 0
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1}, {"version": 1, "step_index": "x"}])
+def test_a_state_of_another_form_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(CheckpointMismatchError, match="expected"):
+        _trained(InnerConfig()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, {500: 5e-5, 50_000: 1e-5, 50_001: 1e-5, 10**9: 1e-5}),
+        ({"schedule": "linear"}, {25_500: 5.5e-5, 50_000: 1e-5, 50_001: 1e-5, 10**9: 1e-5}),
+        ({"schedule": "constant", "warmup_steps": 10, "decay_end_step": 0}, {5: 5e-5, 10: 1e-4, 10**6: 1e-4}),
+        ({"warmup_steps": 0}, {0: 1e-4}),
+    ],
+)
+def test_rates_at_steps_of_note(options: dict[str, Any], rates: dict[int, float]) -> None:
+    """Half-way through the warm-up and the fall, at its end and long after it; a constant rate needs no end."""
+    config = InnerConfig(**options)
+    assert {step: lr_at(step, config) for step in rates} == pytest.approx(rates, rel=1e-12)
+    table = {0: "0.00e+00", 1000: "1.00e-04", 25_000: "5.64e-05", 50_000: "1.00e-05"}  # Of the specification.
+    assert {step: f"{lr_at(step, InnerConfig()):.2e}" for step in table} == table
+
+
+@given(
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    warmup=st.integers(0, 2000),
+    length=st.integers(1, 5000),
+    ratio=st.floats(0, 1),
+    step=st.integers(0, 8000),
+)
+def test_it_rises_through_the_warm_up_and_never_rises_again(
+    schedule: str, warmup: int, length: int, ratio: float, step: int
+) -> None:
+    config = InnerConfig(
+        schedule=schedule, warmup_steps=warmup, decay_end_step=warmup + length, min_lr_ratio=ratio, lr=1.0
+    )
+    now, later = lr_at(step, config), lr_at(step + 1, config)
+    assert 0.0 <= now <= 1.0
+    assert later > now if step < warmup else later <= now
+    assert now >= ratio - 1e-12 or step < warmup
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"eps": 0.0}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"schedule": "step"}, "schedule"),
+        ({"precision": "fp16"}, "precision"),
+        ({"compile": "yes"}, "compile"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_steps": 50_000}, "decay_end_step"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio"),
+        ({"micro_batch_size": -1}, "micro_batch_size"),
+        ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"seq_len": 0}, "seq_len"),
+        ({"max_skipped_in_a_row": 0}, "max_skipped_in_a_row"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(options: dict[str, object], field: str) -> None:
+    with pytest.raises(TrainerUsageError, match=rf"^{field}: expected .*, found "):
+        InnerConfig(**options)

@@ -31,7 +31,7 @@ from tests.support.small_pipeline import SmallPipeline, Windows, announced
 from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import RUN_ID, WorkerSetup, held
 from tests.support.token_store import TokenStore
-from tests.support.toy_drive import until
+from tests.support.toy_stage import until
 from tests.support.training_swarm import TERMINATED
 from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.pipeline.driver import PipelineDriver, StageWorker

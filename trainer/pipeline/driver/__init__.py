@@ -3,12 +3,10 @@
     driver = PipelineDriver(endpoint, plan.names, directory, work, LinkForm(codec, dim), DriverConfig())
     await driver.run()                     # until the work is done, or `stop`
 
-Guarantees: a micro-batch is counted in every stage once, or is reported lost, with the stage and the reason, whatever
-workers do. A worker that may have counted one is asked until that is clear, and no other worker gets it before. The
-work of a stage is shared in the ratio of its workers' measured speeds; a worker that does not answer, or answers
-nonsense, gets no work for a while. Nothing waits without end except for a stage without workers, which the log names.
-The trade-off: by hub, a driver holds the inputs of each stage for what is in flight, and every activation crosses its
-link twice; by chain, activations go from worker to worker, and the driver sees neither them nor each worker's time.
+A micro-batch is counted in every stage once, or is reported lost, with the stage and the reason. Nothing waits without
+end except for a stage without workers, which the log names. The trade-off: by hub, a driver holds the inputs of each
+stage for what is in flight, and every activation crosses its link twice; by chain, the driver sees neither activations
+nor each worker's time.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from trainer.pipeline.driver.results import (
     MicroBatchOutcome,
     MicroBatchResult,
     StageView,
+    StepLoss,
 )
 from trainer.pipeline.driver.stage_caller import LinkForm
-from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.driver.workers import StageDirectory, StageWorker, workers_in
 
 __all__ = [

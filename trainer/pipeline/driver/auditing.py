@@ -1,27 +1,13 @@
 """Whether workers compute what they say: some of their answers are compared with another worker's.
 
-An answer of the right form and full of noise passes every other check, and a worker that gives such answers is the
-fastest of its stage. So of a random share of the micro-batches that a worker has counted (`AuditRates`), a second
-worker of the stage evaluates the same input and the same upstream gradient, which counts nothing: output or loss, and
-the gradient of the input, have to be alike (`trainer.pipeline.driver.comparison`). Where they differ, a third one is
-asked, and each of them is examined by itself (`_contradicts_itself`): asked for its output on both sides of the input,
-an honest worker's gradient predicts how that output changes. So
+Of a random share of the micro-batches that a worker has counted, a second worker evaluates the same input and upstream
+gradient, which counts nothing. Where they are not alike, a third one is asked, and each is examined by itself: an
+honest worker's gradient predicts how its output changes when the input moves. A worker that contradicts itself while
+another does not is wrong; else one that differs from two others that are alike; else both are named, and work on.
 
-- a worker that contradicts itself while another does not is wrong, also where it is one of two, or where most lie;
-- else a worker that differs from two others that are alike is wrong;
-- else it is undecided: both workers are named, and both are given work.
-
-A worker found wrong twice, or four times in answers of different versions, is banned as one that answers nonsense. A
-stage's only worker is examined alone.
-
-A comparison costs 0.77 of a counted pass at another worker; at one in 64 that is 1.2 %.
-
-In chains (spec P-12) the driver sees no activation and no gradient, so a drawn micro-batch is sent by hub, and counted
-as any other (`draws`).
-
-Not found are: a worker that lies in chains only; one whose answers are closer than replicas are to each other; one that
-lies consistently about the same input, and whose lie is the gradient of its other lie (a body that
-passes on its input and its gradient unchanged), where it is one of two or most lie alike.
+A comparison costs 0.77 of a counted pass; at one in 64 that is 1.2 %. Not found are: a worker that lies in chains only;
+one whose answers are closer than replicas are to each other; one whose lie about the same input is always the same and
+the gradient of its other lie, where it is one of two or most lie alike.
 """
 
 from __future__ import annotations
@@ -34,28 +20,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from trainer.errors import CodecError, NonFiniteActivationError, RpcError
 from trainer.network.rpc.boundary import peer_boundary
-from trainer.pipeline.driver.comparison import (
-    MAX_SLOPE_RATIO,
-    StageOutput,
-    difference,
-    midpoint,
-    nudge,
-    output_of,
-    own_part,
-    slope_ratio,
-)
 from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.results import AuditStatus, Verdict
 from trainer.pipeline.driver.stage_caller import Answered, LinkForm, StageCaller
 from trainer.pipeline.driver.workers import StageWorker
-from trainer.pipeline.protocol.wire import ACTIVATION, part_of
+from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 from trainer.pipeline.protocol.work import MicroBatch
 
-__all__ = ["FORGIVEN_AFTER", "STRIKES", "AuditRates", "Auditor", "Visit"]
+__all__ = ["AuditRates", "Auditor", "Visit"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +44,15 @@ _MAX_WORKERS = 4096
 _WITNESSES = 2
 _EXAMINED_TIMES = 3
 _LIED = Verdict("audit", "none", "long-ban")
+MIN_COSINE = 0.3
+MAX_RATIO = 4.0
+"""Of the larger norm to the smaller one."""
+MIN_NATS = 1.0
+"""A label; losses are also alike if they differ by less than half."""
+MAX_SLOPE_RATIO = 4.0
+"""Between the change that a gradient predicts and the one that is seen."""
+_NUDGE = 0.05  # Of each position's norm.
+_UNUSABLE = (RpcError, CodecError, NonFiniteActivationError)
 
 
 @dataclass(slots=True)
@@ -80,8 +66,8 @@ class AuditRates:
     """How often each worker is audited, by key.
 
     A new worker is audited with each of its first micro-batches, then with half of them, a quarter and so on as it
-    passes, down to one in ``every`` (0: no audits); a worker that was found wrong, with each until it has passed
-    `FORGIVEN_AFTER` times. So a new worker has some fifteen audits within its first 150 micro-batches.
+    passes, down to one in ``every`` (0: never); one that was found wrong, with each until it has passed
+    `FORGIVEN_AFTER` times.
     """
 
     def __init__(self, every: int) -> None:
@@ -106,11 +92,7 @@ class AuditRates:
             record.strikes = 0.0
 
     def struck(self, key: str, weight: float = 1.0) -> bool:
-        """Counts a comparison that found a worker wrong, which weighs less where that is less certain.
-
-        Returns:
-            Whether that was its last strike; its record starts anew then.
-        """
+        """Counts a comparison that found a worker wrong; returns whether it was the last, so its record starts anew."""
         record = self._record(key)
         record.passed_in_a_row = 0
         record.strikes += weight
@@ -134,7 +116,6 @@ class Visit:
     worker: StageWorker
     micro_batch: MicroBatch
     given: Mapping[str, Tensor]
-    """The stage's input, as sent."""
     answers: tuple[Answered, ...]
     """To the forward and backward pass, or the tail's one."""
     gradient: Mapping[str, Tensor] | None = None
@@ -144,10 +125,7 @@ class Visit:
 class Auditor:
     """Compares workers of a stage with each other, one comparison per stage at a time, beside the work.
 
-    Args:
-        every: see `AuditRates`.
-        failures: where liars are counted, as ``audit``.
-        seed: of the draws; None: unpredictable.
+    ``failures`` counts liars as ``audit``; ``seed`` is of the draws, unpredictable if None.
     """
 
     def __init__(
@@ -169,8 +147,7 @@ class Auditor:
         self._compared = self._disputed = 0
         self._unopposed: set[str] = set()
         self._liars: Counter[str] = Counter()
-        self._undecided: dict[frozenset[str], tuple[str, str]] = {}
-        """Names of two workers that differ, by their keys."""
+        self._undecided: dict[frozenset[str], tuple[str, str]] = {}  # Names of two workers that differ, by their keys.
 
     def status(self) -> AuditStatus:
         """Returns what the comparisons have shown."""
@@ -201,31 +178,27 @@ class Auditor:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     async def _audit(self, visit: Visit) -> None:
         try:
             await self._compare(visit)
-        except (RpcError, CodecError, NonFiniteActivationError) as error:
+        except _UNUSABLE as error:
             logger.info("a comparison of workers failed: %s", error)
 
     async def _compare(self, visit: Visit) -> None:
         """Compares the answers with another worker's evaluation, and where they differ finds out which is wrong."""
-        worker, said = visit.worker, await self._said(visit)
+        worker, said = visit.worker, await self._output(visit, *visit.answers)
         others = [other for other in self._pools[worker.stage].usable() if other.key != worker.key]
         self._random.shuffle(others)
-        if others:
-            self._unopposed.discard(worker.stage)
-        else:
+        if not others:
             if worker.stage not in self._unopposed:
                 logger.info("stage %s has a single worker: nobody shows whether it computes what it says", worker.stage)
             self._unopposed.add(worker.stage)
-            weight = await self._contradicts_itself(worker, visit, said, ())
-            if weight:
+            if weight := await self._contradicts_itself(worker, visit, said, ()):
                 self._strike(worker, "what it says contradicts itself", weight)
             else:
                 self._rates.passed(worker.key)
             return
+        self._unopposed.discard(worker.stage)
         witnesses: dict[StageWorker, StageOutput] = {}
         for other in others:
             try:
@@ -277,19 +250,17 @@ class Auditor:
         """Returns how certainly a worker's output on both sides of an input contradicts its answers; 0: it does not.
 
         The mean of both outputs has to be the answer, and their difference what the gradient predicts. The input is
-        moved by the worker's gradient, or by one of ``others`` where that is zero. A head, whose input cannot be moved,
-        is asked for the same again. A worker that refuses to be examined does not contradict itself.
+        moved by the worker's gradient, or by one of ``others`` where that is zero; a head is asked for the same again.
         """
         try:
             return await self._examined(worker, visit, said, others)
-        except (RpcError, CodecError, NonFiniteActivationError) as error:
+        except _UNUSABLE as error:
             logger.info("%s is not examined: %s", worker, error)
             return 0.0
 
     async def _examined(
         self, worker: StageWorker, visit: Visit, said: StageOutput, others: Sequence[Tensor | None]
     ) -> float:
-        """See `_contradicts_itself`; raises RpcError if the worker gives no evaluation."""
         if said.gradient is None:
             again = await self._evaluated(worker, visit)
             return _weight([said, again]) if difference(said, again) else 0.0
@@ -316,7 +287,7 @@ class Auditor:
                 break
         else:
             return 0.0
-        outputs = [await self._output(answered, visit) for answered in answers]
+        outputs = [await self._output(visit, answered) for answered in answers]
 
         def is_contradicted() -> bool:
             ratio = slope_ratio(
@@ -351,27 +322,136 @@ class Auditor:
 
     async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
         answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
-        return await self._output(answered, visit)
+        return await self._output(visit, answered)
 
-    async def _said(self, visit: Visit) -> StageOutput:
-        """Returns what the worker answered while it counted."""
-        outputs = [await self._output(answered, visit) for answered in visit.answers]
-        return StageOutput(
-            activation=next((each.activation for each in outputs if each.activation is not None), None),
-            loss=next((each.loss for each in outputs if each.loss is not None), None),
-            gradient=next((each.gradient for each in outputs if each.gradient is not None), None),
-            version=outputs[-1].version,
-        )
-
-    async def _output(self, answered: Answered, visit: Visit) -> StageOutput:
-        body, ids = answered.body, visit.micro_batch.input_ids
+    async def _output(self, visit: Visit, *answers: Answered) -> StageOutput:
+        """Decodes what a worker answered to one request, or to the forward and the backward pass."""
+        body, ids = answers[-1].body, visit.micro_batch.input_ids
+        tensors = {name: tensor for answered in answers for name, tensor in answered.tensors.items()}
         loss = None if body.loss_sum is None else body.loss_sum / max(1, body.num_tokens)
         with peer_boundary("an audited worker"):
             return await asyncio.to_thread(
-                output_of, self._form, answered.tensors, ids, loss=loss, scale=body.scale, version=body.version
+                output_of, self._form, tensors, ids, loss=loss, scale=body.scale, version=body.version
             )
 
 
 def _weight(outputs: Sequence[StageOutput]) -> float:
     """Returns how certain a difference is: across a step, above all the first, honest workers may differ."""
     return 1.0 if len({output.version for output in outputs}) == 1 else 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageOutput:
+    """What a stage made of one input, by one worker's answer."""
+
+    activation: Tensor | None = None
+    """Head, body: fp32[B, S, dim], the stage's own part of it."""
+    loss: float | None = None
+    """Tail: mean of the labels."""
+    gradient: Tensor | None = None
+    """Body, tail: with respect to the input, fp32[B, S, dim], before the worker scaled it down."""
+    version: int = 0
+
+
+def output_of(
+    form: LinkForm,
+    tensors: Mapping[str, Tensor],
+    ids: Tensor,
+    *,
+    loss: float | None = None,
+    scale: float = 1.0,
+    version: int = 0,
+) -> StageOutput:
+    """Decodes an answer; the gradient is divided by ``scale``, which the worker says to have multiplied it by.
+
+    Raises CodecError or NonFiniteActivationError if it is not what the codec makes, or not finite.
+    """
+    activation, gradient = part_of(ACTIVATION, tensors), part_of(GRADIENT, tensors)
+    return StageOutput(
+        activation=own_part(form, activation, ids) if activation else None,
+        loss=loss,
+        gradient=form.codec.grad_decode(gradient) / scale if gradient else None,
+        version=version,
+    )
+
+
+def difference(one: StageOutput, other: StageOutput) -> str | None:
+    """Returns in what two answers differ by more than replicas do, of what is in both; None: they are alike.
+
+    That is rough, by direction *and* size: replicas drift apart between averages, and the link's codec rounds.
+    """
+    for what in ("activation", "gradient"):
+        found, expected = getattr(one, what), getattr(other, what)
+        if found is not None and expected is not None and not _is_alike(found, expected):
+            norms = float(found.double().norm()), float(expected.double().norm())
+            return f"{what}: cosine {_cosine(found, expected):.2f}, norms {norms[0]:.3g} and {norms[1]:.3g}"
+    if one.loss is None or other.loss is None:
+        return None
+    if abs(one.loss - other.loss) < max(MIN_NATS, max(one.loss, other.loss) / 2):
+        return None
+    return f"loss: {one.loss:.3f} and {other.loss:.3f} nats a label"
+
+
+def nudge(own: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a step along a gradient, at each position by `_NUDGE` of the norm of ``own`` there, fp32[B, S, dim]."""
+    size = _NUDGE * own.norm(dim=-1, keepdim=True)
+    norm = gradient.norm(dim=-1, keepdim=True)
+    direction = torch.where(norm > 0, gradient / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
+    step: Tensor = direction * size
+    return step
+
+
+def midpoint(one: StageOutput, other: StageOutput) -> StageOutput:
+    """Returns the mean of two answers: up to curvature, the answer to the input in between."""
+
+    def mean(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        return None if first is None or second is None else (first + second) / 2
+
+    loss = None if one.loss is None or other.loss is None else (one.loss + other.loss) / 2
+    return StageOutput(mean(one.activation, other.activation), loss, mean(one.gradient, other.gradient), one.version)
+
+
+def slope_ratio(
+    moved: Tensor, gradient: Tensor, ahead: StageOutput, behind: StageOutput, *, grad_y: Tensor | None, num_labels: int
+) -> float | None:
+    """Returns the change of the losses, seen through the stage's output, per nat that a gradient predicts.
+
+    It is about 1 for an honest worker, and None where no change is predicted or there is no output to see one in.
+    ``moved`` is what the input was moved by between ``behind`` and ``ahead``; ``gradient`` is of the sum of losses with
+    respect to the input, as claimed, ``grad_y`` with respect to the output (None: the output is the loss, of
+    ``num_labels``).
+    """
+    predicted = _dot(gradient, moved)
+    if grad_y is None:
+        if ahead.loss is None or behind.loss is None:
+            return None
+        seen = (ahead.loss - behind.loss) * num_labels
+    else:
+        if ahead.activation is None or behind.activation is None:
+            return None
+        seen = _dot(grad_y, ahead.activation.double() - behind.activation.double())
+    return seen / predicted if predicted else None
+
+
+def own_part(form: LinkForm, tensors: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """Returns what a stage computed of an activation: without what the codec would decode of zeros."""
+    decoded = form.codec.decode(tensors, ids)
+    if not form.codec.needs_ids:
+        return decoded
+    zeros = {name: torch.zeros_like(tensor) if name == ACTIVATION else tensor for name, tensor in tensors.items()}
+    return decoded - form.codec.decode(zeros, ids)
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.vdot(one.double().flatten(), other.double().flatten()))
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    norms = float(one.double().norm()) * float(other.double().norm())
+    return _dot(one, other) / norms if norms else float(torch.equal(one, other))
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may be those of two replicas; some initial weights give zeros, which are alike."""
+    norms = sorted((float(one.double().norm()), float(other.double().norm())))
+    return _cosine(one, other) >= MIN_COSINE and norms[1] <= MAX_RATIO * norms[0]

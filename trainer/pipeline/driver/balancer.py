@@ -1,19 +1,9 @@
-"""Which worker of a stage gets the next micro-batch: the one with the least virtual runtime.
+"""Which worker of a stage gets the next micro-batch: the one with the least virtual runtime (spec P-17).
 
-A worker's virtual runtime is the time of it that was used. It is charged with the estimate when a micro-batch is
-assigned, so that two requests in a row do not take the same worker for free, and corrected to the actual time when the
-micro-batch is done. Shares are then in the ratio of speeds, as measured here: the time from the worker's last answer,
-or from the request where that is later, until its answer, so requests queued at a worker count once. Moving sums of
-that time and of the work done in it give the estimate.
-
-A newcomer enters at the bottom, with the slowest estimate known. At the top, or if taken for fast, it would draw
-micro-batches from workers known to be better, which costs most where slow workers join and leave all the time. At the
-bottom alone, a fast one would wait for as long as the slowest takes. So it gets *one* micro-batch to prove itself: one
-newcomer at a time (until it has taken ``_PATIENCE`` times as long as a usual worker), one per ``_PROBE_EVERY``
-micro-batches, and newcomers never hold more than a quarter of those in flight. With its first answer it is proven: its
-estimate is the measured time, and its place is level with the others. Where no proven worker is allowed instead, it
-gets another micro-batch every ``_HELD_UP_S``, since its first may be held up in another stage.
-Workers that were banned prove themselves again in the same way, with the estimate they had.
+That is the time of it that was used: charged with the estimate when a micro-batch is assigned, corrected to the
+measured time when it is done. A newcomer enters at the bottom, with the slowest estimate known (spec P-18), and gets
+*one* micro-batch to prove itself: one newcomer at a time, one per `_PROBE_EVERY` micro-batches, a quarter of those in
+flight at most; then its place is level with the others. A worker that was banned proves itself again.
 
 Pure: times are arguments, in seconds of any one clock. Each choice looks at all workers of the stage: 0.1 ms for 1,000.
 """
@@ -26,14 +16,13 @@ from dataclasses import dataclass, field
 
 __all__ = ["Balancer", "Reservation", "WorkerLoad"]
 
-_DEFAULT_S_PER_UNIT = 1.0
-"""While no worker is known; the same for all, so its value does not matter."""
-_SMOOTHING = 0.2
-"""Weight of the newest measurement in the moving sums."""
-_PROBE_EVERY = 4
-"""Micro-batches from one newcomer's first to the next newcomer's."""
+_DEFAULT_S_PER_UNIT = 1.0  # While no worker is known; the same for all, so its value does not matter.
+_SMOOTHING = 0.2  # Weight of the newest measurement in the moving sums.
+_PROBE_EVERY = 4  # Micro-batches from one newcomer's first to the next newcomer's.
 _PATIENCE = 3.0
+"""Times a usual worker's time, after which a newcomer that has not answered keeps no other from its turn."""
 _HELD_UP_S = 2.0
+"""Where no worker is proven, a newcomer gets another one so often: its first may be held up in another stage."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +35,6 @@ class Reservation:
     reserved_s: float
     charged_s: float
     spent_s: float = 0.0
-    """Time of its requests answered so far."""
     open: bool = True
 
 
@@ -68,8 +56,7 @@ class _Worker:
     name: str
     runtime_s: float
     s_per_unit: float
-    number: int
-    """Newcomers prove themselves in the order in which they came."""
+    number: int  # Newcomers prove themselves in the order in which they came.
     proven: bool = False
     busy_s: float = 0.0
     units: float = 0.0
@@ -88,15 +75,13 @@ class Balancer:
         self._since_probe = _PROBE_EVERY
         self._num_added = 0
 
-    # -- membership ----------------------------------------------------------------------------------------------------
-
     def add(self, worker: str) -> None:
         """Adds a newcomer at the bottom, taken for as slow as the slowest; does nothing if it is there already."""
         if worker in self._workers:
             return
-        others = [other for other in self._workers.values() if other.proven]
-        bottom_s = max((other.runtime_s for other in self._workers.values()), default=0.0)
-        slowest = max((other.s_per_unit for other in others), default=_DEFAULT_S_PER_UNIT)
+        others = self._workers.values()
+        bottom_s = max((other.runtime_s for other in others), default=0.0)
+        slowest = max((other.s_per_unit for other in others if other.proven), default=_DEFAULT_S_PER_UNIT)
         self._workers[worker] = _Worker(worker, bottom_s, slowest, self._num_added)
         self._num_added += 1
 
@@ -115,26 +100,27 @@ class Balancer:
             self._workers[worker].rests_until_s = until_s
 
     def next_rested_s(self, now: float) -> float | None:
-        """Returns when the first of the resting workers is back; None: none rests."""
+        """Returns when the first of the resting workers is back."""
         return min((w.rests_until_s for w in self._workers.values() if w.rests_until_s > now), default=None)
-
-    # -- reservations --------------------------------------------------------------------------------------------------
 
     def acquire(
         self, units: float, now: float, barred: Callable[[str], bool] = lambda _worker: False
     ) -> Reservation | None:
         """Reserves a place for a micro-batch of so much work; None: all workers are full, resting or barred."""
         allowed = [worker for worker in self._workers.values() if not barred(worker.name)]
-        free = [worker for worker in allowed if worker.rests_until_s <= now]
-        proven = [worker for worker in free if worker.proven and len(worker.reservations) < self._limit]
+        free = [w for w in allowed if w.rests_until_s <= now and len(w.reservations) < self._limit]
         if not any(worker.proven for worker in allowed):
-            return self._reserve_at_newcomer(free, units, now)
-        trial = [worker for worker in free if not worker.proven and not worker.reservations]
-        if trial and self._may_probe(now):
-            return self._reserve(min(trial, key=lambda worker: worker.number), units, now)
-        if not proven:
-            return None
-        return self._reserve(min(proven, key=lambda worker: (worker.runtime_s, worker.number)), units, now)
+            held_up_s = now - _HELD_UP_S
+            room = [worker for worker in free if all(it.reserved_s <= held_up_s for it in worker.reservations)]
+            chosen = min(room, key=lambda worker: (len(worker.reservations), worker.number), default=None)
+        else:
+            trial = [worker for worker in free if not worker.proven and not worker.reservations]
+            if trial and self._may_probe(now):
+                chosen = min(trial, key=lambda worker: worker.number)
+            else:
+                proven = [worker for worker in free if worker.proven]
+                chosen = min(proven, key=lambda worker: (worker.runtime_s, worker.number), default=None)
+        return None if chosen is None else self._reserve(chosen, units, now)
 
     def measured(self, reservation: Reservation, units: float, asked_s: float, now: float) -> None:
         """Counts a request that was answered now; ``units`` is its part of the micro-batch's work."""
@@ -160,21 +146,15 @@ class Balancer:
 
     def done(self, reservation: Reservation) -> None:
         """Ends a reservation whose requests were all answered: it is charged with the actual time."""
-        worker = self._close(reservation)
-        if worker is not None:
-            worker.runtime_s += reservation.spent_s - reservation.charged_s
+        self._close(reservation, reservation.spent_s - reservation.charged_s)
 
     def failed(self, reservation: Reservation, now: float) -> None:
         """Ends a reservation that came to nothing: it is charged with the estimate, or the time waited if longer."""
-        worker = self._close(reservation)
-        if worker is not None:
-            worker.runtime_s += max(0.0, now - reservation.reserved_s - reservation.charged_s)
+        self._close(reservation, max(0.0, now - reservation.reserved_s - reservation.charged_s))
 
     def released(self, reservation: Reservation) -> None:
         """Ends a reservation that was not used: nothing is charged."""
-        worker = self._close(reservation)
-        if worker is not None:
-            worker.runtime_s -= reservation.charged_s
+        self._close(reservation, -reservation.charged_s)
 
     def resume(self, reservation: Reservation, now: float) -> None:
         """Takes a released place again, however full the worker is, since the micro-batch has been there before."""
@@ -194,11 +174,8 @@ class Balancer:
     def waits(self) -> dict[str, tuple[float, int]]:
         """Returns, by worker with micro-batches, since when nothing has come from it and how many it has."""
         return {
-            worker.name: (
-                max(worker.answered_s, min(it.reserved_s for it in worker.reservations)),
-                len(worker.reservations),
-            )
-            for worker in self._workers.values()
+            name: (max(worker.answered_s, min(it.reserved_s for it in worker.reservations)), len(worker.reservations))
+            for name, worker in self._workers.items()
             if worker.reservations
         }
 
@@ -211,20 +188,6 @@ class Balancer:
         ]
         return tuple(sorted(loads, key=lambda load: (load.runtime_s, load.worker)))
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _reserve_at_newcomer(self, free: list[_Worker], units: float, now: float) -> Reservation | None:
-        """Takes the one with the fewest micro-batches; of several, the one that came first."""
-        before_s = now - _HELD_UP_S
-        room = [
-            worker
-            for worker in free
-            if len(worker.reservations) < self._limit and all(it.reserved_s <= before_s for it in worker.reservations)
-        ]
-        if not room:
-            return None
-        return self._reserve(min(room, key=lambda worker: (len(worker.reservations), worker.number)), units, now)
-
     def _reserve(self, worker: _Worker, units: float, now: float) -> Reservation:
         if worker.rests_until_s > float("-inf"):  # A worker that rested does not catch up all at once.
             worker.rests_until_s = float("-inf")
@@ -236,14 +199,13 @@ class Balancer:
         self._since_probe = self._since_probe + 1 if worker.proven else 0
         return reservation
 
-    def _close(self, reservation: Reservation) -> _Worker | None:
-        """Ends a reservation; returns its worker, if that is still the one it was made for."""
+    def _close(self, reservation: Reservation, correction_s: float) -> None:
+        """Ends a reservation; corrects its worker's runtime, if that is still the one it was made for."""
         reservation.open = False
         worker = self._workers.get(reservation.worker)
-        if worker is None or reservation not in worker.reservations:
-            return None
-        worker.reservations.remove(reservation)
-        return worker
+        if worker is not None and reservation in worker.reservations:
+            worker.reservations.remove(reservation)
+            worker.runtime_s += correction_s
 
     def _may_probe(self, now: float) -> bool:
         if self._since_probe < _PROBE_EVERY:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from trainer.errors import TrainerUsageError
@@ -12,17 +12,13 @@ __all__ = ["DriverConfig", "Routing"]
 
 Routing = Literal["hub", "chain"]
 
-_SECONDS = ("request_timeout_s", "unclear_s", "ban_s", "max_ban_s", "malformed_ban_s", "drain_s", "refresh_s")
-_LEAST = {"max_in_flight": 1, "max_in_flight_per_worker": 1, "max_attempts": 1, "audit_every": 0}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverConfig:
     """How a driver takes micro-batches through the stages."""
 
     max_in_flight: int = 8
-    """Micro-batches in flight; twice the number of stages keeps one-worker stages busy. Twice as many more may wait for
-    workers that may have counted them and do not answer."""
+    """Micro-batches in flight; twice as many more may wait for workers that may have counted them and are silent."""
     max_in_flight_per_worker: int = 4
     """Micro-batches at one worker at once: enough to hide the latency of its link, few enough to lose with it."""
     routing: Routing = "hub"
@@ -32,8 +28,7 @@ class DriverConfig:
     request_timeout_s: float = 60.0
     """Seconds one request to one stage may take; a chain may take as long for each of its stages."""
     unclear_s: float = 120.0
-    """Seconds for which a worker that may have counted a micro-batch is asked again before it is given up as lost:
-    more than workers take to come back after they were stopped for a while. Others go on meanwhile."""
+    """Seconds for which a worker that may have counted a micro-batch is asked again before it is given up as lost."""
     ban_s: float = 30.0
     """Seconds without work for a worker that could not be reached; doubled with each failure in a row."""
     max_ban_s: float = 3600.0
@@ -51,11 +46,11 @@ class DriverConfig:
 
     def __post_init__(self) -> None:
         """Raises TrainerUsageError, with the field and its value, if a value makes no sense."""
-        for name, least in _LEAST.items():
-            count: int = getattr(self, name)
+        for name in ("max_in_flight", "max_in_flight_per_worker", "max_attempts", "audit_every"):
+            least, count = 0 if name == "audit_every" else 1, getattr(self, name)
             if count < least:
                 raise TrainerUsageError(f"driver.{name}: expected {least} or more, found {count}")
-        for name in _SECONDS:
+        for name in (field.name for field in fields(self) if field.name.endswith("_s")):
             value: float = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= 86_400):
                 raise TrainerUsageError(f"driver.{name}: expected more than 0 and at most 86400 s, found {value}")

@@ -6,20 +6,20 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint
-from trainer.pipeline.driver.chain import ChainRouter
+from trainer.pipeline.driver.auditing import Auditor
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.failure_detector import LivenessProbe
-from trainer.pipeline.driver.hub import HubRouter
 from trainer.pipeline.driver.pool import StagePool
-from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult
+from trainer.pipeline.driver.results import DriverStatus, Fate, MicroBatchResult, StepLoss
 from trainer.pipeline.driver.router import MicroBatchInFlight, RoutingContext
+from trainer.pipeline.driver.routes import ChainRoute, HubRoute
 from trainer.pipeline.driver.stage_caller import LinkForm, StageCaller
-from trainer.pipeline.driver.stall_detector import StallDetector
-from trainer.pipeline.driver.steps import StepBarrier, StepLoss, StepLosses
+from trainer.pipeline.driver.watching import StallDetector, StepBarrier
 from trainer.pipeline.driver.workers import StageDirectory
 from trainer.pipeline.protocol.work import MicroBatch, Settlement, Work
 
@@ -27,26 +27,16 @@ __all__ = ["PipelineDriver"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_ASIDE = 2
-"""Times `DriverConfig.max_in_flight`: micro-batches set aside beside those that go on."""
+_MOST_ASIDE = 2  # Times `DriverConfig.max_in_flight`: micro-batches set aside beside those that go on.
 
 T = TypeVar("T")
 
 
 class PipelineDriver:
-    """Drives micro-batches through the stages of a run.
+    """Drives micro-batches through the stages of a run; ``endpoint`` is the driver's own, started.
 
-    Args:
-        endpoint: the driver's own, started.
-        stages: the run's, in order.
-        directory: of the workers that hold them.
-        work: gives micro-batches, and takes what became of them.
-        form: of the links between stages.
-        config: how to drive.
-        target_tokens: of a stage's optimizer step; 0: unknown, so no losses by step, and not synchronous.
-        on_result: called for each micro-batch that has ended.
-        on_step: called with the loss of each step.
-        audit_seed: of the audits' draws; None: unpredictable.
+    ``target_tokens`` is of a stage's optimizer step; 0: unknown, so no losses by step, and not synchronous.
+    ``audit_seed`` is of the audits' draws, unpredictable if None.
     """
 
     def __init__(
@@ -72,11 +62,15 @@ class PipelineDriver:
         self._on_result = on_result
         self._on_step = on_step
         self._pools = {stage: StagePool(stage, config) for stage in stages}
-        caller, liveness = StageCaller(endpoint, stages, form, config), LivenessProbe(directory)
-        self._context = RoutingContext(self._pools, caller, liveness, form, config, audit_seed)
-        self._router = HubRouter(self._context) if config.routing == "hub" else ChainRouter(self._context)
+        self._failures: Counter[str] = Counter()
+        caller = StageCaller(endpoint, stages, form, config)
+        self._auditor = Auditor(self._pools, caller, form, config.audit_every, self._failures, audit_seed)
+        self._context = RoutingContext(
+            self._pools, caller, LivenessProbe(directory), form, config, self._failures, self._auditor
+        )
         self._stalls = StallDetector(endpoint, self._pools)
-        self._steps = StepLosses(target_tokens)
+        self._step = StepLoss(0, 0.0, 0, 0)
+        """Sums of the step to come. With several drivers, each sees its own share of every step."""
         self._barrier = StepBarrier(endpoint, self._pools, config)
         self._fates: Counter[Fate] = Counter()
         self._lost_by: Counter[str] = Counter()
@@ -91,10 +85,7 @@ class PipelineDriver:
         """Drives until there is no more work or `stop`, then until all in flight has ended, for `drain_s` at most.
 
         What is still in flight then is handed back where nobody can have counted it, and else left to the ledger's
-        keeper.
-
-        Raises:
-            TrainerError: micro-batches cannot be had or settled.
+        keeper. Raises TrainerError if micro-batches cannot be had or settled.
         """
         watching = asyncio.create_task(self._watch(), name="driver-watch")
         stopping = asyncio.create_task(self._stopping.wait(), name="driver-stop")
@@ -107,7 +98,7 @@ class PipelineDriver:
             for task in (watching, stopping, stalls, *self._tasks):
                 task.cancel()
             await asyncio.gather(watching, stopping, stalls, *self._tasks, return_exceptions=True)
-            await self._context.auditor.close()
+            await self._auditor.close()
 
     def stop(self) -> None:
         """Begins nothing new; `run` returns soon."""
@@ -122,15 +113,13 @@ class PipelineDriver:
             handed_back=self._fates["handed-back"],
             left=self._fates["left"],
             tokens=self._tokens,
-            failures=dict(self._context.failures),
+            failures=dict(self._failures),
             lost_by=dict(self._lost_by),
-            stalls={stage: pool.stalled_s for stage, pool in self._pools.items()},
+            stalls={stage: pool.stalled_s() for stage, pool in self._pools.items()},
             stages=tuple(pool.status() for pool in self._pools.values()),
-            audit=self._context.auditor.status(),
+            audit=self._auditor.status(),
             silent=self._stalls.silent(),
         )
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Passes the announced workers to the stages' pools, again and again."""
@@ -177,21 +166,18 @@ class PipelineDriver:
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         self._barrier.begun_tokens += micro_batch.num_tokens
-        in_flight = MicroBatchInFlight(micro_batch, self._config.max_attempts, self._has_ended.set)
+        is_chained = self._config.routing == "chain"
+        is_drawn = is_chained and self._auditor.draws()
+        kind = ChainRoute if is_chained and not is_drawn else HubRoute
+        in_flight = kind(self._context, micro_batch, self._has_ended.set, is_drawn=is_drawn)
         task = asyncio.create_task(self._take(in_flight), name=f"micro-batch {micro_batch.key}")
         self._tasks[task] = in_flight
         task.add_done_callback(self._ended)
 
     async def _take(self, in_flight: MicroBatchInFlight) -> None:
-        try:
-            outcome = await self._router.take(in_flight)
-        except asyncio.CancelledError:
-            outcome = in_flight.stopped("stopping").outcome
-        self._settle(in_flight.micro_batch, in_flight.result(outcome))
-
-    def _settle(self, micro_batch: MicroBatch, result: MicroBatchResult) -> None:
-        outcome = result.outcome
-        fate = outcome.fate
+        """Takes a micro-batch through the stages, settles it, and reports what became of it."""
+        result, micro_batch = await in_flight.take(), in_flight.micro_batch
+        outcome, fate = result.outcome, result.outcome.fate
         self._fates[fate] += 1
         if fate == "handed-back":
             self._work.hand_back(micro_batch)
@@ -209,15 +195,24 @@ class PipelineDriver:
         if fate == "lost":
             self._lost_by[f"{outcome.stage}: {outcome.reason}"] += 1
             logger.warning("micro-batch %s is lost at %s (%s)", result.micro_batch, outcome.stage, outcome.reason)
-        if fate == "done":
-            self._tokens += outcome.num_tokens
-        else:
+        if fate != "done":
             self._barrier.begun_tokens -= micro_batch.num_tokens  # Others make up for it.
         if self._on_result is not None:
             self._on_result(result)
-        step = self._steps.add(outcome.loss_sum, outcome.num_tokens) if fate == "done" else None
-        if step is not None and self._on_step is not None and self._target_tokens:
-            self._on_step(step)
+        if fate == "done":
+            self._tokens += outcome.num_tokens
+            self._add_to_step(outcome.loss_sum, outcome.num_tokens)
+
+    def _add_to_step(self, loss_sum: float, num_tokens: int) -> None:
+        """Adds a micro-batch's loss to its step, and reports the step if that completes it."""
+        was = self._step
+        sums = StepLoss(was.step, was.loss + loss_sum, was.num_tokens + num_tokens, was.micro_batches + 1)
+        self._step = sums
+        if not self._target_tokens or sums.num_tokens < self._target_tokens:
+            return
+        self._step = StepLoss(sums.step + 1, 0.0, 0, 0)
+        if self._on_step is not None:
+            self._on_step(replace(sums, loss=sums.loss / sums.num_tokens))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]

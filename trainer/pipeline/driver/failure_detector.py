@@ -1,25 +1,9 @@
 """The failure detector of a driver: which workers are proven gone, and which get no work for a while.
 
-**Proof of death.** A process that is stopped, swapped out or busy keeps its port, and its kernel accepts connections
-for it. So silence proves nothing, and a refused connection proves only that nobody listens *at that address*. On this
-machine (loopback) that is the process itself. Elsewhere it may be a router whose mapping has expired, a forwarder or a
-firewall that refuses, while the worker behind it lives, has counted, and takes steps with it. There a second proof is
-needed: the worker's own key announces another process at another address, or has announced nothing since the first
-refusal for longer than a live worker ever stays silent (`StageDirectory.silence_s`). The trade-off: the death of a
-worker elsewhere is known after that time (20 s by default) instead of at once.
-
-**Bans.** Pure: times are arguments, in seconds of any one clock. A worker's failures in a row double its ban from
-``ban_s`` up to ``max_ban_s``; an answer that no honest worker gives costs ``malformed_ban_s`` at once. Requests that
-were in flight when a worker was banned count once: eight requests lost with one worker are one failure.
-
-A worker that only refuses to count is banned the same way after `DOUBTS` refusals. That ban is firm: forward passes,
-which the worker may run well or seem to, do not end it; only counting something does.
-
-A ban for silence is half-open (a circuit breaker): where a stage has no other worker, the banned one is asked for its
-status, first after 1 s, then 2 s, up to 15 s, and the ban ends once it answers (`may_be_asked`, `answers`).
-
-A restarted worker (another incarnation) is free of a ban for silence, once until it has counted something, since
-any worker may claim to have restarted. It keeps firm bans and those for malformed answers, because the key is the same.
+A process that is stopped keeps its port, so silence proves nothing, and a refused connection proves only that nobody
+listens *at that address*: the process itself on this machine (loopback), elsewhere maybe a router. There a second proof
+is needed: the worker's key announces another process at another address, or nothing since the first refusal for longer
+than a live worker ever stays silent (`StageDirectory.silence_s`, 20 s by default).
 """
 
 from __future__ import annotations
@@ -33,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.network.rpc.config import split_address
+from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.workers import StageDirectory, StageWorker
 
 __all__ = ["DOUBTS", "Bans", "LivenessProbe", "is_refused"]
@@ -57,9 +42,8 @@ class LivenessProbe:
     async def probe(self, worker: StageWorker, timeout_s: float) -> Literal["gone", "refused", "unknown"]:
         """Tries to find out what has become of a worker's process that was asked to count.
 
-        Returns:
-            ``gone`` is proof; ``refused``: no connection is accepted, but it may live; ``unknown``: something
-            listens there, or there is no answer.
+        ``gone`` is proof; ``refused``: it accepts no connection, but may live; ``unknown``: it listens, or nothing
+        answers.
         """
         process, address = (worker.key, worker.incarnation), worker.peer.address
         if not await is_refused(address, timeout_s):
@@ -103,28 +87,28 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Record:
-    failures: int = 0
-    """In a row."""
+    failures: int = 0  # In a row.
     since_s: float = _NEVER_S
     until_s: float = _NEVER_S
     malformed_until_s: float = _NEVER_S
-    doubts: int = 0
-    """Refusals to count since it last counted."""
-    is_silent: bool = False
-    """Whether it was last banned for silence."""
-    is_firm: bool = False
-    """Whether only counting ends its ban."""
-    is_forgiven: bool = False
-    """Whether a restart has ended a ban since it last counted."""
+    doubts: int = 0  # Refusals to count since it last counted.
+    is_silent: bool = False  # Whether it was last banned for silence.
+    is_firm: bool = False  # Whether only counting ends its ban.
+    is_forgiven: bool = False  # Whether a restart has ended a ban since it last counted.
 
 
 class Bans:
-    """The bans of one stage's workers, or of their hosts."""
+    """The bans of one stage's workers, or of their hosts. Pure: times are arguments, in seconds of any one clock.
 
-    def __init__(self, *, ban_s: float, max_ban_s: float, malformed_ban_s: float) -> None:
-        self._ban_s = ban_s
-        self._max_ban_s = max_ban_s
-        self._malformed_ban_s = malformed_ban_s
+    Failures in a row double a ban; those of requests that were in flight when it began count once. `DOUBTS` refusals to
+    count make a firm ban, which only counting ends, since forward passes the worker may seem to run well. A ban for
+    silence is half-open (a circuit breaker): where a stage has no other worker, the banned one is asked for its status,
+    first after 1 s, then 2 s, up to 15 s, and the ban ends once it answers. Another incarnation is free of such a ban
+    too, once until it has counted something, since any worker may claim to have restarted.
+    """
+
+    def __init__(self, config: DriverConfig) -> None:
+        self._config = config
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
 
     def failed(self, worker: str, *, asked_s: float, now: float, is_silent: bool = False) -> float:
@@ -132,10 +116,10 @@ class Bans:
         record = self._records[worker]
         if asked_s < record.since_s or now < record.until_s:
             return record.until_s  # It was sent before the ban that the others caused.
+        ban_s = self._config.ban_s * 2.0 ** min(record.failures, 64)
         record.failures += 1
         record.is_silent = is_silent
-        record.since_s = now
-        record.until_s = now + min(self._max_ban_s, self._ban_s * 2.0 ** min(record.failures - 1, 64))
+        record.since_s, record.until_s = now, now + min(self._config.max_ban_s, ban_s)
         return record.until_s
 
     def doubted(self, worker: str, *, asked_s: float, now: float, doubts: int = 1) -> float:
@@ -151,7 +135,7 @@ class Bans:
         """Bans a worker for an answer that no honest worker gives; returns until when."""
         record = self._records[worker]
         record.since_s = now
-        record.malformed_until_s = now + self._malformed_ban_s
+        record.malformed_until_s = now + self._config.malformed_ban_s
         return record.malformed_until_s
 
     def is_caught(self, worker: str, now: float) -> bool:

@@ -1,7 +1,5 @@
 """A stage's workers, and which of them gets the next micro-batch; waits while the stage has none.
 
-The one place where balancer, bans and announcements meet. All of it belongs to the driver's event loop.
-
 Keys cost nothing, so workers that have counted nothing yet share a record with their host: what they do wrong bans
 their host for those that come after them, for longer each time, as long as the stage has other workers. A worker that
 counts something clears its host's record, and a host's bans do not concern workers that have counted before.
@@ -12,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.network.rpc.config import split_address
@@ -49,39 +49,34 @@ class StagePool:
     def __init__(self, stage: str, config: DriverConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = stage
         self._clock = clock
-        self._balancer = Balancer(config.max_in_flight_per_worker)
-        self._bans, self._host_bans = (
-            Bans(ban_s=config.ban_s, max_ban_s=config.max_ban_s, malformed_ban_s=config.malformed_ban_s)
-            for _ in range(2)
-        )
+        self.balancer = Balancer(config.max_in_flight_per_worker)
+        self._bans, self._host_bans = Bans(config), Bans(config)
         self._have_counted: set[str] = set()
         self._hosts: dict[str, str] = {}
         self._workers: dict[str, StageWorker] = {}
         self._blamed: dict[str, str] = {}
         """Incarnation of each banned worker, by key: one that restarts is not announced as serving for a while."""
-        self._busy_in_a_row: dict[str, int] = {}
+        self._busy_in_a_row: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._stalled_since_s: float | None = None
         self._logged_stall_s = float("-inf")
         self._stalled_s = 0.0
-
-    # -- membership ----------------------------------------------------------------------------------------------------
 
     def update(self, workers: Iterable[StageWorker]) -> None:
         """Replaces the stage's workers by those announced now."""
         now = self._clock()
         found = {worker.key: worker for worker in workers}
         for key in self._workers.keys() - found.keys():
-            self._balancer.remove(key)
-            self._busy_in_a_row.pop(key, None)
+            self.balancer.remove(key)
+            del self._busy_in_a_row[key]
         for key, worker in found.items():
             known = self._workers.get(key)
             if known is not None and known.incarnation != worker.incarnation:
-                self._balancer.distrust(key)
+                self.balancer.distrust(key)
             if self._blamed.get(key, worker.incarnation) != worker.incarnation:
                 self._bans.restarted(key)
                 del self._blamed[key]
-            self._balancer.add(key)
+            self.balancer.add(key)
         if found != self._workers:
             self._workers, self._hosts = found, {key: _host(worker) for key, worker in found.items()}
             self._wake()
@@ -102,17 +97,13 @@ class StagePool:
         """Returns all announced workers."""
         return tuple(self._workers.values())
 
-    def waits(self) -> dict[str, tuple[float, int]]:
-        """See `Balancer.waits`."""
-        return self._balancer.waits()
-
     def usable(self) -> tuple[StageWorker, ...]:
-        """Returns the workers that are not banned."""
+        """Returns the workers that are not banned; where there are none, the stage is stalled."""
         return tuple(worker for worker in self._workers.values() if not self.is_banned(worker))
 
     def to_be_asked(self) -> tuple[StageWorker, ...]:
         """Returns, where all workers are banned, those that are banned for silence only and may answer by now."""
-        if not self.is_stalled:
+        if self.usable():
             return ()
         now = self._clock()
         return tuple(worker for key, worker in self._workers.items() if self._bans.may_be_asked(key, now))
@@ -125,23 +116,11 @@ class StagePool:
             logger.info("%s answers again, and its stage has nobody else: it gets work", worker)
             self._wake()
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether there is no worker to send to: none at all, or all of them banned."""
-        return not self.usable()
-
-    # -- placements ----------------------------------------------------------------------------------------------------
-
     async def acquire(self, units: float, *, avoid: Collection[str], left_s: Callable[[], float]) -> Placement | None:
-        """Waits for a worker for a micro-batch.
+        """Waits for a worker for a micro-batch of ``units`` of work; returns None if that may be sent no longer.
 
-        Args:
-            units: its expected work.
-            avoid: keys of workers that had it and failed; taken all the same where there are no others.
-            left_s: seconds for which it may still be sent; read again and again, since leases are renewed.
-
-        Returns:
-            None: it may be sent no longer.
+        Workers whose keys are in ``avoid`` had it and failed; they get it all the same where there are no others.
+        ``left_s`` is read again and again, since leases are renewed.
         """
         while (limit_s := left_s()) > 0:
             now = self._clock()
@@ -150,18 +129,16 @@ class StagePool:
             if placement is not None:
                 return placement
             changed = self._changed
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(min(limit_s, self._next_change_s(now))):
                     await changed.wait()
-            except TimeoutError:
-                pass
         return None
 
     def measured(self, placement: Placement, units: float, asked_s: float) -> None:
         """Counts a request that was answered just now."""
-        self._balancer.measured(placement.reservation, units, asked_s, self._clock())
+        self.balancer.measured(placement.reservation, units, asked_s, self._clock())
         self._bans.succeeded(placement.worker.key)
-        self._busy_in_a_row.pop(placement.worker.key, None)
+        del self._busy_in_a_row[placement.worker.key]
 
     def counted(self, placement: Placement) -> None:
         """Clears a worker, and its host, that has answered a request to count."""
@@ -172,74 +149,66 @@ class StagePool:
 
     def timed(self, placement: Placement, units: float, took_s: float) -> None:
         """Counts a micro-batch that was counted, and took so much of its worker's time."""
-        self._balancer.timed(placement.reservation, units, took_s)
+        self.balancer.timed(placement.reservation, units, took_s)
         self.counted(placement)
-        self._busy_in_a_row.pop(placement.worker.key, None)
-
-    def estimate_s(self, placement: Placement, units: float) -> float:
-        """Returns how long its worker would take for so much work."""
-        return self._balancer.estimate_s(placement.worker.key, units)
+        del self._busy_in_a_row[placement.worker.key]
 
     def done(self, placement: Placement) -> None:
         """Ends a placement whose requests were all answered."""
-        if placement.reservation.open:
-            self._balancer.done(placement.reservation)
-            self._wake()
+        self.balancer.done(placement.reservation)
+        self._wake()
 
     def recovered(self, placement: Placement) -> None:
         """Ends a placement that was counted after all; the time says nothing of its worker's speed."""
         self.counted(placement)
-        if placement.reservation.open:
-            self._balancer.failed(placement.reservation, self._clock())
+        self.balancer.failed(placement.reservation, self._clock())
         self._wake()
 
     def released(self, placement: Placement) -> None:
         """Ends a placement that was not used, or failed through no fault of its worker."""
-        if placement.reservation.open:
-            self._balancer.released(placement.reservation)
-            self._wake()
+        self.balancer.released(placement.reservation)
+        self._wake()
 
     def resumed(self, placement: Placement) -> None:
         """Takes a placement again that was released while another stage was waited for."""
-        self._balancer.resume(placement.reservation, self._clock())
+        self.balancer.resume(placement.reservation, self._clock())
 
     def failed(self, placement: Placement, verdict: Verdict, asked_s: float) -> None:
         """Ends a placement whose request has failed and is not repeated."""
         self.blame(placement.worker, verdict, asked_s)
-        if not placement.reservation.open:
-            return
         if verdict.blame in ("rest", "leave"):
-            self._balancer.released(placement.reservation)
+            self.released(placement)
         else:
-            self._balancer.failed(placement.reservation, self._clock())
-        self._wake()
+            self.balancer.failed(placement.reservation, self._clock())
+            self._wake()
 
     def blame(self, worker: StageWorker, verdict: Verdict, asked_s: float) -> None:
         """Has a worker rest, or bans it, for a failed request."""
-        key, now = worker.key, self._clock()
-        if verdict.blame == "rest":
-            times = self._busy_in_a_row[key] = self._busy_in_a_row.get(key, 0) + 1
-            self._balancer.rest(key, now + min(_MAX_REST_S, _REST_S * 2.0 ** min(times - 1, 8)))
-        elif verdict.blame == "leave":
-            self._balancer.rest(key, now + _LEAVE_S)
-        elif verdict.blame in ("doubt", "ban", "firm-ban"):
-            was_banned = self._bans.is_banned(key, now)
-            if verdict.blame == "ban":
-                until_s = self._bans.failed(key, asked_s=asked_s, now=now, is_silent=verdict.reason in _SILENT)
-            else:
-                doubts = DOUBTS if verdict.blame == "firm-ban" else 1
-                until_s = self._bans.doubted(key, asked_s=asked_s, now=now, doubts=doubts)
-            if until_s > now:
-                self._blamed[key] = worker.incarnation
-            if not was_banned and until_s > now:
-                logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
-        elif verdict.blame == "long-ban":
+        key, now, blame = worker.key, self._clock(), verdict.blame
+        if blame == "rest":
+            self._busy_in_a_row[key] += 1
+            rest_s = _REST_S * 2.0 ** min(self._busy_in_a_row[key] - 1, 8)
+            self.balancer.rest(key, now + min(_MAX_REST_S, rest_s))
+        elif blame == "leave":
+            self.balancer.rest(key, now + _LEAVE_S)
+        elif blame == "long-ban":
             was_caught = self._bans.is_caught(key, now)
             until_s = self._bans.malformed(key, now=now)
             if not was_caught:
                 logger.error("%s answers what no honest worker answers: no work for %.0f s", worker, until_s - now)
-        if verdict.blame in ("ban", "firm-ban", "long-ban"):
-            self._balancer.distrust(key)
+        elif blame != "none":
+            was_banned = self._bans.is_banned(key, now)
+            if blame == "ban":
+                until_s = self._bans.failed(key, asked_s=asked_s, now=now, is_silent=verdict.reason in _SILENT)
+            else:
+                doubts = DOUBTS if blame == "firm-ban" else 1
+                until_s = self._bans.doubted(key, asked_s=asked_s, now=now, doubts=doubts)
+            if until_s > now:
+                self._blamed[key] = worker.incarnation
+                if not was_banned:
+                    logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
+        if blame in ("ban", "firm-ban", "long-ban"):
+            self.balancer.distrust(key)
             if key not in self._have_counted:
                 self._host_bans.failed(_host(worker), asked_s=asked_s, now=now)
         self._wake()
@@ -248,15 +217,14 @@ class StagePool:
         """Returns the stage's state."""
         now = self._clock()
         names = {key: worker.uid for key, worker in self._workers.items()}
-        stalled_s = 0.0 if self._stalled_since_s is None else now - self._stalled_since_s
-        return StageView(self.stage, self._balancer.loads(), names, self._bans.banned(now), stalled_s)
+        return StageView(self.stage, self.balancer.loads(), names, self._bans.banned(now), self._stalled_for_s())
 
-    @property
     def stalled_s(self) -> float:
-        """Seconds in all for which something waited here for a stage without workers."""
-        return self._stalled_s + (0.0 if self._stalled_since_s is None else self._clock() - self._stalled_since_s)
+        """Returns the seconds in all for which something waited here for a stage without workers."""
+        return self._stalled_s + self._stalled_for_s()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    def _stalled_for_s(self) -> float:
+        return 0.0 if self._stalled_since_s is None else self._clock() - self._stalled_since_s
 
     def _chosen(self, units: float, avoid: Collection[str], now: float) -> Placement | None:
         """Chooses among workers that did not have it, whose host is not banned; if there are none, among the others."""
@@ -266,20 +234,20 @@ class StagePool:
             key for key in others if key in self._have_counted or not self._host_bans.is_banned(self._hosts[key], now)
         }
         allowed = unblamed or others or free
-        reservation = self._balancer.acquire(units, now, lambda key: key not in allowed)
+        reservation = self.balancer.acquire(units, now, lambda key: key not in allowed)
         return None if reservation is None else Placement(self._workers[reservation.worker], reservation)
 
     def _next_change_s(self, now: float) -> float:
         """Returns the seconds until a ban or a rest ends, which wakes nobody."""
         ends = [self._bans.until_s(key) for key in self._workers]
         ends += [self._host_bans.until_s(host) for host in set(self._hosts.values())]
-        rested_s = self._balancer.next_rested_s(now)
+        rested_s = self.balancer.next_rested_s(now)
         if rested_s is not None:
             ends.append(rested_s)
         return max(0.001, min([1.0, *(end - now for end in ends if end > now)]))
 
     def _note_stall(self, now: float) -> None:
-        if not self.is_stalled:
+        if self.usable():
             if self._stalled_since_s is not None:
                 self._stalled_s += now - self._stalled_since_s
                 self._stalled_since_s, self._logged_stall_s = None, float("-inf")

@@ -1,24 +1,7 @@
 """What a failed request says of its worker and micro-batch, and what a driver reports.
 
-| what happened                          | counted there? | the worker         | then                        |
-|----------------------------------------|----------------|--------------------|-----------------------------|
-| ``busy``, ``rate``, ``not-a-driver``   | no             | rests for a moment | same or another, no attempt |
-| ``stopping``                           | no             | rests longer       | another, no attempt         |
-| ``no-input``                           | no             | –                  | same, with the input        |
-| ``expired``, ``stale``, ``tainted``    | no             | five: banned       | another                     |
-| ``nonfinite``, ``stage``, wrong key, … | no             | banned for a while | another                     |
-| ``already-applied``                    | yes            | banned for a while | the answer is gone          |
-| ``counted-for-another``                | yes            | –                  | the answer is gone          |
-| ``malformed``                          | not clear      | banned for a while | another; twice: give up     |
-| ``internal``, ``timeout``, no answer   | not clear      | banned for a while | another, when it is clear   |
-| a malformed answer                     | not clear      | banned for long    | another, when it is clear   |
-
-A worker that has not heard of this driver yet answers ``not-a-driver``. ``already-applied`` is honest only as the
-answer to a repetition; as the answer to a first request it is what a worker would say that wants nothing trained.
-
-Only requests that apply something can be unclear; a forward pass is repeated elsewhere. A refusal speaks of the request
-it answers only, not of an earlier one of the same micro-batch whose answer did not arrive. A worker that was told not
-to count a micro-batch refuses it as ``expired`` for some 20 s, so each of these uses up a quarter of an attempt only.
+``already-applied`` is honest only as the answer to a repetition: else a worker says it that wants nothing trained. One
+that was told not to count a micro-batch refuses it as ``expired`` for some 20 s, so that is a quarter of an attempt.
 """
 
 from __future__ import annotations
@@ -40,6 +23,7 @@ __all__ = [
     "MicroBatchOutcome",
     "MicroBatchResult",
     "StageView",
+    "StepLoss",
     "Verdict",
     "verdict_of",
 ]
@@ -50,10 +34,11 @@ class Verdict:
     """What a failed request says."""
 
     reason: str
-    """One word for counters: the refusal's if it is known (``refused`` for others), ``unavailable`` or
-    ``malformed-answer``. Workers choose their words freely, and reasons end up in settlements and counters."""
+    """One word for counters; workers choose theirs freely, so an unknown one is ``refused``."""
     effect: Literal["none", "unclear", "counted"]
+    """Whether it may have been counted there: ``none`` goes to another worker, ``counted`` has lost its answer."""
     blame: Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
+    """From a moment without work (``rest``) or a longer one (``leave``) to a ban at the fifth ``doubt``, or at once."""
     attempts: float = 1.0
     """How many of a micro-batch's attempts in a stage it uses up; 0: it may be retried without end."""
 
@@ -109,73 +94,59 @@ class HopTime:
     stage: str
     method: str
     worker: str
-    """The worker's name for people."""
     key: str
-    """The worker's key."""
     round_trip_s: float
     compute_s: float
     queue_s: float
     version: int
-    """Of the weights it was computed with."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchOutcome:
-    """What became of a micro-batch."""
+    """What became of a micro-batch, with the acknowledgements of the stages that counted it, and why it ended."""
 
     fate: Fate
     credits: tuple[StageCredit, ...] = ()
-    """Of the stages that acknowledged counting it, in that order."""
     loss_sum: float = 0.0
-    """Over the labels that count; 0 unless the tail answered."""
     num_tokens: int = 0
-    """Labels that counted."""
     stage: str | None = None
     """Lost: the stage that did not, or may not, have counted it."""
     reason: str | None = None
-    """Why it was lost, handed back or left; one word."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchResult:
-    """An outcome with what it took."""
+    """An outcome with what it took, failed requests as `num_retries`."""
 
     micro_batch: str
     outcome: MicroBatchOutcome
     wall_s: float
     hops: tuple[HopTime, ...]
     num_retries: int
-    """Requests that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """A stage as the driver sees it."""
+    """A stage as the driver sees it; workers by key, and their names for people."""
 
     stage: str
     workers: tuple[WorkerLoad, ...]
     names: Mapping[str, str]
-    """Names for people, by key."""
     banned: Mapping[str, float]
-    """Seconds left, by key."""
     stalled_s: float
     """Seconds for which the stage has had no worker to send to; 0 if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditStatus:
-    """What comparing workers with each other has shown."""
+    """What comparing workers has shown: answers compared, and of them disputed; workers by their names for people."""
 
     compared: int = 0
-    """Answers compared with another worker's."""
     disputed: int = 0
-    """Of them, those that differed."""
     unopposed: tuple[str, ...] = ()
-    """Stages without a second worker to compare with."""
     liars: Mapping[str, int] = field(default_factory=dict)
-    """How often each worker was banned for lying, by its name for people."""
     undecided: tuple[tuple[str, str], ...] = ()
-    """Names for people of pairs of workers that differ where nothing shows which is wrong."""
+    """Pairs of workers that differ where nothing shows which is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +159,21 @@ class DriverStatus:
     handed_back: int
     left: int
     tokens: int
-    """Of the micro-batches that are done."""
     failures: Mapping[str, int]
-    """Failed requests by reason."""
     lost_by: Mapping[str, int]
-    """Lost micro-batches by ``stage: reason``."""
     stalls: Mapping[str, float]
     """Seconds in all for which each stage had no worker while there was something to send."""
     stages: tuple[StageView, ...]
     audit: AuditStatus = AuditStatus()
     silent: Mapping[str, float] = field(default_factory=dict)
     """Seconds without an answer of workers that micro-batches wait for, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """The mean loss of one optimizer step over its labels, after ``step`` others that this driver has seen."""
+
+    step: int
+    loss: float
+    num_tokens: int
+    micro_batches: int

@@ -1,27 +1,19 @@
-"""What hub and chain routing share: the state of a micro-batch in flight, finding a worker, and counting exactly once.
+"""What hub and chain routing share: one micro-batch in flight, finding workers for it, and counting exactly once.
 
-Whether a micro-batch may be handed back, is lost, or has to be left to the ledger's keeper follows from two facts that
-`MicroBatchInFlight` keeps: which stages have acknowledged that they counted it, and whether one may have counted it
-without acknowledging.
-
-`_OutcomeResolution` handles a request to count whose answer did not arrive. The same request is sent again: a worker
-answers a repetition as it answered the first time, and counts nothing twice. A process that took its place in the
-meantime counts the micro-batch itself, since what the other had counted died with it. Where the repetition is refused,
-or after `patience_s`, the worker is asked whether it has counted the micro-batch, and told not to count it any more:
-the process that answers that under the worker's key is the only one that could.
-
-    counted, with the answer ── as if nothing had happened
-    counted, answer gone ────── lost: nobody knows its gradient any more
-    not counted, or gone ────── another worker may do it
-    unclear ─────────────────── lost, or left to the ledger's keeper where the lease is over
+A request to count whose answer did not arrive is sent again: a worker answers a repetition as it did the first time,
+and counts nothing twice. Where that is refused, or after `_PATIENCE_S`, the worker is asked whether it has counted, and
+told not to count any more. If it has, and its answer is gone, the micro-batch is lost; if not, another worker may do
+it; where it stays unclear, it is lost, or left to the ledger's keeper if the lease is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -37,16 +29,7 @@ from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.messages import StageAnswer
 from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
 
-__all__ = [
-    "BACKWARD_UNITS",
-    "FORWARD_UNITS",
-    "QUESTION_S",
-    "TAIL_UNITS",
-    "MicroBatchEndedError",
-    "MicroBatchInFlight",
-    "RoutingContext",
-    "patience_s",
-]
+__all__ = ["BACKWARD_UNITS", "FORWARD_UNITS", "QUESTION_S", "TAIL_UNITS", "MicroBatchInFlight", "RoutingContext"]
 
 FORWARD_UNITS, BACKWARD_UNITS, TAIL_UNITS = 1.0, 2.0, 3.0
 """Work per row: a backward pass takes twice as long as a forward pass."""
@@ -54,16 +37,26 @@ QUESTION_S = 5.0
 """Seconds to wait for a worker's answer to whether it has counted a micro-batch."""
 
 _PATIENCE_S = 15.0
-_FIRST_REPEAT_S = 0.05
-_PAUSE_S = 0.1
+_PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
-_BUSY_TIMES = 6
-"""How often a worker that has the forward pass is asked again before another one repeats the pass."""
-_INVALID_DATA = frozenset(("malformed", "nonfinite"))
-"""Refusals that the next driver would get as well."""
+_BUSY_TIMES = 6  # How often a worker that has the forward pass is asked again before another one repeats the pass.
+_INVALID_DATA = frozenset(("malformed", "nonfinite"))  # Refusals that the next driver would get as well.
 
 Asking = Callable[[StageWorker], Awaitable[Answered]]
 """Sends one request to a worker."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingContext:
+    """What the micro-batches of a driver share."""
+
+    pools: Mapping[str, StagePool]
+    caller: StageCaller
+    liveness: LivenessProbe
+    form: LinkForm
+    config: DriverConfig
+    failures: Counter[str]
+    auditor: Auditor
 
 
 class MicroBatchEndedError(Exception):
@@ -74,125 +67,211 @@ class MicroBatchEndedError(Exception):
         self.outcome = outcome
 
 
-class MicroBatchInFlight:
-    """What is known so far of a micro-batch in flight, and so which outcomes are possible."""
+class MicroBatchInFlight(ABC):
+    """A micro-batch on its way, and what is known of it.
 
-    def __init__(self, micro_batch: MicroBatch, max_attempts: int, on_set_aside: Callable[[], None]) -> None:
+    Whether it may be handed back, is lost, or is left to the ledger's keeper follows from two facts: which stages have
+    acknowledged that they counted it, and whether one may have counted it without acknowledging.
+    """
+
+    def __init__(
+        self,
+        context: RoutingContext,
+        micro_batch: MicroBatch,
+        on_set_aside: Callable[[], None],
+        *,
+        is_drawn: bool = False,
+    ) -> None:
         self.micro_batch = micro_batch
-        self.num_retries = 0
-        self.is_unclear = False
-        """Whether a worker was asked to count it that has not answered yet."""
         self.is_set_aside = False
-        """Whether it waits for a worker that does not answer; others may go on in its place meanwhile."""
+        """It waits for a worker that does not answer; others may go on in its place meanwhile."""
+        self._context, self._pools = context, context.pools
         self._on_set_aside = on_set_aside
-        self._max_attempts = max_attempts
-        self._attempts: dict[str, float] = {}
-        self._num_failed: Counter[str] = Counter()
-        self._begun_s = time.monotonic()
-        self._hops: list[HopTime] = []
+        self._is_drawn = is_drawn  # All its visits are audited.
+        self._num_rows = micro_batch.input_ids.shape[0]
+        self._places: dict[str, Placement] = {}  # Held, by stage.
+        self._is_unclear = False  # A worker was asked to count it that has not answered yet.
         self._credits: dict[str, StageCredit] = {}
-        self._loss_sum = 0.0
-        self._num_tokens = 0
+        self._attempts: defaultdict[str, float] = defaultdict(float)
+        self._num_failed: Counter[str] = Counter()
+        self._num_retries = 0
+        self._hops: list[HopTime] = []
+        self._loss_sum, self._num_tokens = 0.0, 0
+        self._begun_s = time.monotonic()
 
-    def left_s(self) -> float:
-        """Returns the seconds for which it may still be sent."""
-        return self.micro_batch.send_before_s - boottime_s()
+    async def take(self) -> MicroBatchResult:
+        """Takes it through all stages; returns what became of it, also when it is cancelled."""
+        try:
+            await self._run()
+            outcome = self._outcome("done")
+        except MicroBatchEndedError as end:
+            outcome = end.outcome
+        except asyncio.CancelledError:
+            outcome = self._stopped("stopping").outcome
+        finally:
+            self._release(self._places)
+        wall_s = time.monotonic() - self._begun_s
+        return MicroBatchResult(self.micro_batch.key, outcome, wall_s, tuple(self._hops), self._num_retries)
 
-    def check_lease(self) -> None:
-        """Raises MicroBatchEndedError if its lease is over, so that nothing of it is sent any more."""
-        if self.left_s() <= 0:
-            raise self.stopped("lease")
+    @abstractmethod
+    async def _run(self) -> None:
+        """Has every stage count it; raises MicroBatchEndedError if it goes no further."""
 
-    def set_aside(self, is_set_aside: bool) -> None:
-        """Notes that it begins to wait for a worker that does not answer, or goes on."""
-        self.is_set_aside = is_set_aside
-        if is_set_aside:
-            self._on_set_aside()
-
-    def passed(self, answered: Answered) -> None:
-        """Notes an answered request."""
-        self._hops.append(answered.hop)
-
-    def counted(self, stage: str, body: StageAnswer) -> None:
-        """Notes that a stage has counted it, with its answer."""
-        fields = body.model_dump(include={"incarnation", "applied_number", "shared_through"})
-        self.acknowledged(StageCredit(stage=stage, **fields))
-        if body.loss_sum is not None:
-            self._loss_sum, self._num_tokens = body.loss_sum, body.num_tokens
-
-    def acknowledged(self, credit: StageCredit) -> None:
-        """Notes that a stage is said to have counted it."""
-        self._credits[credit.stage] = credit
-
-    def num_failed(self, stage: str) -> int:
-        """Returns how many requests in a stage have failed with nothing counted."""
-        return self._num_failed[stage]
-
-    def attempt_failed(self, stage: str, verdict: Verdict) -> None:
-        """Notes a request that has failed with nothing counted.
-
-        After the last attempt the micro-batch is handed back where no stage can have counted it, and is lost otherwise:
-        as long as its lease is renewed, nobody else would ever find out.
-
-        Raises:
-            MicroBatchEndedError: it was the last attempt.
-        """
-        self.num_retries += 1
-        self._num_failed[stage] += 1
-        self._attempts[stage] = self._attempts.get(stage, 0.0) + verdict.attempts
-        if self._attempts[stage] < self._max_attempts:
-            return
-        if self._credits or self.is_unclear or verdict.reason in _INVALID_DATA:
-            raise self.lost(stage, verdict.reason)
-        raise self.stopped(verdict.reason)
-
-    def done(self) -> MicroBatchOutcome:
-        """Returns the outcome if every stage has counted it."""
-        return self._outcome("done")
-
-    def lost(self, stage: str, reason: str) -> MicroBatchEndedError:
+    def _lost(self, stage: str, reason: str) -> MicroBatchEndedError:
         """Returns the end of one not, or perhaps not, counted in a stage, while others have or may have."""
         return MicroBatchEndedError(self._outcome("lost", stage, reason))
 
-    def stopped(self, reason: str) -> MicroBatchEndedError:
+    def _stopped(self, reason: str) -> MicroBatchEndedError:
         """Returns the end of one that may no longer be sent: handed back if then nobody can count it twice."""
-        is_touched = self.is_unclear or bool(self._credits)
+        is_touched = self._is_unclear or bool(self._credits)
         return MicroBatchEndedError(self._outcome("left" if is_touched else "handed-back", None, reason))
-
-    def result(self, outcome: MicroBatchOutcome) -> MicroBatchResult:
-        """Returns the outcome with what it took."""
-        wall_s = time.monotonic() - self._begun_s
-        return MicroBatchResult(self.micro_batch.key, outcome, wall_s, tuple(self._hops), self.num_retries)
 
     def _outcome(self, fate: Fate, stage: str | None = None, reason: str | None = None) -> MicroBatchOutcome:
         return MicroBatchOutcome(fate, tuple(self._credits.values()), self._loss_sum, self._num_tokens, stage, reason)
 
+    def _counted(self, stage: str, body: StageAnswer) -> None:
+        fields = body.model_dump(include={"incarnation", "applied_number", "shared_through"})
+        self._credits[stage] = StageCredit(stage=stage, **fields)
 
-def patience_s(unclear_s: float) -> float:
-    """Returns the seconds for which a request is only repeated, before the worker is told not to count it any more."""
-    return min(_PATIENCE_S, unclear_s / 2)
+    def _noted(self, error: RpcError) -> Verdict:
+        verdict = verdict_of(error)
+        self._context.failures[verdict.reason] += 1
+        return verdict
 
+    def _attempt_failed(self, stage: str, verdict: Verdict) -> None:
+        """Notes a request that has failed with nothing counted; raises MicroBatchEndedError after the last attempt.
 
-@dataclass(frozen=True, slots=True)
-class _OutcomeResolution:
-    """Asks the worker that may have counted a micro-batch until it is clear whether it has."""
+        The micro-batch is handed back where no stage can have counted it, and is lost otherwise: as long as its lease
+        is renewed, nobody else would ever find out.
+        """
+        self._num_retries += 1
+        self._num_failed[stage] += 1
+        self._attempts[stage] += verdict.attempts
+        if self._attempts[stage] < self._context.config.max_attempts:
+            return
+        if self._credits or self._is_unclear or verdict.reason in _INVALID_DATA:
+            raise self._lost(stage, verdict.reason)
+        raise self._stopped(verdict.reason)
 
-    caller: StageCaller
-    liveness: LivenessProbe
-    unclear_s: float
-    """Seconds after which it stays unclear."""
+    def _left_s(self) -> float:
+        return self.micro_batch.send_before_s - boottime_s()
 
-    async def resolve(
-        self, worker: StageWorker, micro_batch: MicroBatch, ask: Asking
+    def _check_lease(self) -> None:
+        """Raises MicroBatchEndedError if its lease is over, so that nothing of it is sent any more."""
+        if self._left_s() <= 0:
+            raise self._stopped("lease")
+
+    def _is_patient(self, waited_s: float) -> bool:
+        """Whether a request is only repeated, before the worker is told not to count it any more."""
+        return waited_s < min(_PATIENCE_S, self._context.config.unclear_s / 2) <= self._left_s()
+
+    async def _pause(self, times: int, at_most_s: float = math.inf) -> None:
+        pause_s = min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(times, 16), at_most_s, self._left_s())
+        await asyncio.sleep(max(0.0, pause_s))
+
+    def _set_aside(self, is_set_aside: bool) -> None:
+        self.is_set_aside = is_set_aside
+        if is_set_aside:
+            self._on_set_aside()
+
+    def _release(self, stages: Iterable[str]) -> None:
+        for stage in stages:
+            if stage in self._places:
+                self._pools[stage].released(self._places[stage])
+
+    async def _placed(self, stage: str, units: float, avoid: set[str]) -> Placement:
+        """Waits for a worker, and a while longer before it goes to the same ones again."""
+        pool = self._pools[stage]
+        if avoid and avoid.issuperset(worker.key for worker in pool.usable()):
+            await self._pause(1 + self._num_failed[stage])  # All of them had it.
+        placement = await pool.acquire(units, avoid=avoid, left_s=self._left_s)
+        if placement is None:
+            raise self._stopped("lease")
+        return placement
+
+    async def _count(
+        self, stage: str, units: float, placement_units: float, ask: Asking, placement: Placement | None = None
+    ) -> tuple[Answered, StageWorker]:
+        """Has a stage count it, once; returns the answer, and the worker that gave it.
+
+        ``units`` is the work of the request, ``placement_units`` that of a place at another worker than ``placement``.
+        """
+        avoid: set[str] = set()
+        num_busy = 0
+        while True:
+            if placement is None:
+                placement = await self._placed(stage, placement_units, avoid)
+            try:
+                answered = await self._counted_at(placement, units, ask, num_busy < _BUSY_TIMES)
+            except BaseException:
+                self._pools[stage].released(placement)
+                raise
+            if answered is not None:
+                self._hops.append(answered.hop)
+                self._counted(stage, answered.body)
+                self._pools[stage].done(placement)
+                return answered, placement.worker
+            if placement.reservation.open:  # The worker said that it is busy.
+                num_busy += 1
+                await self._pause(num_busy)
+            else:
+                avoid.add(placement.worker.key)
+                placement = None
+
+    async def _counted_at(self, placement: Placement, units: float, ask: Asking, may_repeat: bool) -> Answered | None:
+        """Sends one request to count, and resolves its failure; raises MicroBatchEndedError if that ends it.
+
+        None: nothing is counted there. The place is still open if the same worker may be asked again.
+        """
+        self._check_lease()
+        stage = placement.worker.stage
+        pool = self._pools[stage]
+        worker, asked_s = pool.current(placement.worker), time.monotonic()
+        self._is_unclear = True
+        try:
+            answered = await ask(worker)
+        except RpcError as error:
+            verdict = self._noted(error)
+        else:
+            pool.measured(placement, units, asked_s)
+            pool.counted(placement)
+            self._is_unclear = False
+            return answered
+        if verdict.blame == "rest" and may_repeat:
+            self._is_unclear = False
+            pool.blame(worker, verdict, asked_s)
+            return None
+        placement = Placement(worker, placement.reservation)
+        if verdict.effect == "unclear":
+            pool.blame(worker, verdict, asked_s)
+            with self._waiting():
+                found = await self._resolved(worker, ask)
+            if isinstance(found, Answered):
+                self._num_retries += 1
+                self._is_unclear = False
+                pool.recovered(placement)
+                return found
+            if found == "unclear":
+                pool.failed(placement, verdict, asked_s)
+                self._check_lease()
+                raise self._lost(stage, "unclear")
+            if found == "answer-gone":
+                verdict = Verdict(verdict.reason, "counted", verdict.blame)
+        self._is_unclear = False
+        pool.failed(placement, verdict, asked_s)
+        if verdict.effect == "counted":
+            raise self._lost(stage, "answer-gone")
+        self._attempt_failed(stage, verdict)
+        return None
+
+    async def _resolved(
+        self, worker: StageWorker, ask: Asking
     ) -> Answered | Literal["answer-gone", "not-counted", "unclear"]:
-        """Finds out what has become of a request."""
-        begun_s, pause_s, is_counted = time.monotonic(), _FIRST_REPEAT_S, False
-
-        def lease_s() -> float:
-            return micro_batch.send_before_s - boottime_s()
+        """Asks the worker that may have counted it until it is clear whether it has, for `unclear_s` at most."""
+        begun_s, times, is_counted = time.monotonic(), 0, False
 
         def left_s() -> float:
-            return min(self.unclear_s - (time.monotonic() - begun_s), lease_s())
+            return min(self._context.config.unclear_s - (time.monotonic() - begun_s), self._left_s())
 
         while (limit_s := left_s()) > 0:
             try:
@@ -201,30 +280,43 @@ class _OutcomeResolution:
             except (RpcError, TimeoutError) as failure:
                 error = failure
             is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
-            if is_silent and await self.liveness.probe(worker, min(QUESTION_S, limit_s)) == "gone":
+            if is_silent and await self._context.liveness.probe(worker, min(QUESTION_S, limit_s)) == "gone":
                 return "not-counted"
             may_come = isinstance(error, TimeoutError) or is_silent or verdict_of(error).blame == "rest"
-            is_patient = time.monotonic() - begun_s < patience_s(self.unclear_s) <= lease_s()
-            if not may_come or not is_patient:
-                says = await self._is_counted(worker, micro_batch, left_s())
+            if not (may_come and self._is_patient(time.monotonic() - begun_s)):
+                says = await self._says_counted(worker, left_s())
                 if says is False or (says is True and _is_gone_for_good(error)):
                     return "answer-gone" if says else "not-counted"
                 is_counted = is_counted or says is True
             worker = worker.unpinned()
-            await asyncio.sleep(min(pause_s, max(0.0, left_s())))
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            await self._pause(times, left_s())
+            times += 1
         return "answer-gone" if is_counted else "unclear"
 
-    async def _is_counted(self, worker: StageWorker, micro_batch: MicroBatch, left_s: float) -> bool | None:
-        """Returns what the worker says of itself; None if it says nothing."""
+    async def _says_counted(self, worker: StageWorker, left_s: float) -> bool | None:
+        """Tells a worker not to count it any more; returns whether it says that it has. None: it says nothing."""
         if left_s <= 0:
             return None
-        timeout_s = min(QUESTION_S, left_s)
         try:
-            _, credit = await self.caller.applied(worker, micro_batch, refuse_from_now=True, timeout_s=timeout_s)
+            _, credit = await self._context.caller.applied(
+                worker, self.micro_batch, refuse_from_now=True, timeout_s=min(QUESTION_S, left_s)
+            )
         except RpcError:
             return None
         return credit is not None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Gives up its places in other stages while it waits for one worker."""
+        released = [stage for stage, placement in self._places.items() if placement.reservation.open]
+        self._release(released)
+        self._set_aside(True)
+        try:
+            yield
+        finally:
+            self._set_aside(False)
+            for stage in released:
+                self._pools[stage].resumed(self._places[stage])
 
 
 def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
@@ -232,164 +324,3 @@ def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
     return isinstance(error, MalformedAnswerError) or (
         isinstance(error, RefusedError) and error.reason in ("already-applied", "counted-for-another")
     )
-
-
-class RoutingContext:
-    """What a driver's routing works with."""
-
-    def __init__(
-        self,
-        pools: Mapping[str, StagePool],
-        caller: StageCaller,
-        liveness: LivenessProbe,
-        form: LinkForm,
-        config: DriverConfig,
-        audit_seed: int | None = None,
-    ) -> None:
-        self.pools = pools
-        self.caller = caller
-        self.liveness = liveness
-        self.form = form
-        self.config = config
-        self.failures: Counter[str] = Counter()
-        """Failed requests by reason."""
-        self.auditor = Auditor(pools, caller, form, config.audit_every, self.failures, audit_seed)
-        self._resolution = _OutcomeResolution(caller, liveness, config.unclear_s)
-
-    async def placed(self, in_flight: MicroBatchInFlight, stage: str, units: float, avoid: set[str]) -> Placement:
-        """Waits for a worker for a micro-batch, and a while longer before it goes to the same ones again.
-
-        Raises:
-            MicroBatchEndedError: its lease is over.
-        """
-        if avoid and avoid.issuperset(worker.key for worker in self.pools[stage].usable()):
-            await self._pause(in_flight, in_flight.num_failed(stage))  # All of them had it.
-        placement = await self.pools[stage].acquire(units, avoid=avoid, left_s=in_flight.left_s)
-        if placement is None:
-            raise in_flight.stopped("lease")
-        return placement
-
-    async def count(
-        self,
-        in_flight: MicroBatchInFlight,
-        placement: Placement | None,
-        stage: str,
-        units: float,
-        placement_units: float,
-        ask: Asking,
-        held: Sequence[Placement] = (),
-    ) -> tuple[Answered, StageWorker]:
-        """Has a stage count a micro-batch, once; returns the answer, and the worker that gave it.
-
-        Args:
-            in_flight: the micro-batch.
-            placement: its place in the stage, if it has one already.
-            stage: which.
-            units: work of the request.
-            placement_units: work of a place at another worker.
-            ask: sends the request to a worker.
-            held: its places in other stages.
-
-        Raises:
-            MicroBatchEndedError: it goes no further.
-        """
-        avoid: set[str] = set()
-        num_busy = 0
-        while True:
-            if placement is None:
-                placement = await self.placed(in_flight, stage, placement_units, avoid)
-            try:
-                answered = await self._counted_at(in_flight, placement, units, ask, num_busy < _BUSY_TIMES, held)
-            except BaseException:
-                self.pools[stage].released(placement)
-                raise
-            if answered is not None:
-                in_flight.passed(answered)
-                self.pools[stage].done(placement)
-                return answered, placement.worker
-            if placement.reservation.open:  # The worker said that it is busy.
-                await self._pause(in_flight, num_busy)
-                num_busy += 1
-            else:
-                avoid.add(placement.worker.key)
-                placement = None
-
-    def noted(self, error: RpcError) -> Verdict:
-        """Counts a failed request; returns the verdict on it."""
-        verdict = verdict_of(error)
-        self.failures[verdict.reason] += 1
-        return verdict
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    async def _counted_at(
-        self,
-        in_flight: MicroBatchInFlight,
-        placement: Placement,
-        units: float,
-        ask: Asking,
-        may_repeat: bool,
-        held: Sequence[Placement],
-    ) -> Answered | None:
-        """Sends one request to count, and resolves its failure; raises MicroBatchEndedError if that ends it.
-
-        Returns:
-            None: nothing is counted there. The place is still open if the same worker may be asked again.
-        """
-        in_flight.check_lease()
-        stage = placement.worker.stage
-        pool = self.pools[stage]
-        worker, asked_s = pool.current(placement.worker), time.monotonic()
-        in_flight.is_unclear = True
-        try:
-            answered = await ask(worker)
-        except RpcError as error:
-            verdict = self.noted(error)
-        else:
-            pool.measured(placement, units, asked_s)
-            pool.counted(placement)
-            in_flight.is_unclear = False
-            return answered
-        if verdict.blame == "rest" and may_repeat:
-            in_flight.is_unclear = False
-            pool.blame(worker, verdict, asked_s)
-            return None
-        placement = Placement(worker, placement.reservation)
-        if verdict.effect == "unclear":
-            pool.blame(worker, verdict, asked_s)
-            with self._set_aside(in_flight, held):
-                found = await self._resolution.resolve(worker, in_flight.micro_batch, ask)
-            if isinstance(found, Answered):
-                in_flight.num_retries += 1
-                in_flight.is_unclear = False
-                pool.recovered(placement)
-                return found
-            if found == "unclear":
-                pool.failed(placement, verdict, asked_s)
-                in_flight.check_lease()
-                raise in_flight.lost(stage, "unclear")
-            if found == "answer-gone":
-                verdict = Verdict(verdict.reason, "counted", verdict.blame)
-        in_flight.is_unclear = False
-        pool.failed(placement, verdict, asked_s)
-        if verdict.effect == "counted":
-            raise in_flight.lost(stage, "answer-gone")
-        in_flight.attempt_failed(stage, verdict)
-        return None
-
-    @contextmanager
-    def _set_aside(self, in_flight: MicroBatchInFlight, held: Sequence[Placement]) -> Iterator[None]:
-        """Gives up the micro-batch's places, here and in other stages, while it waits for one worker."""
-        released = [placement for placement in held if placement.reservation.open]
-        for placement in released:
-            self.pools[placement.worker.stage].released(placement)
-        in_flight.set_aside(True)
-        try:
-            yield
-        finally:
-            in_flight.set_aside(False)
-            for placement in released:
-                self.pools[placement.worker.stage].resumed(placement)
-
-    async def _pause(self, in_flight: MicroBatchInFlight, times: int) -> None:
-        await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(times, 16), max(0.0, in_flight.left_s())))

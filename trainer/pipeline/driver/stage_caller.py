@@ -1,10 +1,9 @@
 """One request to one worker, and whether what comes back is a valid answer to it.
 
 All that can be checked without computing the answer anew is checked here, so what leaves this module may be passed on:
-tensors of the names, types and shapes that the run's codec makes (`ActivationCodec.specs`), all of them finite; the
-number of rows; a finite loss of as many labels as there are; and the stages in which the micro-batch is counted. The
-driver passes tensors on under the names they came with (`trainer.pipeline.protocol.wire`), and decodes them only to
-compare workers with each other (`trainer.pipeline.driver.auditing`).
+tensors of the names, types and shapes that the run's codec makes, all of them finite; the number of rows; a finite loss
+of as many labels as there are; and the stages in which the micro-batch is counted. The driver passes tensors on under
+the names they came with, and decodes them only to compare workers with each other.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from operator import attrgetter
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -29,25 +29,7 @@ from trainer.network.transfer.tensor_bytes import all_finite, specs_of
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.results import HopTime
 from trainer.pipeline.driver.workers import StageWorker
-from trainer.pipeline.protocol.messages import (
-    APPLIED,
-    BACKWARD,
-    CHAIN,
-    EVALUATE,
-    FORWARD,
-    TAIL,
-    AppliedAnswer,
-    AppliedAsk,
-    BackwardAsk,
-    ChainAsk,
-    CountedAs,
-    EvaluateAsk,
-    ForwardAsk,
-    Hop,
-    StageAnswer,
-    StageAsk,
-    TailAsk,
-)
+from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import ask_tensors
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, IDS, LABELS, wire_ids
 from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
@@ -58,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 
-AskT = TypeVar("AskT", bound=StageAsk)
-
 
 @dataclass(frozen=True, slots=True)
 class LinkForm:
@@ -69,10 +49,10 @@ class LinkForm:
     dim: int
     """Width of the model."""
 
-    def specs(self, micro_batch: MicroBatch, direction: Direction) -> tuple[TensorSpec, ...]:
-        """Returns the tensors of an activation or a gradient of a micro-batch, sorted by name."""
+    def specs(self, micro_batch: MicroBatch, direction: Direction) -> list[TensorSpec]:
+        """Returns the tensors of an activation or a gradient of a micro-batch."""
         num_rows, num_positions = micro_batch.input_ids.shape
-        return tuple(sorted(self.codec.specs(num_rows, num_positions, self.dim, direction), key=lambda spec: spec.name))
+        return list(self.codec.specs(num_rows, num_positions, self.dim, direction))
 
     def input_of(self, micro_batch: MicroBatch, activation: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Returns a stage's input: ids for the head, else the activation, with the ids where the codec needs them."""
@@ -85,16 +65,13 @@ class LinkForm:
 class Answered:
     """A checked answer."""
 
-    body: StageAnswer
+    body: messages.StageAnswer
     tensors: Mapping[str, Tensor]
     hop: HopTime
 
 
 class StageCaller:
-    """Sends requests to workers, without retries.
-
-    All of its methods raise RpcError where there is no answer, a refusal, or an answer that cannot be one.
-    """
+    """Sends requests to workers, without retries; raises RpcError where there is no valid answer."""
 
     def __init__(self, endpoint: Endpoint, stages: Sequence[str], form: LinkForm, config: DriverConfig) -> None:
         self._endpoint = endpoint
@@ -104,11 +81,9 @@ class StageCaller:
 
     async def forward(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Runs a stage forward."""
-        ask = self._request(ForwardAsk, worker, micro_batch)
-        answered = await self._ask(worker, FORWARD, ask, given, self._form.specs(micro_batch, ACTIVATION))
-        if answered.body.applied:
-            raise MalformedAnswerError(f"{worker}: expected a forward pass to be counted nowhere, found it counted")
-        return answered
+        outputs: list[Direction] = [ACTIVATION]
+        method, model = messages.FORWARD, messages.ForwardAsk
+        return await self._ask(method, model, [worker], micro_batch, given, outputs=outputs, counts=False)
 
     async def evaluate(
         self,
@@ -121,14 +96,12 @@ class StageCaller:
 
         ``given`` is the stage's input, ``gradient`` that with respect to its output (None for head and tail).
         """
-        is_tail = worker.stage == self._tail
-        ask = self._request(EvaluateAsk, worker, micro_batch, with_gradient=worker.stage != self._head)
-        specs = (*(() if is_tail else self._form.specs(micro_batch, ACTIVATION)), *self._gradient(worker, micro_batch))
-        given = {**given, **(gradient or {}), **({LABELS: wire_ids(micro_batch.labels)} if is_tail else {})}
-        answered = await self._ask(worker, EVALUATE, ask, given, tuple(sorted(specs, key=lambda spec: spec.name)))
-        if is_tail:
-            _check_loss(worker, answered.body, micro_batch)
-        return answered
+        is_tail, fields = worker.stage == self._tail, {"with_gradient": worker.stage != self._head}
+        outputs: list[Direction] = [GRADIENT] if is_tail else [ACTIVATION, GRADIENT]
+        method, model, given = messages.EVALUATE, messages.EvaluateAsk, {**given, **(gradient or {})}
+        return await self._ask(
+            method, model, [worker], micro_batch, given, fields, outputs=outputs, counts=None, has_loss=is_tail
+        )
 
     async def backward(
         self,
@@ -144,22 +117,18 @@ class StageCaller:
         ``given`` is the gradient with respect to the stage's output, and the stage's input unless the worker has it.
         """
         fields = {"forward_version": forward_version, "num_tokens": num_tokens}
-        ask = self._request(BackwardAsk, worker, micro_batch, **fields)
-        answered = await self._ask(worker, BACKWARD, ask, given, self._gradient(worker, micro_batch))
-        _check_counted(worker, answered.body, (worker.stage,))
-        return answered
+        return await self._ask(messages.BACKWARD, messages.BackwardAsk, [worker], micro_batch, given, fields)
 
     async def tail(self, worker: StageWorker, micro_batch: MicroBatch, given: Mapping[str, Tensor]) -> Answered:
         """Has the tail compute loss and gradient, and count the micro-batch."""
-        ask = self._request(TailAsk, worker, micro_batch)
-        return await self._ask_with_labels([worker], TAIL, ask, micro_batch, given)
+        return await self._ask(messages.TAIL, messages.TailAsk, [worker], micro_batch, given, has_loss=True)
 
     async def chain(
         self, route: Sequence[StageWorker], micro_batch: MicroBatch, given: Mapping[str, Tensor]
     ) -> Answered:
         """Has the workers of a route, one a stage, pass a micro-batch on among themselves."""
         hops = tuple(
-            Hop(
+            messages.Hop(
                 stage=worker.stage,
                 peer_id=worker.key,
                 address=worker.peer.address,
@@ -167,77 +136,61 @@ class StageCaller:
             )
             for worker in route[1:]
         )
-        ask = self._request(ChainAsk, route[0], micro_batch, num_stages=len(route), route=hops)
-        return await self._ask_with_labels(route, CHAIN, ask, micro_batch, given)
+        fields = {"route": hops}
+        return await self._ask(messages.CHAIN, messages.ChainAsk, route, micro_batch, given, fields, has_loss=True)
 
     async def applied(
         self, worker: StageWorker, micro_batch: MicroBatch, *, refuse_from_now: bool, timeout_s: float
     ) -> tuple[str, StageCredit | None]:
         """Asks whether a worker has counted a micro-batch; if ``refuse_from_now``, it must not count it afterwards.
 
-        Returns:
-            The incarnation that answers, and its credit; None: it has not counted it.
+        It returns the incarnation that answers, and its credit; None: it has not counted it.
         """
-        ask = AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
-        async with _ended_at(worker, APPLIED, timeout_s + _GRACE_S):
-            reply = await self._endpoint.call(worker.peer, APPLIED, ask, AppliedAnswer, timeout_s=timeout_s)
+        ask = messages.AppliedAsk(micro_batches=(micro_batch.key,), refuse_from_now=refuse_from_now)
+        async with _ended_at(worker, messages.APPLIED, timeout_s + _GRACE_S):
+            reply = await self._endpoint.call(
+                worker.peer, messages.APPLIED, ask, messages.AppliedAnswer, timeout_s=timeout_s
+            )
         said = reply.body
+        if micro_batch.key not in said.micro_batches:
+            return said.incarnation, None
         with peer_boundary(str(worker)):
-            is_counted = micro_batch.key in said.micro_batches
-            counted_as = said.counted_as or CountedAs(incarnation=said.incarnation, applied_number=0)
-            credit = StageCredit(stage=worker.stage, **counted_as.model_dump()) if is_counted else None
-        return said.incarnation, credit
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _request(
-        self, model: type[AskT], worker: StageWorker, micro_batch: MicroBatch, *, num_stages: int = 1, **fields: object
-    ) -> AskT:
-        """Returns a request with ``fields``; no time in it reaches beyond the micro-batch's lease."""
-        num_rows, num_positions = micro_batch.input_ids.shape
-        left_s = micro_batch.send_before_s - boottime_s()
-        within_s = min(86_400.0, max(0.001, min(self._config.request_timeout_s * num_stages, left_s)))
-        if "apply_within_s" in model.model_fields:
-            fields["apply_within_s"] = within_s
-        return model.model_validate(
-            {
-                "micro_batch": micro_batch.key,
-                "stage": worker.stage,
-                "num_rows": num_rows,
-                "num_positions": num_positions,
-                "answer_within_s": within_s,
-                **fields,
-            }
-        )
-
-    def _gradient(self, worker: StageWorker, micro_batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        return () if worker.stage == self._head else self._form.specs(micro_batch, GRADIENT)
-
-    async def _ask_with_labels(
-        self,
-        route: Sequence[StageWorker],
-        method: str,
-        ask: StageAsk,
-        micro_batch: MicroBatch,
-        given: Mapping[str, Tensor],
-    ) -> Answered:
-        """Asks the first worker of a route, all of which are to count the micro-batch, for loss and gradient."""
-        first = route[0]
-        given = {**given, LABELS: wire_ids(micro_batch.labels)}
-        answered = await self._ask(first, method, ask, given, self._gradient(first, micro_batch))
-        _check_counted(first, answered.body, [worker.stage for worker in route])
-        _check_loss(first, answered.body, micro_batch)
-        return answered
+            counted_as = said.counted_as or messages.CountedAs(incarnation=said.incarnation, applied_number=0)
+            return said.incarnation, StageCredit(stage=worker.stage, **counted_as.model_dump())
 
     async def _ask(
         self,
-        worker: StageWorker,
         method: str,
-        ask: StageAsk,
+        model: type[messages.StageAsk],
+        route: Sequence[StageWorker],
+        micro_batch: MicroBatch,
         given: Mapping[str, Tensor],
-        specs: tuple[TensorSpec, ...],
+        fields: Mapping[str, object] = MappingProxyType({}),
+        *,
+        outputs: Sequence[Direction] = (GRADIENT,),
+        counts: bool | None = True,
+        has_loss: bool = False,
     ) -> Answered:
-        timeout_s = ask.answer_within_s
+        """Sends a request to the first of a route; raises MalformedAnswerError if the answer cannot be one to it.
+
+        ``outputs`` are to come back, of a head no gradient, and with ``has_loss`` the loss of its labels, which are
+        sent beside ``given``. All stages of the route are to have counted it, or none; ``counts=None``: not looked at.
+        No time in the request reaches beyond the micro-batch's lease.
+        """
+        worker = route[0]
+        num_rows, num_positions = micro_batch.input_ids.shape
+        left_s = micro_batch.send_before_s - boottime_s()
+        timeout_s = min(86_400.0, max(0.001, min(self._config.request_timeout_s * len(route), left_s)))
+        limits = {name: timeout_s for name in ("answer_within_s", "apply_within_s") if name in model.model_fields}
+        shape = {"num_rows": num_rows, "num_positions": num_positions}
+        ask = model.model_validate({"micro_batch": micro_batch.key, "stage": worker.stage, **shape, **limits, **fields})
+        is_head = worker.stage == self._head
+        expected = [
+            spec for kind in outputs if kind != GRADIENT or not is_head for spec in self._form.specs(micro_batch, kind)
+        ]
+        expected.sort(key=attrgetter("name"))
+        sent = {**given, LABELS: wire_ids(micro_batch.labels)} if has_loss else given
+        size_bytes = sum(spec.size_bytes for spec in expected)
         begun_s = time.monotonic()
         async with _ended_at(worker, method, timeout_s + _GRACE_S):
             answer = await ask_tensors(
@@ -245,51 +198,40 @@ class StageCaller:
                 worker.peer,
                 method,
                 ask,
-                given,
-                StageAnswer,
-                answer_bytes=sum(spec.size_bytes for spec in specs),
+                sent,
+                messages.StageAnswer,
+                answer_bytes=size_bytes,
                 timeout_s=timeout_s,
             )
-        round_trip_s = time.monotonic() - begun_s
-        body = answer.body
-        if body.num_rows != ask.num_rows:
-            raise MalformedAnswerError(f"{worker}: expected an answer of {ask.num_rows} rows, found {body.num_rows}")
+        took_s, body = time.monotonic() - begun_s, answer.body
+        if body.num_rows != num_rows:
+            raise MalformedAnswerError(f"{worker}: expected an answer of {num_rows} rows, found {body.num_rows}")
         with peer_boundary(str(worker)):
-            _check_tensors(worker, answer.tensors, specs)
-        hop = HopTime(
-            worker.stage, method, worker.uid, worker.key, round_trip_s, body.compute_s, body.queue_s, body.version
-        )
-        return Answered(body, answer.tensors, hop)
-
-
-def _check_tensors(worker: StageWorker, tensors: Mapping[str, Tensor], expected: tuple[TensorSpec, ...]) -> None:
-    """Raises MalformedAnswerError if tensors are not the expected ones, or hold NaN or infinities."""
-
-    def listed(specs: tuple[TensorSpec, ...]) -> str:
-        return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "no tensors"
-
-    found = specs_of(tensors)
-    if found != expected:
-        raise MalformedAnswerError(f"{worker}: expected {listed(expected)}, found {listed(found)}")
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise MalformedAnswerError(f"{worker}: expected finite values, found others in {name!r}")
-
-
-def _check_counted(worker: StageWorker, body: StageAnswer, stages: Sequence[str]) -> None:
-    if sorted(body.applied) != sorted(stages) or body.applied_number < 1:
-        raise MalformedAnswerError(
-            f"{worker}: expected it to be counted in {', '.join(stages)}, found {', '.join(body.applied) or 'none'}"
-            f" as number {body.applied_number}"
+            found = list(specs_of(answer.tensors))
+            if found != expected:
+                raise MalformedAnswerError(f"{worker}: expected {_listed(expected)}, found {_listed(found)}")
+            for name, tensor in answer.tensors.items():
+                if not all_finite(tensor):
+                    raise MalformedAnswerError(f"{worker}: expected finite values, found others in {name!r}")
+        stages = [each.stage for each in route] if counts else []
+        is_counted = sorted(body.applied) == sorted(stages) and (body.applied_number >= 1 or not counts)
+        if counts is not None and not is_counted:
+            raise MalformedAnswerError(
+                f"{worker}: expected it to be counted in {', '.join(stages) or 'no stage'}, found "
+                f"{', '.join(body.applied) or 'none'} as number {body.applied_number}"
+            )
+        if has_loss and body.num_tokens != (num_labels := micro_batch.num_tokens):
+            raise MalformedAnswerError(f"{worker}: expected the loss of {num_labels} labels, found {body.num_tokens}")
+        if has_loss and (body.loss_sum is None or not math.isfinite(body.loss_sum) or body.loss_sum < 0):
+            raise MalformedAnswerError(f"{worker}: expected a loss, found {body.loss_sum}")
+        times = took_s, body.compute_s, body.queue_s
+        return Answered(
+            body, answer.tensors, HopTime(worker.stage, method, worker.uid, worker.key, *times, body.version)
         )
 
 
-def _check_loss(worker: StageWorker, body: StageAnswer, micro_batch: MicroBatch) -> None:
-    expected = micro_batch.num_tokens
-    if body.num_tokens != expected:
-        raise MalformedAnswerError(f"{worker}: expected the loss of {expected} labels, found {body.num_tokens}")
-    if body.loss_sum is None or not math.isfinite(body.loss_sum) or body.loss_sum < 0:
-        raise MalformedAnswerError(f"{worker}: expected a loss, found {body.loss_sum}")
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "no tensors"
 
 
 @asynccontextmanager

@@ -30,10 +30,7 @@ class StageWorker:
         return self.peer.peer_id or self.peer.address
 
     def unpinned(self) -> StageWorker:
-        """Returns it with any certificate accepted, since it may have restarted after it was announced.
-
-        Its answer, signed by its key, vouches for the certificate.
-        """
+        """Returns it with any certificate accepted, since it may have restarted: its answer is signed by its key."""
         return replace(self, peer=Peer(self.peer.peer_id, self.peer.address))
 
     def __str__(self) -> str:
@@ -57,15 +54,12 @@ class StageDirectory(Protocol):
     @property
     def silence_s(self) -> float:
         """Seconds for which a live worker that others hear never goes without a new announcement."""
-        ...
 
     def workers(self) -> Iterable[StageWorker]:
         """Returns all workers of all stages that take micro-batches now, without waiting."""
-        ...
 
     def last_word(self, key: str) -> LastWord | None:
         """Returns what was last heard under a worker's key; None: nothing, or it has expired."""
-        ...
 
 
 def workers_in(announcements: Iterable[Announcement]) -> tuple[StageWorker, ...]:

@@ -21,28 +21,6 @@ from trainer.network.rpc.messages import Message
 from trainer.pipeline.protocol.tensors import Parcel
 from trainer.pipeline.protocol.work import MicroBatchKey
 
-__all__ = [
-    "APPLIED",
-    "BACKWARD",
-    "CHAIN",
-    "EVALUATE",
-    "FORWARD",
-    "PROGRESS",
-    "TAIL",
-    "AppliedAnswer",
-    "AppliedAsk",
-    "BackwardAsk",
-    "ChainAsk",
-    "CountedAs",
-    "EvaluateAsk",
-    "ForwardAsk",
-    "Hop",
-    "ProgressReport",
-    "StageAnswer",
-    "StageAsk",
-    "TailAsk",
-]
-
 FORWARD, BACKWARD, TAIL, CHAIN = "stage/forward", "stage/backward", "stage/tail", "stage/chain"
 EVALUATE, APPLIED, PROGRESS = "stage/evaluate", "stage/applied", "stage/progress"
 
@@ -57,7 +35,6 @@ class StageAsk(Parcel):
     """The stage it is meant for; a worker of another stage refuses it."""
     num_rows: Annotated[int, Field(ge=1, le=4096)]
     num_positions: Annotated[int, Field(ge=1, le=2**20)]
-    """Tokens of a row."""
     answer_within_s: Seconds
     """From receipt: what is not begun by then is not needed, since nobody waits for it."""
 
@@ -119,7 +96,6 @@ class StageAnswer(Parcel):
     applied: tuple[StageName, ...] = ()
     """Stages in which it is counted now, this one and those behind it; empty for a forward pass."""
     applied_number: Counted = 0
-    """How many micro-batches this worker has applied, this one included."""
     shared_through: Counted = 0
     """The first so many of them are in a state that outlives the worker (committed with others, or on disk)."""
     loss_sum: float | None = None
@@ -164,7 +140,6 @@ class ProgressReport(Message):
 
     incarnation: Incarnation
     version: Counted
-    """Optimizer steps taken."""
     num_tokens: Counted
     """Accumulated towards the next step."""
     joining: bool = False

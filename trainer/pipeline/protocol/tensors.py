@@ -3,11 +3,8 @@
     TensorService(endpoint).register("stage/forward", ForwardAsk, answer, max_bytes=64 << 20)
     reply = await ask_tensors(endpoint, peer, "stage/forward", ask, {"input": x}, StageAnswer, answer_bytes=..., ...)
 
-Guarantees: what a message says of its tensors bounds what is read of them, and is bounded itself before a byte is
-stored; nothing is unpickled; tensors have the type and shape their message says. The handler checks whether these are
-the right ones for the request. The trade-off: the tensors of a stream are gathered before the handler begins (a stage
-needs all of its input anyway), so a call holds its size once at each end; ``admit`` bounds what all streams together
-hold.
+What a message says of its tensors bounds what is read of them, and is bounded itself before a byte is stored. The
+handler checks whether these are the right ones. A stream's tensors are gathered before the handler begins.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
@@ -95,15 +93,10 @@ class TensorService:
     ) -> None:
         """Registers a method, as a call and as a stream.
 
-        Args:
-            method: as for `Endpoint.register`.
-            ask: the type of its message.
-            handler: called when all tensors have arrived; cancelled when the caller gives up.
-            max_bytes: of the tensors of a request; more is refused before any of it is read.
-            timeout_s: for receiving them, at most.
-            within_s: of a message: for receiving its tensors, where that is less.
-            admit: entered before any tensor of a stream is read, or with those of a call (1 MiB at most, and the
-                endpoint bounds how many there are); left when a stream's answer is sent, or a call's is about to be.
+        ``handler`` is called when all tensors have arrived, and cancelled when the caller gives up. Of tensors of a
+        request more than ``max_bytes`` are refused before any of it is read; they are received for ``timeout_s`` at
+        most, or what ``within_s`` says of the message if that is less. ``admit`` is entered before a stream's tensors
+        are read, or with those of a call, and left when it is answered.
         """
 
         def admitted(request: Request[AskT]) -> AbstractContextManager[None]:
@@ -144,41 +137,23 @@ async def ask_tensors(
     *,
     answer_bytes: int,
     timeout_s: float,
-    stall_timeout_s: float | None = None,
 ) -> TensorAnswer[AnswerT]:
-    """Sends a request to ``peer``, once: nothing is retried.
+    """Sends a request to ``peer``, once: nothing is retried; raises RpcError.
 
-    Args:
-        endpoint: one's own.
-        peer: whom to ask.
-        method: as registered there.
-        ask: the message; its `tensors` are filled in.
-        tensors: at most 8, on the CPU.
-        answer: the type of the answer's message.
-        answer_bytes: most bytes of tensors the answer may have.
-        timeout_s: until all of the answer must have arrived.
-        stall_timeout_s: silence to tolerate; None: the configured time.
-
-    Raises:
-        PeerUnavailableError: no answer in time.
-        MalformedAnswerError: the answer is malformed.
-        RefusedError: the peer refused; ``reason`` says why.
+    ``tensors`` are at most 8, on the CPU; all of the answer, ``answer_bytes`` of tensors at most, must have arrived
+    within ``timeout_s``.
     """
     labelled = _with_specs(ask, tensors)
     if max(answer_bytes, size_bytes_of(tensors)) <= MAX_PAYLOAD_BYTES:
         payload = payload_of(tensors)
-        reply = await endpoint.call(
-            peer, method, labelled, answer, payload=payload, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
-        )
+        reply = await endpoint.call(peer, method, labelled, answer, payload=payload, timeout_s=timeout_s)
         with peer_boundary(peer.address):
             try:
                 return TensorAnswer(reply.body, _unpacked(_checked(reply.body, answer_bytes), reply.payload))
             except RefusedError as error:
                 raise MalformedAnswerError(f"{peer.address}: {error}") from error
     deadline_s = time.monotonic() + timeout_s
-    async with endpoint.open_stream(
-        peer, method + _STREAM, labelled, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
-    ) as stream:
+    async with endpoint.open_stream(peer, method + _STREAM, labelled, timeout_s=timeout_s) as stream:
         await _send(stream, tensors)
         await stream.end()
         frame = await _receive_frame(stream, deadline_s, peer.address)
@@ -214,9 +189,7 @@ def _unpacked(specs: tuple[TensorSpec, ...], payload: Payload) -> dict[str, Tens
     size_bytes = sum(spec.size_bytes for spec in specs)
     if len(payload) != size_bytes:
         raise RefusedError("malformed", f"expected {size_bytes} bytes of tensors, found {len(payload)}")
-    data = np.empty(size_bytes, np.uint8)
-    data[:] = np.frombuffer(payload, np.uint8)
-    return tensors_in(data, specs)
+    return tensors_in(np.frombuffer(payload, np.uint8).copy(), specs)
 
 
 async def _send(stream: Stream, tensors: Mapping[str, Tensor]) -> None:
@@ -224,22 +197,16 @@ async def _send(stream: Stream, tensors: Mapping[str, Tensor]) -> None:
         await stream.send(index, chunk)
 
 
-def _refusal(text: str) -> RpcError:
-    return RefusedError("malformed", text)
-
-
 async def _receive(
     stream: Stream,
     specs: tuple[TensorSpec, ...],
     timeout_s: float,
     who: str,
-    malformed: Callable[[str], RpcError] = _refusal,
+    malformed: Callable[[str], RpcError] = partial(RefusedError, "malformed"),
 ) -> _Bytes:
-    """Receives all announced bytes; memory is taken as they arrive, so an announcement alone costs nothing.
+    """Receives all announced bytes; raises what ``malformed`` makes if they are more or fewer.
 
-    Raises:
-        PeerUnavailableError: they do not arrive in time.
-        RpcError: they are more or fewer; made by ``malformed``.
+    Memory is taken as they arrive, so an announcement alone costs nothing.
     """
     expected = sum(spec.size_bytes for spec in specs)
     data: _Bytes = np.empty(expected, np.uint8)  # Pages are given by the kernel when they are written to.
@@ -258,9 +225,9 @@ async def _receive(
 
 async def _receive_frame(stream: Stream, deadline_s: float, who: str) -> memoryview | None:
     left_s = deadline_s - time.monotonic()
-    if math.isnan(left_s) or left_s <= 0:
-        raise _LateError(f"{who} did not send all tensors in time")
     try:
+        if math.isnan(left_s) or left_s <= 0:
+            raise TimeoutError
         async with asyncio.timeout(left_s):
             frame = await stream.receive()
     except TimeoutError:

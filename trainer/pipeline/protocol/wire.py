@@ -1,9 +1,4 @@
-"""The names under which tensors travel between drivers and workers.
-
-A codec's tensors (``activation``, ``activation.scales``, …) keep their names from the worker that made them to the
-worker that reads them, so a driver passes on what it gets. Ids and labels are int32: half of int64's bytes, and
-every vocabulary fits.
-"""
+"""The names (``activation``, ``activation.scales``, …) under which tensors travel; a driver passes on what it gets."""
 
 from __future__ import annotations
 
@@ -28,5 +23,5 @@ def part_of(what: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def wire_ids(ids: Tensor) -> Tensor:
-    """Returns ids or labels as they travel; labels that do not count keep their −100."""
+    """Returns ids or labels as they travel: int32, half of int64's bytes; labels that do not count keep their −100."""
     return ids.to(device="cpu", dtype=torch.int32).contiguous()

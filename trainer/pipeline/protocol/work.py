@@ -1,16 +1,4 @@
-"""Micro-batches and what became of them, as they pass between the ledger and a driver's routing.
-
-A micro-batch's name never changes, whichever driver sends it and however often: ``e2.s17.r4096`` is epoch 2, shard 17,
-rows from 4096 on of that shard's order in that epoch. Workers are asked by this name whether they have counted one, so
-it holds nothing that changes from one attempt to the next.
-
-The routing knows a `Work` and nothing of leases, files or other drivers; the ledger knows settlements and nothing of
-workers' queues. So both can be tested alone, and a run on one machine needs no keeper process.
-
-A `Work` guarantees: a micro-batch is handed to one driver at a time, and nothing of it may be sent from
-`MicroBatch.send_before_s` on, so the driver that gets it next cannot meet a late copy. In return the routing settles or
-hands back each micro-batch once; for one with which it does neither, the workers are asked when its lease has run out.
-"""
+"""Micro-batches and what became of them, as they pass between the ledger and a driver's routing."""
 
 from __future__ import annotations
 
@@ -44,7 +32,7 @@ _PATTERN = r"e(0|[1-9][0-9]{0,8})\.s(0|[1-9][0-9]{0,9})\.r(0|[1-9][0-9]{0,9})"
 MicroBatchKey: TypeAlias = Annotated[str, Field(pattern=f"^{_PATTERN}$")]
 """Written form of a :class:`MicroBatchId`, as messages carry it."""
 LossReason: TypeAlias = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,47}$")]
-"""Why a micro-batch is lost, one word for counters: ``unclear``, ``refused``, ``attempts``, ``driver-lost``, …"""
+"""Why a micro-batch is lost, one word for counters."""
 
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """macOS has no CLOCK_BOOTTIME; its CLOCK_MONOTONIC goes on while the machine sleeps."""
@@ -57,7 +45,10 @@ def boottime_s() -> float:
 
 @dataclass(frozen=True, slots=True, order=True)
 class MicroBatchId:
-    """Which rows of the data a micro-batch is."""
+    """Which rows of the data a micro-batch is; its written form never changes, whoever sends it and however often.
+
+    ``e2.s17.r4096`` is epoch 2, shard 17, rows from 4096 on of that shard's order in that epoch.
+    """
 
     epoch: int
     """Passes over the whole store before it."""
@@ -70,11 +61,7 @@ class MicroBatchId:
 
     @classmethod
     def parse(cls, key: str) -> MicroBatchId:
-        """Inverts ``str``.
-
-        Raises:
-            TrainerUsageError: ``key`` names no micro-batch.
-        """
+        """Inverts ``str``; raises TrainerUsageError if ``key`` names no micro-batch."""
         found = re.fullmatch(_PATTERN, key)
         if found is None:
             raise TrainerUsageError(f"expected a micro-batch such as e0.s17.r4096, found {key[:80]!r}")
@@ -95,17 +82,13 @@ class MicroBatch:
 
     id: MicroBatchId
     input_ids: Tensor
-    """int64[B, T]."""
     labels: Tensor
     """int64[B, T], each id the one after its input."""
     term: LeaseTerm
 
     @property
     def send_before_s(self) -> float:
-        """On CLOCK_BOOTTIME: from then on nothing of it may be sent; `apply_within_s` has to end before it too.
-
-        Renewing the lease moves it, so it is read before each sending.
-        """
+        """On CLOCK_BOOTTIME: from then on nothing of it may be sent or applied. Renewing the lease moves it."""
         return self.term.send_before_s
 
     @property
@@ -124,7 +107,6 @@ class StageCredit(Message):
 
     stage: StageName
     incarnation: Incarnation
-    """Of the worker."""
     applied_number: Counted
     """How many micro-batches that worker had applied, this one included; 0: not known to the driver."""
     shared_through: Counted = 0
@@ -139,24 +121,24 @@ class Settlement(Message):
     credits: Annotated[tuple[StageCredit, ...], Field(max_length=512)] = ()
     """Of the stages that acknowledged it: all of them if it is done."""
     num_tokens: Counted = 0
-    """Labels that counted."""
     lost_at: StageName | None = None
     """The stage that did not, or may not, have counted it; None if done."""
     reason: LossReason | None = None
-    """None if done."""
 
 
 class Work(Protocol):
-    """Where a driver's routing gets micro-batches from, and reports what became of them."""
+    """Where a driver's routing gets micro-batches from, and reports what became of them.
+
+    A micro-batch is handed to one driver at a time, and nothing of it may be sent from `MicroBatch.send_before_s` on.
+    In return the routing settles or hands back each once; for one with which it does neither, the workers are asked
+    when its lease has run out.
+    """
 
     async def next(self) -> MicroBatch | None:
         """Waits for the next one; None: there will be no more."""
-        ...
 
     def settle(self, settlement: Settlement) -> None:
         """Reports what became of one. Returns at once: it is kept, and sent until it is acknowledged."""
-        ...
 
     def hand_back(self, micro_batch: MicroBatch) -> None:
         """Gives back one that no stage was asked to apply; another driver may have it at once."""
-        ...

@@ -1,28 +1,14 @@
 """`GradientAccumulator` adds up gradients micro-batch by micro-batch; `NormBound` limits what one of them may weigh.
 
-Sums of losses' gradients are added, not means: n tokens of mean gradient g weigh n·g whatever micro-batches they came
-in (spec P-25: an average of means is off 6.25-fold for micro-batches of 1, 8, 8 and 8). The first micro-batch's
-gradients become the sums, later ones are added in place: one pass of reading and writing each, as in autograd's own
-accumulation, and no memory between a step and the first backward pass after it.
-
-A step is clipped by the norm of its sum, so a single gradient of 1e12 among others of 1 would still set its direction.
-Therefore a gradient beyond ``factor`` times the usual norm of the stage is scaled down to that before it is added. The
-usual norm is the median over the last `WINDOW` micro-batches counted here, which no minority of liars can move. The
-idea is centered clipping (Karimireddy et al. 2021) with a radius that follows the run, as AutoClip's percentile of past
-norms does (Seetharaman et al. 2020).
-
-An outlier is scaled, not refused, and nobody is banned for it. A norm does not prove who is to blame: an honest
-worker's gradient depends on the worker behind it and, through the activation, on the one before. A refused micro-batch
-would be lost, because the stages behind have counted it. A bound that is wrong for a while (weights from elsewhere, a
-run that changes) costs little and corrects itself: norms are remembered unscaled, so half a window later they are the
-usual ones.
+Sums of losses' gradients are added, not means, so micro-batches weigh by their tokens (spec P-25). The first one's
+gradients become the sums, and later ones are added in place.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median_high
 from typing import Final
 
@@ -41,11 +27,7 @@ WARM_UP: Final = 16
 
 
 class GradientAccumulator:
-    """Sums of gradients.
-
-    Args:
-        parameters: in the order of `add`.
-    """
+    """Sums of gradients of ``parameters``."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.accumulated = Accumulated()
@@ -58,21 +40,14 @@ class GradientAccumulator:
         return {name: total for name, total in zip(names, self._sums, strict=True) if total is not None}
 
     def add(self, gradients: Sequence[Tensor | None], num_tokens: int, loss_sum: float = 0.0) -> None:
-        """Adds a micro-batch.
-
-        Args:
-            gradients: of the sum of its losses; the accumulator owns them from now on. Empty: all are zero.
-            num_tokens: that count.
-            loss_sum: where it is known.
-        """
+        """Adds a micro-batch's gradients of the sum of its losses, and owns them from now on; empty: all are zero."""
         sums: list[Tensor] = []
         summands: list[Tensor] = []
         places: set[int] = set()
         for index, gradient in enumerate(gradients):
-            total = self._sums[index]
             if gradient is None:
                 continue
-            if total is None:
+            if (total := self._sums[index]) is None:
                 self._sums[index] = _own(gradient, self._parameters[index], is_shared=gradient.data_ptr() in places)
                 places.add(gradient.data_ptr())
             else:
@@ -121,31 +96,26 @@ def _own(gradient: Tensor, parameter: Tensor, *, is_shared: bool) -> Tensor:
 
 
 class NormBound:
-    """Bounds the norms of micro-batches' gradients by what is usual.
+    """Bounds a micro-batch's gradient by ``factor`` times the median norm of the last `WINDOW` counted here.
 
-    Sums of few tokens are noisier, sums of many are larger. A gradient of norm g over m tokens suggests up to
-    g * max(n / m, sqrt(n / m)) over n tokens: signal grows with the tokens, noise with their root. So a short last
-    micro-batch of a shard is no outlier. The norm is that of the stage's parameters' gradient, which is computed anyway
-    to see that it is finite.
+    This is centered clipping (Karimireddy et al. 2021) with a radius that follows the run, as AutoClip's percentile of
+    past norms does (Seetharaman et al. 2020); no minority of liars can move a median. An outlier is scaled, not
+    refused: a norm does not prove who is to blame. Norms are remembered unscaled, so a wrong bound corrects itself.
 
-    Args:
-        factor: times the usual norm; infinity: no bound.
+    A gradient of norm g over m tokens suggests up to g * max(n / m, sqrt(n / m)) over n tokens: signal grows with the
+    tokens, noise with their root.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW)
-
-    @property
-    def seen(self) -> tuple[tuple[float, int], ...]:
+        self.seen: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         """Norm and tokens of each of the last micro-batches, the oldest first."""
-        return tuple(self._seen)
 
     def usual(self, num_tokens: int) -> float | None:
         """Returns the usual norm of a micro-batch of so many tokens; None: too few have been seen."""
-        if len(self._seen) < WARM_UP:
+        if len(self.seen) < WARM_UP:
             return None
-        ratios = [(norm, num_tokens / tokens) for norm, tokens in self._seen]
+        ratios = [(norm, num_tokens / tokens) for norm, tokens in self.seen]
         return median_high(norm * max(ratio, math.sqrt(ratio)) for norm, ratio in ratios)
 
     def coefficient(self, norm: float, num_tokens: int) -> float:
@@ -157,8 +127,4 @@ class NormBound:
 
     def note(self, norm: float, num_tokens: int) -> None:
         """Remembers a counted micro-batch by the norm its gradient had before scaling."""
-        self._seen.append((norm, num_tokens))
-
-    def restore(self, seen: Iterable[tuple[float, int]]) -> None:
-        """Replaces what was remembered with what was saved."""
-        self._seen = deque(seen, maxlen=WINDOW)
+        self.seen.append((norm, num_tokens))

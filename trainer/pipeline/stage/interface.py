@@ -1,34 +1,79 @@
-"""What a stage's compute takes and what it answers. Tensors in an answer are on the stage's device, without a graph.
-
-`StageShape` checks tensors from elsewhere before anything is computed with them. It looks at every id, because an id
-beyond the vocabulary is an exception on a CPU and the end of the process on a GPU. Values of activations are not
-looked at here: `StagePasses` checks what comes out of them.
-"""
+"""What a stage's compute takes, options and inputs, and what it answers: tensors on its device, without a graph."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from trainer.errors import PipelineError
+from trainer.errors import PipelineError, TrainerUsageError
 from trainer.model import ModelConfig
 from trainer.model.loss import IGNORED_LABEL
 
-__all__ = ["Accumulated", "BackwardResult", "LossSum", "StageKind", "StageShape", "StepInfo", "TailResult"]
+__all__ = [
+    "Accumulated",
+    "BackwardResult",
+    "LossSum",
+    "StageConfig",
+    "StageKind",
+    "StageShape",
+    "StepInfo",
+    "TailResult",
+]
 
 StageKind: TypeAlias = Literal["head", "body", "tail"]
+BackwardMode = Literal["cached", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """How a worker computes its stage.
+
+    Clipping (spec P-29): each of S stages gets 1/sqrt(S) of the whole norm, the tail five times that, so that no stage
+    waits for the others' norms before it steps.
+    """
+
+    target_tokens: int = 0
+    """Tokens, over all workers of the stage, whose gradients make one step; 0: eight micro-batches' worth."""
+    clip_factor: float = 1.0
+    """A stage's gradient is scaled down to this norm over the root of the number of stages; ``.inf``: never."""
+    tail_clip_factor: float = 5.0
+    """The same for the tail."""
+    outlier_factor: float = 50.0
+    """A micro-batch's gradient is scaled down to so many times the usual norm; honest ones had up to 17 (`tiny`)."""
+    backward: BackwardMode = "cached"
+    """Keep what a backward pass needs, or compute it again: a third more compute, a tenth of the memory."""
+    max_cached_bytes: int = 1 << 30
+    """Of inputs and graphs kept for backward passes to come; beyond it the oldest are computed again."""
+    max_staleness: int = 50
+    """Optimizer steps between a micro-batch's forward and backward pass; a gradient further off is refused."""
+
+    def __post_init__(self) -> None:
+        for name, holds, expected in (
+            ("target_tokens", self.target_tokens >= 0, "0 (eight micro-batches) or more"),
+            ("clip_factor", self.clip_factor > 0, "a number above 0"),
+            ("tail_clip_factor", self.tail_clip_factor > 0, "a number above 0"),
+            ("outlier_factor", self.outlier_factor >= 1, "a number of 1 or more"),
+            ("backward", self.backward in get_args(BackwardMode), "cached or recompute"),
+            ("max_cached_bytes", self.max_cached_bytes >= 0, "0 (keep nothing) or more"),
+            ("max_staleness", self.max_staleness >= 0, "0 or more"),
+        ):
+            if not holds:
+                raise TrainerUsageError(f"{name}: expected {expected}, found {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """The shape of a stage's input."""
+    """The shape of a stage's input, by which tensors from elsewhere are checked before anything is computed.
+
+    Every id is looked at: one beyond the vocabulary is an exception on a CPU and the end of the process on a GPU.
+    Whether activations are finite shows in what comes out of them (`StagePasses`).
+    """
 
     kind: StageKind
     dim: int
-    """Width of hidden states."""
     vocab_size: int
     max_positions: int
     """Tokens of the longest row."""
@@ -39,11 +84,7 @@ class StageShape:
         return cls(kind, config.dim, config.vocab_size, config.max_seq_len)
 
     def check_input(self, x: Tensor) -> None:
-        """Checks ids (head) or hidden states.
-
-        Raises:
-            PipelineError: type, shape or an id does not fit this stage.
-        """
+        """Checks ids (head) or hidden states; raises PipelineError if type, shape or an id does not fit."""
         if self.kind == "head":
             self._check_rows(x, "ids", 2)
             _check_ids(x, "ids", 0, self.vocab_size)
@@ -53,11 +94,7 @@ class StageShape:
             raise PipelineError(f"expected hidden states of {self.dim} channels, found {_described(x)}")
 
     def check_labels(self, labels: Tensor, x: Tensor) -> None:
-        """Checks the labels of hidden states or ids ``x``.
-
-        Raises:
-            PipelineError: type, shape or a label does not fit.
-        """
+        """Checks the labels of an input ``x``; raises PipelineError if type, shape or a label does not fit."""
         if labels.shape != x.shape[:2]:
             raise PipelineError(f"expected labels of shape {list(x.shape[:2])}, found {_described(labels)}")
         _check_ids(labels, "labels", IGNORED_LABEL, self.vocab_size)
@@ -89,7 +126,6 @@ class Accumulated:
     """What the gradient accumulator holds."""
 
     num_tokens: int = 0
-    """Labels that count."""
     num_micro_batches: int = 0
     """Including those without such labels."""
     loss_sum: float = 0.0
@@ -102,7 +138,6 @@ class LossSum:
 
     loss_sum: float
     num_tokens: int
-    """Labels that counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +147,6 @@ class BackwardResult:
     grad_x: Tensor | None
     """fp32[rows, positions, dim], of the sum of the losses; None at the head."""
     version: int
-    """Of the weights it was computed at."""
     recomputed: bool
     """The forward pass was run again, because the graph was gone or the weights had changed."""
     scale: float = 1.0
@@ -124,13 +158,10 @@ class TailResult:
     """The loss of a micro-batch whose gradient was counted."""
 
     loss_sum: float
-    """Over the labels that count."""
     num_tokens: int
-    """Labels that count."""
     grad_hidden: Tensor
     """fp32[rows, positions, dim], of `loss_sum`."""
     version: int
-    """Of the weights it was computed at."""
     scale: float = 1.0
     """Factor applied to the gradient, as in `BackwardResult`."""
 
@@ -140,12 +171,10 @@ class StepInfo:
     """Facts about one optimizer step."""
 
     version: int
-    """After the step."""
     lr: float
     grad_norm: float
     """Of this stage's mean gradient over tokens, before clipping; 0 where nothing was accumulated."""
     clip_coefficient: float
-    """1 where nothing was clipped."""
     num_tokens: int
     num_micro_batches: int
     loss: float | None

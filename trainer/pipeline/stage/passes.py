@@ -1,20 +1,21 @@
 """`StagePasses`: forward and gradients of a stage's module, on its device and in its precision; it keeps no state.
 
-Inputs are moved to the device and detached. Outputs are fp32, also under autocast, and checked to be finite by their
-Euclidean norm: it is finite only if every value is, and costs 0.1 ms a million fp32 values on one core, where
-``isfinite().all()`` costs 2. A finite tensor whose squares overflow (values of some 1e19) is refused too; no activation
-or gradient that trains a model has such values.
+Outputs are fp32, also under autocast, and checked to be finite by their Euclidean norm: it is finite only if every
+value is, and costs 0.1 ms a million values on one core, where ``isfinite().all()`` costs 2. A finite tensor whose
+squares overflow (values of some 1e19) is refused too. Such a tensor raises NonFiniteActivationError.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import get_total_norm
 
 from trainer.errors import NonFiniteActivationError, PipelineError, TrainerUsageError
@@ -26,20 +27,17 @@ __all__ = ["Gradients", "StagePasses"]
 _MAX_NORM = 1e12
 """Of a micro-batch's gradient; a sum over 65,536 tokens that trains has some 1e6. The norm of a million of them added
 up is still finite, so nobody can end a worker with gradients that overflow together."""
-_MAX_SHAPES = 256
-"""Of inputs whose graphs' sizes are remembered; strangers choose the shapes."""
+_MAX_SHAPES = 256  # Of inputs whose graphs' sizes are remembered; strangers choose the shapes.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """Gradients of one micro-batch; finite, and referenced by nobody else."""
+    """Gradients of one micro-batch; finite, and referenced by nobody else; ``norm`` is of those of parameters."""
 
     of_parameters: tuple[Tensor | None, ...]
     """In the order of `StagePasses.parameters`; None: untouched."""
     of_input: Tensor | None
-    """fp32; None for ids."""
     norm: float
-    """Of those of parameters."""
 
     def scaled(self, coefficient: float) -> Gradients:
         """Returns the gradients of the losses multiplied by ``coefficient``."""
@@ -57,13 +55,7 @@ class _Tail(Protocol):
 
 
 class StagePasses:
-    """The arithmetic of a stage.
-
-    Args:
-        module: maps ids (head) or hidden states to hidden states; a tail has ``loss_sum(hidden, labels)``.
-        inner: precision and compilation.
-        kind: head, body or tail.
-    """
+    """The arithmetic of a stage; see `StageReplica` for the arguments."""
 
     def __init__(self, module: nn.Module, inner: InnerConfig, kind: StageKind) -> None:
         self.kind = kind
@@ -85,55 +77,47 @@ class StagePasses:
         return x.long() if self.kind == "head" else x.float().requires_grad_()
 
     def output(self, x: Tensor, *, key: str) -> Tensor:
-        """Returns the stage's output, without a graph.
-
-        Raises:
-            NonFiniteActivationError: it is not finite.
-        """
+        """Returns the stage's output, without a graph."""
         with torch.no_grad():
-            y = self._run(x)
-        return _checked(y, key)
+            return _checked(self._run(x), key)
 
     def graph(self, leaf: Tensor, *, key: str) -> tuple[Tensor, int]:
-        """Returns the stage's output with its graph, and the bytes that the graph keeps beside the input.
+        """Returns the stage's output with its graph, and the bytes that autograd saved beside the input.
 
-        Raises:
-            NonFiniteActivationError: it is not finite.
+        They are measured once for each shape of input, because that costs a tenth of a forward pass: each storage once,
+        without parameters, buffers, and scratch memory of kernels.
         """
-        with torch.enable_grad():
-            y, graph_bytes = self._run_measured(leaf)
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        is_known = leaf.shape in self._graph_bytes
+        measuring = nullcontext() if is_known else saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.enable_grad(), measuring:
+            y = self._run(leaf)
+        if not is_known:
+            for there_anyway in (leaf, *self._module.parameters(), *self._module.buffers()):
+                saved.pop(there_anyway.untyped_storage().data_ptr(), None)
+            if len(self._graph_bytes) >= _MAX_SHAPES:
+                self._graph_bytes.clear()
+            self._graph_bytes[leaf.shape] = sum(saved.values())
         _checked(y.detach(), key)
-        return y, graph_bytes
-
-    def gradients(self, y: Tensor, leaf: Tensor, grad_y: Tensor, *, key: str) -> Gradients:
-        """Runs a graph backward, which frees it.
-
-        Raises:
-            PipelineError: ``grad_y`` does not have the output's shape.
-            NonFiniteActivationError: a gradient is not finite, or larger than any that trains.
-        """
-        return self._backward(y, leaf, self._output_gradient(grad_y, y, key), key)
+        return y, self._graph_bytes[leaf.shape]
 
     def loss_gradients(self, leaf: Tensor, labels: Tensor, *, key: str) -> tuple[float, Gradients]:
-        """Returns the sum of the losses, and its gradients.
-
-        Raises:
-            NonFiniteActivationError: loss or gradient is not finite.
-        """
+        """Returns the sum of the losses, and its gradients."""
         total, _ = self._losses(leaf, labels)
-        gradients = self._backward(total, leaf, None, key)
+        gradients = self.gradients(total, leaf, None, key=key)
         loss_sum = float(total.detach())  # After the backward pass, so that a GPU is waited for once.
         if not math.isfinite(loss_sum):
             raise NonFiniteActivationError(f"expected a finite loss of {key}, found {loss_sum}; it was not counted")
         return loss_sum, gradients
 
     def input_gradient(self, leaf: Tensor, grad_y: Tensor, *, key: str) -> tuple[Tensor, Tensor]:
-        """Returns output and input gradient, without parameters' gradients: three quarters of a counted pass's work.
-
-        Raises:
-            PipelineError: ``grad_y`` does not have the output's shape.
-            NonFiniteActivationError: output or gradient is not finite.
-        """
+        """Returns output and input gradient, without parameters' gradients: three quarters of a counted pass's work."""
         with torch.enable_grad():
             y = self._run(leaf)
         _checked(y.detach(), key)
@@ -141,11 +125,7 @@ class StagePasses:
         return y.detach(), _checked(of_input, key)
 
     def loss(self, hidden: Tensor, labels: Tensor, *, with_gradient: bool, key: str) -> tuple[LossSum, Tensor | None]:
-        """Returns the sum of the losses and, if wanted, its input gradient, without parameters' gradients.
-
-        Raises:
-            NonFiniteActivationError: the gradient is not finite.
-        """
+        """Returns the sum of the losses and, if wanted, its input gradient, without parameters' gradients."""
         leaf, labels = self.leaf(hidden), self.moved(labels).long()
         total, num_tokens = self._losses(leaf, labels, with_graph=with_gradient)
         of_input = _checked(torch.autograd.grad(total, [leaf])[0], key) if with_gradient else None
@@ -154,31 +134,6 @@ class StagePasses:
     def _run(self, x: Tensor) -> Tensor:
         with self._autocast():
             return self._forward(x).float()
-
-    def _run_measured(self, x: Tensor) -> tuple[Tensor, int]:
-        """Also returns the bytes autograd saved, each storage once, without parameters, buffers and the input.
-
-        They are measured once for each shape of input, because measuring costs a tenth of a forward pass. Scratch
-        memory of kernels is not included.
-        """
-        known = self._graph_bytes.get(x.shape)
-        if known is not None:
-            return self._run(x), known
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = self._run(x)
-        for there_anyway in (x, *self._module.parameters(), *self._module.buffers()):
-            saved.pop(there_anyway.untyped_storage().data_ptr(), None)
-        if len(self._graph_bytes) >= _MAX_SHAPES:
-            self._graph_bytes.clear()
-        self._graph_bytes[x.shape] = sum(saved.values())
-        return y, self._graph_bytes[x.shape]
 
     def _losses(self, hidden: Tensor, labels: Tensor, *, with_graph: bool = True) -> tuple[Tensor, Tensor]:
         if self._loss_sum is None:
@@ -194,24 +149,23 @@ class StagePasses:
             )
         return self.moved(grad_y).to(y.dtype)
 
-    def _backward(self, y: Tensor, leaf: Tensor, grad_y: Tensor | None, key: str) -> Gradients:
+    def gradients(self, y: Tensor, leaf: Tensor, grad_y: Tensor | None, *, key: str) -> Gradients:
+        """Runs a graph backward, which frees it; raises PipelineError if ``grad_y`` has another shape than ``y``."""
+        grad_y = None if grad_y is None else self._output_gradient(grad_y, y, key)
         inputs = [*self.parameters, leaf] if leaf.requires_grad else self.parameters
         found = torch.autograd.grad(y, inputs, grad_y, allow_unused=True)
-        count = len(self.parameters)
-        of_parameters, of_input = found[:count], found[-1] if leaf.requires_grad else None
-        own_norm, input_norm = self._norms(of_parameters, (of_input,))
+        of_parameters, of_input = found[: len(self.parameters)], found[-1] if leaf.requires_grad else None
+        norms = [
+            get_total_norm([each for each in group if each is not None]).to(self.device)
+            for group in (of_parameters, (of_input,))
+        ]
+        own_norm, input_norm = torch.stack(norms).tolist()  # One wait for the device.
         norm = math.hypot(own_norm, input_norm)
         if not norm <= _MAX_NORM:
             raise NonFiniteActivationError(
                 f"expected gradients of {key} with a norm of at most {_MAX_NORM:g}, found {norm:g}; nothing was counted"
             )
         return Gradients(tuple(of_parameters), of_input, own_norm)
-
-    def _norms(self, *groups: Sequence[Tensor | None]) -> list[float]:
-        """Returns each group's Euclidean norm, 0 of an empty one, with one wait for the device."""
-        norms = [get_total_norm([each for each in group if each is not None]) for group in groups]
-        found: list[float] = torch.stack([norm.to(self.device) for norm in norms]).tolist()
-        return found
 
 
 def _checked(y: Tensor, key: str) -> Tensor:

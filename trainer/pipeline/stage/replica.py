@@ -1,14 +1,9 @@
 """`StageReplica`: one worker's copy of a stage, everything that is computed with it, and its state.
 
-A gradient is computed at the current weights, which may have changed since its forward pass; it counts if that is at
-most `StageConfig.max_staleness` steps away (spec P-14, P-15).
-
-The version counts steps, dropped ones too, as `InnerLoop` counts them: schedule and synchronisation follow it, and a
-replica that stood still on a bad gradient would hold up the others.
-
-A state has values that ``torch.load(weights_only=True)`` accepts. Weights and accumulated gradients are by parameter
-name. Everything is checked before the first tensor is replaced. The accumulated gradients are a fourth of a state (4 of
-16 bytes a parameter), and absent from one taken right after a step.
+A gradient is computed at the current weights; it counts if they are at most `StageConfig.max_staleness` steps away from
+its forward pass (spec P-14, P-15). A kept graph is used while weights and input are those of its forward pass, with the
+same bits (on a CPU) as one computed again, a third more compute. The version counts dropped steps too, as `InnerLoop`
+does: schedule and synchronisation follow it.
 """
 
 from __future__ import annotations
@@ -17,21 +12,35 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import CheckpointMismatchError, NonFiniteActivationError, StaleGradientError, TrainerUsageError
+from trainer.errors import (
+    CheckpointMismatchError,
+    NonFiniteActivationError,
+    PipelineError,
+    StaleGradientError,
+    TrainerUsageError,
+)
 from trainer.inner import InnerConfig, NonFiniteGuard, lr_at
 from trainer.inner.optimizer import state_for
 from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.pipeline.stage.accumulator import GradientAccumulator, NormBound
-from trainer.pipeline.stage.config import StageConfig
-from trainer.pipeline.stage.graph_cache import ForwardRunner
-from trainer.pipeline.stage.interface import Accumulated, BackwardResult, LossSum, StageKind, StepInfo, TailResult
+from trainer.pipeline.stage.graph_cache import CachedForward, GraphCache
+from trainer.pipeline.stage.interface import (
+    Accumulated,
+    BackwardResult,
+    LossSum,
+    StageConfig,
+    StageKind,
+    StepInfo,
+    TailResult,
+)
 from trainer.pipeline.stage.passes import Gradients, StagePasses
 
 __all__ = ["BeforeApply", "StageReplica"]
@@ -39,9 +48,14 @@ __all__ = ["BeforeApply", "StageReplica"]
 logger = logging.getLogger(__name__)
 
 _STATE_VERSION: Final = 1
-_CLIP_EPS = 1e-6
-"""What torch, and so `InnerLoop`, adds to a norm before it divides by it."""
+_CLIP_EPS = 1e-6  # What torch, and so `InnerLoop`, adds to a norm before it divides by it.
 _OUTLIER_LOG_INTERVAL_S = 60.0
+
+_Count = Annotated[int, Field(ge=0)]
+_Norm = Annotated[float, Field(ge=0, strict=True)]
+_Tokens = Annotated[int, Field(ge=1, strict=True)]
+
+_NOTHING = Gradients((), None, 0.0)
 
 BeforeApply = Callable[[], None]
 """Called when only the adding up is left to do; an exception from it ends the call with nothing applied."""
@@ -50,14 +64,9 @@ BeforeApply = Callable[[], None]
 class StageReplica:
     """A stage's weights, optimizer, accumulated gradients and version.
 
-    Args:
-        module: maps ids (head) or hidden states to hidden states; a tail has ``loss_sum(hidden, labels)``.
-        optimizer: of its parameters (`trainer.inner.make_optimizer`).
-        inner: schedule, precision, compilation, and how many steps in a row may be dropped.
-        config: the options of the stage.
-        kind: head, body or tail.
-        num_stages: of the whole model; each stage clips to its share of the norm.
-        after_update: called with the module after each change of its weights; a subspace projects them.
+    ``module`` maps ids (head) or hidden states to hidden states; a tail has ``loss_sum(hidden, labels)``. Each of
+    ``num_stages`` clips to its share of the norm. ``after_update`` is called with the module after each change of its
+    weights; a subspace projects them.
     """
 
     def __init__(
@@ -84,7 +93,9 @@ class StageReplica:
         self._passes = StagePasses(module, inner, kind)
         self._guard = NonFiniteGuard(inner.max_skipped_in_a_row)
         self._accumulator = GradientAccumulator(self._passes.parameters)
-        self._forwards = ForwardRunner(self._passes, config)
+        self._cache = GraphCache(config.max_cached_bytes)
+        self._keeps_graphs = config.backward == "cached" and config.max_cached_bytes > 0
+        self._num_changes = 0
         self._norm_bound = NormBound(config.outlier_factor)
         self._outlier_log = TokenBuckets(1.0, 1.0 / _OUTLIER_LOG_INTERVAL_S)
         self._version = 0
@@ -107,31 +118,47 @@ class StageReplica:
     @property
     def cached_bytes(self) -> int:
         """Kept for backward passes to come."""
-        return self._forwards.cache.size_bytes
+        return self._cache.size_bytes
 
     def forward(self, key: str, x: Tensor) -> Tensor:
-        """Runs the stage, and keeps under ``key`` what the backward pass needs.
+        """Runs the stage, and keeps under ``key`` what the backward pass needs, in place of what was there.
 
-        Args:
-            key: of the micro-batch; replaces what was kept under it before.
-            x: int[rows, positions] ids (head) or float[rows, positions, dim] hidden states, on any device. It must
-                not be changed afterwards.
-
-        Returns:
-            fp32[rows, positions, dim] on the stage's device, without a graph.
-
-        Raises:
-            NonFiniteActivationError: the output is not finite; nothing is kept.
+        ``x`` is int[rows, positions] ids (head) or float[rows, positions, dim] hidden states, on any device, and must
+        not be changed afterwards. The output is fp32[rows, positions, dim] on the stage's device, without a graph. If
+        it is not finite, nothing is kept, and NonFiniteActivationError is raised.
         """
-        return self._forwards.run(key, x, self._version)
+        leaf = self._passes.leaf(x)
+        if not self._keeps_graphs:
+            y = self._passes.output(leaf, key=key)
+            self._keep(key, leaf)
+            return y
+        y, graph_bytes = self._passes.graph(leaf, key=key)
+        self._keep(key, leaf, y, graph_bytes)
+        return y.detach()
 
     def forward_many(self, requests: Sequence[tuple[str, Tensor]]) -> list[Tensor | NonFiniteActivationError]:
-        """Runs several micro-batches of one length, as one batch where no graphs are kept.
+        """Runs several micro-batches of one length, as one batch where no graphs are kept (they come back one at a
+        time).
 
-        Returns:
-            For each, in order, what `forward` returns or raises: a bad one does not spoil the others.
+        For each, in order, it returns what `forward` returns or raises: a bad one does not spoil the others.
         """
-        return self._forwards.run_many(requests, self._version)
+        if not self._keeps_graphs and len(requests) > 1:
+            leaves = [self._passes.leaf(x) for _, x in requests]
+            try:
+                outputs = self._passes.output(torch.cat([leaf.detach() for leaf in leaves]), key=requests[0][0])
+            except NonFiniteActivationError:
+                pass  # One by one, to find the culprit.
+            else:
+                for (key, _), leaf in zip(requests, leaves, strict=True):
+                    self._keep(key, leaf)
+                return list(torch.split(outputs, [leaf.shape[0] for leaf in leaves]))
+        answers: list[Tensor | NonFiniteActivationError] = []
+        for key, x in requests:
+            try:
+                answers.append(self.forward(key, x))
+            except NonFiniteActivationError as error:
+                answers.append(error)
+        return answers
 
     def backward(
         self,
@@ -145,8 +172,7 @@ class StageReplica:
     ) -> BackwardResult:
         """Computes and counts a micro-batch's gradient. On any exception the accumulated gradients are unchanged.
 
-        An outlier (`NormBound`) is scaled down first, with the input's gradient: as if its losses had weighed less, in
-        this stage and in those before.
+        An outlier (`NormBound`) is scaled down first, with the input's gradient: as if its losses had weighed less.
 
         Args:
             key: as in `forward`.
@@ -161,13 +187,17 @@ class StageReplica:
             NonFiniteActivationError: an activation or gradient is not finite.
             PipelineError: there is no input, or the gradient does not have the output's shape.
         """
-        self._check_staleness(key, forward_version)
+        if abs(self._version - forward_version) > self._config.max_staleness:
+            raise StaleGradientError(
+                f"expected a forward pass of {key} at most {self._config.max_staleness} steps from version "
+                f"{self._version}, found version {forward_version}; run it forward again"
+            )
         if not num_tokens:
-            self._forwards.cache.take(key)
-            self._add_nothing(before_apply)
+            self._cache.take(key)
+            self._add(key, _NOTHING, 0, 0.0, before_apply)
             grad_x = None if self.kind == "head" else torch.zeros_like(self._passes.moved(grad_y).float())
             return BackwardResult(grad_x, self._version, recomputed=False)
-        leaf, y, recomputed = self._forwards.graph(key, x, grad_y)
+        leaf, y, recomputed = self._graph(key, x, grad_y)
         gradients = self._passes.gradients(y, leaf, grad_y, key=key)
         gradients, scale = self._add(key, gradients, num_tokens, 0.0, before_apply)
         return BackwardResult(gradients.of_input, self._version, recomputed, scale)
@@ -175,19 +205,13 @@ class StageReplica:
     def tail(self, key: str, hidden: Tensor, labels: Tensor, *, before_apply: BeforeApply | None = None) -> TailResult:
         """Computes a micro-batch's loss, and computes and counts its gradient as `backward` does.
 
-        Args:
-            key: of the micro-batch, for messages.
-            hidden: float[rows, positions, dim].
-            labels: int[rows, positions]; -100 does not count. Where none counts nothing is computed.
-            before_apply: called before the gradient is added; may raise.
-
-        Raises:
-            NonFiniteActivationError: loss or gradient is not finite.
+        ``hidden`` is float[rows, positions, dim], ``labels`` int[rows, positions] of which -100 does not count; where
+        none counts nothing is computed.
         """
         leaf, labels = self._passes.leaf(hidden), self._passes.moved(labels).long()
         num_tokens = int((labels != IGNORED_LABEL).sum())
         if not num_tokens:
-            self._add_nothing(before_apply)
+            self._add(key, _NOTHING, 0, 0.0, before_apply)
             return TailResult(0.0, 0, torch.zeros_like(leaf, requires_grad=False), self._version)
         loss_sum, gradients = self._passes.loss_gradients(leaf, labels, key=key)
         if gradients.of_input is None:
@@ -198,10 +222,8 @@ class StageReplica:
     def step(self, lr_step: int) -> StepInfo:
         """Applies the accumulated gradients at that step of the schedule, or drops them where they are not finite.
 
-        Without a token only the version advances: no sample is invented.
-
-        Raises:
-            NonFiniteTrainingError: the gradient was not finite once too often in a row. The step is counted.
+        Without a token only the version advances. Raises NonFiniteTrainingError if the gradient was not finite once too
+        often in a row; the step is counted.
         """
         began = time.perf_counter()
         was, norm, lr = self.accumulated, self._accumulator.norm(), lr_at(lr_step, self._inner)
@@ -233,25 +255,19 @@ class StageReplica:
         )
 
     def weights_changed(self) -> None:
-        """Drops the graphs of the old weights and calls ``after_update``.
-
-        To be called after an average, an outer step or a state from elsewhere has changed the weights.
-        """
-        self._forwards.weights_changed()
+        """Drops the graphs of the old weights and calls ``after_update``; for whoever else changes the weights."""
+        self._num_changes += 1
+        self._cache.drop_graphs()
         if self._after_update is not None:
             with torch.no_grad():
                 self._after_update(self.module)
 
     def set_version(self, version: int) -> None:
-        """Sets the version without an update, to follow the other replicas.
-
-        Raises:
-            TrainerUsageError: it is negative.
-        """
+        """Sets the version without an update, to follow the other replicas."""
         if version < 0:
             raise TrainerUsageError(f"version: expected 0 or more, found {version}")
         self._version = version
-        self._forwards.cache.keep_versions(version - self._config.max_staleness, version + self._config.max_staleness)
+        self._cache.keep_versions(version - self._config.max_staleness, version + self._config.max_staleness)
 
     def drop(self) -> Accumulated:
         """Drops the accumulated gradients; returns what they held."""
@@ -259,24 +275,14 @@ class StageReplica:
 
     def forget(self, key: str) -> None:
         """Drops a forward pass whose backward pass will not come."""
-        self._forwards.cache.take(key)
+        self._cache.take(key)
 
     def evaluate(self, x: Tensor) -> Tensor:
-        """Returns the output of head or body for held-out data; nothing is kept.
-
-        Raises:
-            NonFiniteActivationError: it is not finite.
-        """
+        """Returns the output of head or body for held-out data; nothing is kept."""
         return self._passes.output(self._passes.leaf(x), key="held-out data")
 
     def evaluate_gradient(self, x: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a body's output, and the gradient that `backward` would answer before scaling; nothing is counted.
-
-        Raises:
-            NonFiniteActivationError: an activation or gradient is not finite.
-            PipelineError: the gradient does not have the output's shape.
-            TrainerUsageError: this is the head, whose input has no gradient.
-        """
+        """Returns a body's output, and the gradient that `backward` would answer before scaling; nothing is counted."""
         if self.kind == "head":
             raise TrainerUsageError("expected a body, found the head; ids have no gradient")
         return self._passes.input_gradient(self._passes.leaf(x), grad_y, key="a comparison")
@@ -284,21 +290,19 @@ class StageReplica:
     def evaluate_loss(
         self, hidden: Tensor, labels: Tensor, *, with_gradient: bool = False
     ) -> tuple[LossSum, Tensor | None]:
-        """Returns the tail's loss, which may be NaN, and the gradient `tail` would answer before scaling, if wanted.
-
-        Raises:
-            NonFiniteActivationError: the gradient is not finite.
-            TrainerUsageError: this is no tail.
-        """
+        """Returns the tail's loss, which may be NaN, and the gradient `tail` would answer before scaling, if wanted."""
         return self._passes.loss(hidden, labels, with_gradient=with_gradient, key="a comparison")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns weights, optimizer state, accumulated gradients and counters; tensors are the live ones."""
+        """Returns weights, optimizer state, accumulated gradients and counters; tensors are the live ones.
+
+        The values are those that ``torch.load(weights_only=True)`` accepts; there are no sums right after a step.
+        """
         return {
             "version": _STATE_VERSION,
             "module": dict(self.module.state_dict()),
             "optimizer": dict(self.optimizer.state_dict()),
-            "sums": self._accumulator.sums(self._names()),
+            "sums": self._accumulator.sums(list(self._trained())),
             "num_tokens": self.accumulated.num_tokens,
             "num_micro_batches": self.accumulated.num_micro_batches,
             "loss_sum": self.accumulated.loss_sum,
@@ -311,30 +315,70 @@ class StageReplica:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state and drops all forward passes; options of the optimizer stay as configured.
 
-        Raises:
-            CheckpointMismatchError: it is of another release, stage or model; nothing has changed.
+        Raises CheckpointMismatchError if it is of another release, stage or model; nothing has changed then.
         """
-        weights, sums, optimizer, norms = _checked(state, self.module, self.optimizer)
-        self.module.load_state_dict(weights)
+        if state.get("version") != _STATE_VERSION:
+            raise CheckpointMismatchError(
+                f"expected stage state of version {_STATE_VERSION}, found {state.get('version')!r}; use the release "
+                "that wrote it"
+            )
+        try:
+            saved = _SavedStage.model_validate(dict(state))
+            optimizer = state_for(self.optimizer, saved.optimizer)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise CheckpointMismatchError(f"expected the state of a stage, found another: {problem}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointMismatchError(f"expected the state of a stage, found another: {error!r}") from error
+        own, trained = self.module.state_dict(), self._trained()
+        _check_tensors(saved.module, own, "weights")
+        if missing := sorted(own.keys() - saved.module.keys()):
+            raise CheckpointMismatchError(f"expected the weight {missing[0]} in the state of a stage, found none")
+        _check_tensors(saved.sums, trained, "sums")
+        self.module.load_state_dict(saved.module)
         self.optimizer.load_state_dict(optimizer)
-        accumulated = Accumulated(state["num_tokens"], state["num_micro_batches"], float(state["loss_sum"]))
-        self._accumulator.restore([sums.get(name) for name in self._names()], accumulated)
-        self._guard.skipped, self._guard.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        self._norm_bound.restore(norms)
-        self._forwards.cache.clear()
-        self._version = state["stage_version"]
+        accumulated = Accumulated(saved.num_tokens, saved.num_micro_batches, saved.loss_sum)
+        self._accumulator.restore([saved.sums.get(name) for name in trained], accumulated)
+        self._guard.skipped, self._guard.skipped_in_a_row = saved.skipped_steps, saved.skipped_in_a_row
+        self._norm_bound.seen.clear()
+        self._norm_bound.seen.extend(saved.norms)
+        self._cache.clear()
+        self._version = saved.stage_version
         self.weights_changed()
 
-    def _names(self) -> list[str]:
-        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
-    def _check_staleness(self, key: str, forward_version: int) -> None:
-        apart = abs(self._version - forward_version)
-        if apart > self._config.max_staleness:
-            raise StaleGradientError(
-                f"expected a forward pass of {key} at most {self._config.max_staleness} steps from version "
-                f"{self._version}, found version {forward_version}; run it forward again"
+    def _weights(self) -> int:
+        """Grows with every change of the weights: those reported, and those in place, which torch counts."""
+        return self._num_changes + sum(parameter._version for parameter in self._passes.parameters)
+
+    def _keep(self, key: str, leaf: Tensor, y: Tensor | None = None, graph_bytes: int = 0) -> None:
+        self._cache.put(key, CachedForward(leaf, y, self._weights(), self._version, graph_bytes))
+
+    def _graph(self, key: str, x: Tensor | None, grad_y: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Returns leaf and output of a graph at the current weights, to be run backward once, and whether it was run
+        again.
+        """
+        kept = self._cache.get(key)
+        given = None if x is None else self._passes.leaf(x)
+        if kept is not None and given is not None and not torch.equal(given.detach(), kept.x.detach()):
+            kept = None
+        leaf = given if kept is None else kept.x
+        if leaf is None:
+            raise PipelineError(f"expected the input of {key}, found neither it nor a forward pass here; send it again")
+        if grad_y.shape[:2] != leaf.shape[:2]:
+            raise PipelineError(
+                f"expected a gradient of {list(leaf.shape[:2])} rows and positions for {key}, found "
+                f"{list(grad_y.shape)}; is it of another micro-batch?"
             )
+        self._cache.take(key)
+        if kept is not None and kept.y is not None and kept.weights == self._weights():
+            return kept.x, kept.y, False
+        leaf = self._passes.leaf(leaf)
+        y, _ = self._passes.graph(leaf, key=key)
+        return leaf, y, True
 
     def _add(
         self, key: str, gradients: Gradients, num_tokens: int, loss_sum: float, before_apply: BeforeApply | None
@@ -342,8 +386,10 @@ class StageReplica:
         """Counts a gradient within the norm bound; returns what was counted, and the factor it was scaled with."""
         if before_apply is not None:
             before_apply()
-        norm, scale = gradients.norm, self._norm_bound.coefficient(gradients.norm, num_tokens)
-        self._norm_bound.note(norm, num_tokens)
+        norm, scale = gradients.norm, 1.0
+        if num_tokens:
+            scale = self._norm_bound.coefficient(norm, num_tokens)
+            self._norm_bound.note(norm, num_tokens)
         if scale < 1.0:
             self.outliers += 1
             if self._outlier_log.take(""):
@@ -355,54 +401,23 @@ class StageReplica:
         self._accumulator.add(gradients.of_parameters, num_tokens, loss_sum)
         return gradients, scale
 
-    def _add_nothing(self, before_apply: BeforeApply | None) -> None:
-        if before_apply is not None:
-            before_apply()
-        self._accumulator.add((), 0)
 
+class _SavedStage(BaseModel):
+    """The values of a state, of which the tensors are checked against the module."""
 
-def _checked(
-    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any], list[tuple[float, int]]]:
-    """Checks a state's values; returns weights, accumulated gradients, optimizer state and norms with their tokens.
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    Raises:
-        CheckpointMismatchError: it is of another release, stage or model.
-    """
-    if state.get("version") != _STATE_VERSION:
-        raise CheckpointMismatchError(
-            f"expected stage state of version {_STATE_VERSION}, found {state.get('version')!r}; use the release that "
-            "wrote it"
-        )
-    try:
-        weights, sums = dict(state["module"]), dict(state["sums"])
-        for name in ("num_tokens", "num_micro_batches", "stage_version", "skipped_steps", "skipped_in_a_row"):
-            _check_count(state[name], name)
-        loss_sum = float(state["loss_sum"])
-        norms = [_checked_norm(*each) for each in state.get("norms", ())]
-        restored = dict(state_for(optimizer, state["optimizer"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointMismatchError(f"expected the state of a stage, found another: {error!r}") from error
-    if not math.isfinite(loss_sum):
-        raise CheckpointMismatchError(f"expected a finite loss_sum in the state of a stage, found {loss_sum}")
-    own = module.state_dict()
-    _check_tensors(weights, own, "weights")
-    if missing := sorted(own.keys() - weights.keys()):
-        raise CheckpointMismatchError(f"expected the weight {missing[0]} in the state of a stage, found none")
-    _check_tensors(sums, {name: value for name, value in module.named_parameters() if value.requires_grad}, "sums")
-    return weights, sums, restored, norms
-
-
-def _check_count(value: object, name: str) -> None:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name}: expected a whole number of 0 or more, found {value!r}")
-
-
-def _checked_norm(norm: object, num_tokens: object) -> tuple[float, int]:
-    valid = isinstance(norm, float) and math.isfinite(norm) and norm >= 0
-    if not (valid and type(num_tokens) is int and num_tokens >= 1):
-        raise ValueError(f"norms: expected norms of 0 or more, each of a token or more, found {norm} of {num_tokens}")
-    return cast(float, norm), num_tokens
+    module: dict[str, Any]
+    optimizer: dict[str, Any]
+    sums: dict[str, Any]
+    num_tokens: _Count
+    num_micro_batches: _Count
+    loss_sum: float
+    stage_version: _Count
+    skipped_steps: _Count
+    skipped_in_a_row: _Count
+    norms: list[Annotated[tuple[_Norm, _Tokens], Field(strict=False)]] = []
+    """Absent from states of releases that kept none."""
 
 
 def _check_tensors(found: Mapping[str, Any], expected: Mapping[str, Tensor], what: str) -> None:

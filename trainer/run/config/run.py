@@ -31,7 +31,7 @@ from trainer.outer.diloco import DiLoCoConfig
 from trainer.outer.sparta.config import SpartaConfig
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.stage.config import StageConfig
+from trainer.pipeline.stage import StageConfig
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.run.config.reading import SECRET
 

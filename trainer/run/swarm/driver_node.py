@@ -24,9 +24,8 @@ from trainer.inner import StepResult, lr_at
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.results import MicroBatchResult
+from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
-from trainer.pipeline.driver.steps import StepLoss
 from trainer.pipeline.ledger import (
     LedgerClient,
     LedgerLane,

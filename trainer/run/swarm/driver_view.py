@@ -14,8 +14,7 @@ from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, Wor
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.results import DriverStatus, MicroBatchResult
-from trainer.pipeline.driver.steps import StepLoss
+from trainer.pipeline.driver.results import DriverStatus, MicroBatchResult, StepLoss
 from trainer.pipeline.ledger import LEDGER_ACCOUNT, Account, LedgerClient, LedgerService
 from trainer.pipeline.ledger.messages import AccountAsk
 from trainer.run.config import RunConfig

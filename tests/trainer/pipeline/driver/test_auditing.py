@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,35 @@ import torch
 from torch import Tensor
 
 from tests.support.event_loop import on_event_loop
-from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, Drive, driving, until
-from tests.support.toy_stage import Fault, Reply_, ToyStage, distort, garble
+from tests.support.toy_stage import (
+    FAST,
+    ONE_EACH,
+    STAGES,
+    TWO_EACH,
+    Drive,
+    Fault,
+    ToyStage,
+    distort,
+    driving,
+    garble,
+    say_nothing,
+    until,
+)
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
 from trainer.model.subspace import basis_of
 from trainer.pipeline.driver import LinkForm
-from trainer.pipeline.driver.auditing import FORGIVEN_AFTER, STRIKES, AuditRates
-from trainer.pipeline.driver.comparison import StageOutput, difference, midpoint, nudge, output_of, slope_ratio
+from trainer.pipeline.driver.auditing import (
+    FORGIVEN_AFTER,
+    STRIKES,
+    AuditRates,
+    StageOutput,
+    difference,
+    midpoint,
+    nudge,
+    output_of,
+    slope_ratio,
+)
 from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
-from trainer.pipeline.protocol.tensors import TensorAnswer
 
 AUDITED = replace(FAST, audit_every=2, malformed_ban_s=600.0, request_timeout_s=10.0, unclear_s=10.0)
 THREE_EACH = dict.fromkeys(STAGES, 3)
@@ -35,9 +54,9 @@ LIES: dict[str, Fault] = {
     "a loss too good": garble(loss_sum=0.0),
     "-3 times": distort(lambda values: -3 * values),
     "1,000 times": distort(lambda values: 1000 * values),
+    "another each time": distort(torch.randn_like),
 }
 COUNTING = {"head": (FORWARD,), "body-1": (FORWARD, BACKWARD), "tail": (TAIL,)}
-"""Methods by which a lie is told, beside evaluations."""
 
 
 async def run_with(drive: Drive) -> None:
@@ -47,8 +66,8 @@ async def run_with(drive: Drive) -> None:
 
 
 def lie_for_ever(liar: ToyStage, lie: Fault, *methods: str) -> str:
-    """The liar's name."""
-    for method in methods:
+    """By these methods, or all by which its stage answers; returns the liar's name."""
+    for method in methods or (EVALUATE, *COUNTING[liar.stage]):
         liar.faults[method].extend([lie] * 10_000)
     return liar.worker.uid
 
@@ -71,7 +90,7 @@ async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
     stage: str, lie: str, routing: str
 ) -> None:
     async with driving(THREE_EACH, 80, replace(AUDITED, routing=routing), audit_seed=4) as drive:
-        name = lie_for_ever(drive.swarm.at(stage), LIES[lie], EVALUATE, *COUNTING[stage])
+        name = lie_for_ever(drive.swarm.at(stage), LIES[lie])
         await run_with(drive)
         status = drive.driver.status()
         assert set(status.audit.liars) == {name}
@@ -84,12 +103,17 @@ async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "unopposed"), [(THREE_EACH, ()), (ONE_EACH | {"tail": 2}, ("body-1", "head"))], ids=["three", "one"]
+)
 @on_event_loop
-async def test_an_honest_swarm_is_compared_and_nobody_suspected() -> None:
-    async with driving(THREE_EACH, 30, AUDITED, audit_seed=4) as drive:
+async def test_honest_workers_are_compared_where_there_are_others_and_nobody_suspected(
+    replicas: dict[str, int], unopposed: tuple[str, ...]
+) -> None:
+    async with driving(replicas, 40, AUDITED, audit_seed=4) as drive:
         await run_with(drive)
         audit = drive.driver.status().audit
-        assert (audit.disputed, audit.unopposed, audit.liars) == (0, (), {})
+        assert (audit.disputed, audit.unopposed, audit.liars) == (0, unopposed, {})
         assert audit.compared > 3
 
 
@@ -102,46 +126,36 @@ async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
     replicas: int, factor: int, stage: str, method: str, asked: tuple[str, ...]
 ) -> None:
     async with driving(TWO_EACH | {stage: replicas}, 40, AUDITED, audit_seed=4) as drive:
-        liar = drive.swarm.at(stage)
-
-        async def lie(toy: ToyStage, key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
-            answer = await work()
-            gradient = {name: factor * found for name, found in answer.tensors.items() if name == "gradient"}
-            return TensorAnswer(answer.body, {**answer.tensors, **gradient})
-
-        lie_for_ever(liar, lie, method, *asked)
+        lie = distort(lambda gradient: factor * gradient, name="gradient")
+        name = lie_for_ever(drive.swarm.at(stage), lie, method, *asked)
         running = asyncio.create_task(drive.driver.run())
         await until(lambda: bool(drive.driver.status().audit.liars) or running.done())
         drive.driver.stop()
         await running
-        assert drive.driver.status().audit.liars == {liar.worker.uid: 1}
+        assert drive.driver.status().audit.liars == {name: 1}
         assert drive.driver.status().audit.undecided == ()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "stage", "lie", "num_liars"),
+    [(THREE_EACH, "tail", "-3 times", 2), (TWO_EACH, "head", "another each time", 1)],
+)
 @on_event_loop
-async def test_most_of_a_stage_may_lie_where_they_contradict_themselves() -> None:
-    async with driving(THREE_EACH, 60, AUDITED, audit_seed=4) as drive:
-        toys = drive.swarm.workers_by_stage["tail"][:2]
-        liars = [lie_for_ever(toy, LIES["-3 times"], TAIL, EVALUATE) for toy in toys]
+async def test_half_of_a_stage_or_more_may_lie_where_they_contradict_themselves(
+    replicas: dict[str, int], stage: str, lie: str, num_liars: int
+) -> None:
+    async with driving(replicas, 60, AUDITED, audit_seed=4) as drive:
+        liars = [lie_for_ever(toy, LIES[lie]) for toy in drive.swarm.workers_by_stage[stage][:num_liars]]
         await run_with(drive)
         assert set(drive.driver.status().audit.liars) == set(liars)
 
 
 @pytest.mark.slow
 @on_event_loop
-async def test_one_of_two_heads_whose_output_is_another_each_time_is_found() -> None:
-    async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
-        name = lie_for_ever(drive.swarm.at("head"), distort(torch.randn_like), FORWARD, EVALUATE)
-        await run_with(drive)
-        assert drive.driver.status().audit.liars == {name: 1}
-
-
-@pytest.mark.slow
-@on_event_loop
 async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
-        lie_for_ever(drive.swarm.at("head"), LIES["a spike"], FORWARD, EVALUATE)
+        lie_for_ever(drive.swarm.at("head"), LIES["a spike"])
         await run_with(drive)
         status = drive.driver.status()
         assert status.audit.disputed
@@ -153,76 +167,51 @@ async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog
 
 @pytest.mark.slow
 @on_event_loop
-async def test_in_a_stage_with_one_worker_nothing_can_be_compared_and_the_status_says_so() -> None:
-    async with driving(ONE_EACH | {"tail": 2}, 40, AUDITED, audit_seed=4) as drive:
-        await run_with(drive)
-        audit = drive.driver.status().audit
-        assert audit.unopposed == ("body-1", "head")
-        assert audit.compared
-
-
-@pytest.mark.slow
-@on_event_loop
 async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
-    async def stay(*_: object) -> object:
-        await asyncio.sleep(60)
-        raise AssertionError("nobody waits so long")
-
     async with driving(TWO_EACH, 20, replace(AUDITED, audit_every=1, request_timeout_s=30.0)) as drive:
         for toy in drive.swarm.all:
-            toy.faults[EVALUATE].extend([stay] * 100)
+            toy.faults[EVALUATE].extend([say_nothing] * 100)
         await drive.all_done()
         assert not drive.driver.status().audit.compared
 
 
 @pytest.mark.parametrize("name", ACTIVATION_CODECS)
-def test_by_every_codec_drifted_replicas_are_alike_and_noise_is_not(name: str) -> None:
+def test_by_every_codec_drifted_replicas_are_alike_and_noise_is_not_scaled_down_or_not(name: str) -> None:
     dim, rank = 32, 8
     generator = torch.Generator().manual_seed(5)
     basis = basis_of(dim, rank, 3) if name.startswith("subspace") else None
     table = 0.1 * torch.randn(50, dim, generator=generator)
     codec = activation_codec(name, basis, table if basis is not None else None)
-    ids = torch.randint(50, (2, 16), generator=generator)
-
-    def activation(values: Tensor) -> Tensor:
-        return values if basis is None else values @ basis.matrix.T + table[ids]
-
+    ids, form = torch.randint(50, (2, 16), generator=generator), LinkForm(codec, dim)
     own = torch.randn(2, 16, rank if basis is not None else dim, generator=generator)
-    drifted = own + 0.3 * torch.randn(own.shape, generator=generator)
-    noise = torch.randn(own.shape, generator=generator)
-    form = LinkForm(codec, dim)
-    said = [
-        output_of(form, codec.encode(activation(each), ids).tensors, ids)
-        for each in (own, drifted, noise, torch.zeros_like(own) + own.mean(), 1000 * own, torch.zeros_like(own))
-    ]
+    noise, other_noise = (torch.randn(own.shape, generator=generator) for _ in range(2))
+    said = []
+    for each in (
+        own,
+        own + 0.3 * noise,
+        other_noise,
+        torch.zeros_like(own) + own.mean(),
+        1000 * own,
+        torch.zeros_like(own),
+    ):
+        activation = each if basis is None else each @ basis.matrix.T + table[ids]
+        said.append(output_of(form, codec.encode(activation, ids).tensors, ids))
     assert [difference(said[0], other) is None for other in said] == [True, True, False, False, False, False]
 
+    gradient = torch.randn(2, 16, dim, generator=generator)
 
-@pytest.mark.parametrize("name", ACTIVATION_CODECS)
-def test_by_every_codec_a_gradient_is_compared_before_it_was_scaled_down(name: str) -> None:
-    dim, rank = 32, 8
-    basis = basis_of(dim, rank, 3) if name.startswith("subspace") else None
-    form = LinkForm(activation_codec(name, basis, torch.zeros(50, dim) if basis is not None else None), dim)
-    values = torch.randn(2, 16, dim, generator=torch.Generator().manual_seed(5))
+    def told(factor: float, scale: float = 1.0) -> StageOutput:
+        return output_of(form, codec.grad_encode(factor * scale * gradient).tensors, ids, scale=scale)
 
-    def said(factor: float, scale: float = 1.0) -> StageOutput:
-        tensors = activation_codec(name, basis, torch.zeros(50, dim) if basis is not None else None)
-        encoded = tensors.grad_encode(factor * scale * values).tensors
-        return output_of(form, encoded, torch.zeros(2, 16, dtype=torch.int64), scale=scale)
-
-    assert difference(said(1.0), said(1.0, scale=1 / 64)) is None
-    assert difference(said(1.0), said(1.7)) is None
+    assert difference(told(1.0), told(1.0, scale=1 / 64)) is difference(told(1.0), told(1.7)) is None
     for factor in (-3.0, -1.0, 0.0, 5.0, 0.2):
-        assert str(difference(said(1.0), said(factor))).startswith("gradient: ")
+        assert str(difference(told(1.0), told(factor))).startswith("gradient: ")
 
 
-def test_replicas_of_first_weights_that_are_zeros_are_alike() -> None:
+def test_first_weights_that_are_zeros_are_alike_and_losses_within_half_or_a_nat() -> None:
     zeros, ones = StageOutput(torch.zeros(2, 3)), StageOutput(torch.ones(2, 3))
     assert difference(zeros, zeros) is None
     assert difference(zeros, ones)
-
-
-def test_losses_are_alike_within_half_or_a_nat() -> None:
     said = [StageOutput(loss=loss) for loss in (8.0, 4.5, 3.5, 0.5, 0.0)]
     assert [difference(said[0], other) is None for other in said] == [True, True, False, False, False]
     assert difference(said[3], said[4]) is None

@@ -8,11 +8,25 @@ from dataclasses import replace
 import pytest
 
 from tests.support.event_loop import on_event_loop
-from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, driving, until
-from tests.support.toy_stage import POSITIONS, ROWS, lose_answer, loss_of, refuse, say_nothing
+from tests.support.toy_stage import (
+    FAST,
+    ONE_EACH,
+    POSITIONS,
+    ROWS,
+    SILENCE,
+    STAGES,
+    TWO_EACH,
+    driving,
+    lose_answer,
+    loss_of,
+    refuse,
+    say_nothing,
+    until,
+)
 from trainer.errors import TrainerUsageError
 from trainer.pipeline.driver import DriverConfig, StepLoss
 from trainer.pipeline.protocol.messages import BACKWARD, FORWARD, TAIL
+from trainer.pipeline.protocol.work import boottime_s
 
 TOKENS = ROWS * POSITIONS
 
@@ -21,7 +35,7 @@ TOKENS = ROWS * POSITIONS
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @on_event_loop
 async def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with driving({"head": 1, "body-1": 0, "tail": 1}, 3, replace(FAST, routing=routing)) as drive:
+    async with driving(ONE_EACH | {"body-1": 0}, 3, replace(FAST, routing=routing)) as drive:
         running = asyncio.create_task(drive.driver.run())
         await until(lambda: drive.driver.status().stages[1].stalled_s > 0.05)
         status = drive.driver.status()
@@ -41,7 +55,7 @@ async def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplo
 @on_event_loop
 async def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: str, routing: str) -> None:
     """It holds as many as may be under way, and is asked again for long: nothing of it is lost."""
-    config = replace(FAST, routing=routing, max_in_flight=1, request_timeout_s=1.0, unclear_s=60.0)
+    config = replace(FAST, routing=routing, max_in_flight=1, unclear_s=60.0, **SILENCE)
     async with driving(TWO_EACH, 40, config) as drive:
         stopped = drive.swarm.at(stage)
         for toy in drive.swarm.all:
@@ -49,57 +63,40 @@ async def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: 
         running = asyncio.create_task(drive.driver.run())
         await until(lambda: drive.driver.status().done >= 8)
         stopped.stopped = asyncio.Event()
-        async with asyncio.timeout(20):
-            await until(lambda: drive.driver.status().done >= 40 - 3 * config.max_in_flight)
+        await until(lambda: drive.driver.status().done >= 40 - 3 * config.max_in_flight)
         stopped.stopped.set()
         await running
         assert drive.work.fates() == ["done"] * 40
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_counted", [False, True])
 @on_event_loop
-async def test_a_lease_that_runs_out_before_anybody_counted_is_handed_back() -> None:
-    async with driving({"head": 1, "body-1": 0, "tail": 1}, 2, FAST, lease_s=0.3) as drive:
-        await drive.driver.run()
-        assert sorted(drive.work.handed_back) == sorted(drive.work.given)
-        assert not drive.work.settled
-        assert {result.outcome.reason for result in drive.results} == {"lease"}
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_a_lease_that_runs_out_when_some_have_counted_is_left_to_the_keeper() -> None:
-    async with driving({"head": 1, "body-1": 1, "tail": 1}, 1, FAST, lease_s=0.5) as drive:
-        drive.swarm.at("body-1").faults[BACKWARD].extend([lose_answer] * 20)
+async def test_when_a_lease_runs_out_what_some_have_counted_is_left_and_the_rest_handed_back(is_counted: bool) -> None:
+    async with driving(ONE_EACH | {"body-1": int(is_counted)}, 1, lease_s=2.0) as drive:
+        bodies = drive.swarm.workers_by_stage["body-1"]
+        for body in bodies:
+            body.faults[BACKWARD].extend([lose_answer] * 20)
         await drive.driver.run()
         assert not drive.work.settled
-        assert not drive.work.handed_back
-        assert drive.driver.status().left == 1
-        asked = list(drive.swarm.at("body-1").asked)
+        assert drive.work.handed_back == ([] if is_counted else drive.work.given)
+        assert drive.driver.status().left == int(is_counted)
+        assert {result.outcome.reason for result in drive.results} <= {"lease", "unclear"}
+        asked = [list(body.asked) for body in bodies]
         await asyncio.sleep(0.1)
-        assert drive.swarm.at("body-1").asked == asked  # Nothing of it is sent any more.
+        assert [body.asked for body in bodies] == asked, "nothing of it is sent any more"
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_a_renewed_lease_goes_on() -> None:
-    async with driving(ONE_EACH, 1, FAST, lease_s=0.3) as drive:
+    async with driving(ONE_EACH, 1, lease_s=2.0) as drive:
         drive.swarm.at("body-1").faults[FORWARD].append(refuse("busy"))
-        terms = []
-        give = drive.work.next
-
-        async def next_with_term() -> object:
-            micro_batch = await give()
-            if micro_batch is not None:
-                terms.append(micro_batch.term)
-            return micro_batch
-
-        drive.work.next = next_with_term  # type: ignore[method-assign,assignment]
         drive.swarm.announced.discard("tail.0.32")
         running = asyncio.create_task(drive.driver.run())
-        await until(lambda: bool(terms))
-        terms[0].send_before_s += 30
-        await asyncio.sleep(0.5)
+        await until(lambda: bool(drive.work.terms))
+        was_s, drive.work.terms[0].send_before_s = drive.work.terms[0].send_before_s, boottime_s() + 60.0
+        await until(lambda: boottime_s() > was_s)
         drive.swarm.announced.add("tail.0.32")
         await running
         assert drive.work.fates() == ["done"]
@@ -117,7 +114,6 @@ async def test_stop_lets_what_is_under_way_end() -> None:
         await running
         assert len(drive.work.given) < 100
         assert set(drive.work.fates()) == {"done"}
-        assert drive.driver.status().in_flight == 0
 
 
 @pytest.mark.parametrize(("stage", "method", "fate"), [("head", FORWARD, "handed-back"), ("tail", TAIL, "left")])
@@ -131,16 +127,6 @@ async def test_what_does_not_end_in_time_is_handed_back_or_left(stage: str, meth
         await running
         assert [result.outcome.fate for result in drive.results] == [fate]
         assert drive.driver.status().in_flight == 0
-
-
-@on_event_loop
-async def test_a_micro_batch_that_everybody_calls_malformed_is_given_up_by_name() -> None:
-    async with driving(ONE_EACH | {"body-1": 2}, 1) as drive:
-        for toy in drive.swarm.workers_by_stage["body-1"]:
-            toy.faults[FORWARD].extend([refuse("malformed")] * 9)
-        await drive.driver.run()
-        settled = drive.work.settled["e0.s1.r0"]
-        assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "malformed")
 
 
 @pytest.mark.slow
@@ -174,7 +160,7 @@ async def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(ma
 @pytest.mark.slow
 @on_event_loop
 async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() -> None:
-    config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1, request_timeout_s=10.0, unclear_s=20.0)
+    config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1, request_timeout_s=10.0)
     async with driving(ONE_EACH, 5, config, target_tokens=2 * TOKENS) as drive:
         for toy in drive.swarm.all:
             toy.step_every = 2

@@ -1,4 +1,4 @@
-"""What is taken as proof that a worker is gone, and who gets no work for how long."""
+"""What is proof that a worker is gone, who gets no work for how long, and which of a stage's workers get it."""
 
 from __future__ import annotations
 
@@ -7,76 +7,23 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
-from tests.support.toy_drive import FAST, Drive, driving
-from tests.support.toy_stage import ToyStage
+from tests.support.rpc_pair import running_endpoint
+from tests.support.toy_stage import FAST, ONE_EACH, SILENCE, ToyStage, ToySwarm, driving, say_nothing, toy_swarm, until
 from trainer.network.rpc import Peer
+from trainer.pipeline.driver import DriverConfig
 from trainer.pipeline.driver.failure_detector import Bans, LivenessProbe
+from trainer.pipeline.driver.pool import Placement, StagePool
+from trainer.pipeline.driver.results import Verdict
+from trainer.pipeline.driver.watching import StallDetector
 from trainer.pipeline.driver.workers import LastWord, StageWorker
 from trainer.pipeline.protocol.messages import BACKWARD, CHAIN
-
-
-class Gate:
-    """Forwards to a port of this machine; while it is shut, *it* refuses connections, as a router or a proxy does.
-
-    It listens at ``0.0.0.0``, which reaches this machine and is no loopback address: to a driver, a worker elsewhere.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.address = ""
-        self._port = port
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def open(self) -> None:
-        """Begins to listen, at the address it had before."""
-        port = int(self.address.rpartition(":")[2] or 0)
-        self._server = await asyncio.start_server(self._forward, "0.0.0.0", port)
-        self.address = f"0.0.0.0:{self._server.sockets[0].getsockname()[1]}"
-
-    def shut(self) -> None:
-        """Refuses from now on, and cuts what there is."""
-        if self._server is not None:
-            self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers |= {writer, inner_writer}
-        await asyncio.gather(_pass_on(reader, inner_writer), _pass_on(inner_reader, writer))
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.transport.abort()
-
-
-@asynccontextmanager
-async def gate_before(port: int) -> AsyncIterator[Gate]:
-    """An open one."""
-    gate = Gate(port)
-    await gate.open()
-    try:
-        yield gate
-    finally:
-        gate.shut()
-
 
 KEY = "a" * 64
 SILENCE_S = 20.0
@@ -124,18 +71,17 @@ async def test_elsewhere_it_takes_silence_too_from_the_first_refusal_on(port: in
     worker = worker_at(f"0.0.0.0:{port}")
     heard = Heard(LastWord("first", worker.peer.address, heard_s=10.0))  # Silent for long, and not refused.
     liveness = LivenessProbe(heard, heard.clock)
-    assert await liveness.probe(worker, 5.0) == "refused"
-    heard.now_s += SILENCE_S - 1
-    assert await liveness.probe(worker, 5.0) == "refused"
+
+    async def probed_after(seconds: float) -> str:
+        heard.now_s += seconds
+        return await liveness.probe(worker, 5.0)
+
+    assert [await probed_after(seconds) for seconds in (0.0, SILENCE_S - 1)] == ["refused"] * 2
     heard.word = LastWord("first", worker.peer.address, heard_s=heard.now_s)
-    heard.now_s += 2
-    assert await liveness.probe(worker, 5.0) == "refused", "it lives: its key has announced something since"
-    heard.now_s += SILENCE_S - 1
-    assert await liveness.probe(worker, 5.0) == "refused"
-    heard.now_s += 1
-    assert await liveness.probe(worker, 5.0) == "gone"
+    assert await probed_after(2.0) == "refused", "it lives: its key has announced something since"
+    assert [await probed_after(seconds) for seconds in (SILENCE_S - 1, 1.0)] == ["refused", "gone"]
     heard.word = None  # It has run out.
-    assert await liveness.probe(worker, 5.0) == "gone"
+    assert await probed_after(0.0) == "gone"
     assert await liveness.probe(replace(worker, incarnation="second"), 5.0) == "refused"
 
 
@@ -155,76 +101,56 @@ async def test_its_key_may_say_that_it_is_another_process_elsewhere(
 
 @on_event_loop
 async def test_who_listens_is_there_however_long_it_is_silent() -> None:
-    async with gate_before(9) as gate:
-        heard = Heard()
-        liveness, worker = LivenessProbe(heard, heard.clock), worker_at(gate.address)
-        gate.shut()
-        assert await liveness.probe(worker, 5.0) == "refused"
-        heard.now_s += 10 * SILENCE_S
-        await gate.open()
-        assert await liveness.probe(worker, 5.0) == "unknown"
-        gate.shut()
-        assert await liveness.probe(worker, 5.0) == "refused", "refused anew: silence counts from here"
+    heard, held = Heard(), socket.socket()
+    held.bind(("0.0.0.0", 0))
+    liveness, worker = LivenessProbe(heard, heard.clock), worker_at(f"0.0.0.0:{held.getsockname()[1]}")
+    assert await liveness.probe(worker, 5.0) == "refused"
+    heard.now_s += 10 * SILENCE_S
+    held.listen()
+    assert await liveness.probe(worker, 5.0) == "unknown"
+    held.close()
+    assert await liveness.probe(worker, 5.0) == "refused", "refused anew: silence counts from here"
 
 
-# -- a driver and what stands before a worker --------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@pytest.mark.parametrize("is_killed", [False, True])
+@on_event_loop
+async def test_a_worker_elsewhere_that_refuses_is_replaced_only_if_it_was_killed(
+    is_killed: bool, routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has counted, nothing reaches it any more, and a router refuses for it; if it was killed, it is silent."""
+    shut: set[str] = set()
 
-
-def behind(gate: Gate, then: Callable[[ToyStage], Awaitable[None]]) -> Callable[..., Awaitable[object]]:
-    """A request is counted; then the gate is shut, and its answer with it."""
+    async def is_refused(address: str, _timeout_s: float) -> bool:
+        return address in shut
 
     async def fault(stage: ToyStage, _key: str, work: Callable[[], Awaitable[object]]) -> object:
         await work()
-        gate.shut()
-        await then(stage)
-        return await asyncio.sleep(60)
+        shut.add(stage.worker.peer.address)
+        stage.stopped = asyncio.Event()
+        if is_killed:
+            stage.begin_to_die()
+        return await say_nothing()
 
-    return fault
-
-
-@asynccontextmanager
-async def gated(routing: str, then: Callable[[ToyStage], Awaitable[None]]) -> AsyncIterator[Drive]:
-    """Two workers a stage; the first of body-1 is behind a gate, shut once it has counted."""
-    config = replace(FAST, routing=routing, max_in_flight=1, ban_s=5.0, max_ban_s=5.0)
+    monkeypatch.setattr("trainer.pipeline.driver.failure_detector.is_refused", is_refused)
+    unclear_s = 20.0 if is_killed else 4.0
+    config = replace(FAST, routing=routing, max_in_flight=1, ban_s=5.0, max_ban_s=5.0, unclear_s=unclear_s, **SILENCE)
     async with driving({"head": 1, "body-1": 2, "tail": 1}, 6, config) as drive:
         hidden = drive.swarm.at("body-1")
-        async with gate_before(int(hidden.worker.peer.address.rpartition(":")[2])) as gate:
-            hidden.worker = replace(hidden.worker, peer=Peer(hidden.worker.peer.peer_id, gate.address))
-            hidden.faults[BACKWARD if routing == "hub" else CHAIN].append(behind(gate, then))
-            yield drive
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
-@on_event_loop
-async def test_a_worker_behind_a_gate_that_refuses_is_not_replaced(routing: str) -> None:
-    async def lives(_stage: ToyStage) -> None:
-        return None
-
-    async with gated(routing, lives) as drive:
+        address = f"0.0.0.0:{hidden.worker.peer.address.rpartition(':')[2]}"  # Not a loopback address.
+        hidden.worker = replace(hidden.worker, peer=Peer(hidden.worker.peer.peer_id, address))
+        hidden.faults[BACKWARD if routing == "hub" else CHAIN].append(fault)
+        drive.swarm.silence_s = 0.3 if is_killed else 3600.0
         await drive.driver.run()  # That nothing is counted twice, `driving` checks at its end.
-        assert sorted(drive.work.fates()) == ["done"] * 5 + ["lost"]
-        assert drive.driver.status().lost_by == {"body-1: unclear": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
-@on_event_loop
-async def test_a_worker_elsewhere_that_was_killed_is_replaced_once_it_has_been_silent(routing: str) -> None:
-    async def dies(stage: ToyStage) -> None:
-        stage.begin_to_die()
-
-    async with gated(routing, dies) as drive:
-        drive.swarm.silence_s = 0.3
-        await drive.all_done()
-
-
-# -- bans --------------------------------------------------------------------------------------------------------------
+        lost = [] if is_killed else ["lost"]
+        assert sorted(drive.work.fates()) == ["done"] * (6 - len(lost)) + lost
+        assert drive.driver.status().lost_by == dict.fromkeys(["body-1: unclear"] * len(lost), 1)
 
 
 @pytest.fixture
 def book() -> Bans:
-    return Bans(ban_s=30.0, max_ban_s=3600.0, malformed_ban_s=3600.0)
+    return Bans(DriverConfig())
 
 
 def test_bans_double_up_to_an_hour(book: Bans) -> None:
@@ -238,31 +164,24 @@ def test_bans_double_up_to_an_hour(book: Bans) -> None:
     assert lengths == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
 
 
-def test_a_success_resets(book: Bans) -> None:
-    book.failed("a", asked_s=0.0, now=0.0)
-    book.failed("a", asked_s=31.0, now=32.0)
-    assert book.is_banned("a", 33.0)
-    assert not book.is_caught("a", 33.0), "silence is no lie"
-    book.succeeded("a")
-    assert not book.is_banned("a", 33.0)
-    assert book.failed("a", asked_s=40.0, now=41.0) == 71.0
-
-
-def test_requests_that_fail_together_are_one_failure(book: Bans) -> None:
+def test_requests_that_fail_together_are_one_failure_and_a_success_resets(book: Bans) -> None:
     assert {book.failed("a", asked_s=0.0, now=5.0 + number) for number in range(8)} == {35.0}
     # One that was sent before the ban and fails after it says nothing new either.
     assert book.failed("a", asked_s=1.0, now=40.0) == 35.0
     assert book.failed("a", asked_s=41.0, now=42.0) == 102.0
+    assert book.is_banned("a", 43.0)
+    assert not book.is_caught("a", 43.0), "silence is no lie"
+    book.succeeded("a")
+    assert not book.is_banned("a", 43.0)
+    assert book.failed("a", asked_s=50.0, now=51.0) == 81.0
 
 
 def test_nonsense_costs_an_hour_and_neither_success_nor_restart_shortens_it(book: Bans) -> None:
     assert book.malformed("a", now=10.0) == 3610.0
     book.succeeded("a")
     book.restarted("a")
-    assert book.is_banned("a", 3609.0)
-    assert book.is_caught("a", 3609.0)
-    assert not book.is_banned("a", 3610.0)
-    assert not book.is_caught("a", 3610.0)
+    for now, is_over in ((3609.0, False), (3610.0, True)):
+        assert book.is_banned("a", now) is book.is_caught("a", now) is not is_over
 
 
 def test_a_restart_frees_of_bans_for_silence_once_until_something_is_counted(book: Bans) -> None:
@@ -336,7 +255,7 @@ def test_those_who_left_are_forgotten_when_their_ban_is_over(book: Bans) -> None
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("fms"), st.floats(0, 500)), max_size=60))
 def test_no_ban_is_longer_than_it_may_be(events: list[tuple[str, str, float]]) -> None:
-    book, now = Bans(ban_s=30.0, max_ban_s=3600.0, malformed_ban_s=3600.0), 0.0
+    book, now = Bans(DriverConfig()), 0.0
     for worker, kind, pause_s in events:
         now += pause_s
         if kind == "f":
@@ -347,3 +266,227 @@ def test_no_ban_is_longer_than_it_may_be(events: list[tuple[str, str, float]]) -
             book.succeeded(worker)
         assert all(0 < left_s <= 3600.001 for left_s in book.banned(now).values())
     assert not book.banned(now + 3601)
+
+
+UNAVAILABLE = Verdict("unavailable", "unclear", "ban")
+NONSENSE = Verdict("malformed-answer", "unclear", "long-ban")
+LIARS_HOST = "192.0.2.66"
+REFUSES = Verdict("nonfinite", "none", "ban")
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def worker(number: int, host: str = LIARS_HOST) -> StageWorker:
+    return StageWorker("tail", f"tail.0.{number}", Peer(f"{number:064x}", f"{host}:9"), "it")
+
+
+HONEST = worker(1, "192.0.2.1")
+
+
+async def pool_of(clock: Clock, *workers: StageWorker) -> StagePool:
+    """One in which the first has counted before."""
+    pool = StagePool("tail", replace(FAST, ban_s=1.0, max_ban_s=600.0), clock)
+    pool.update(workers[:1])
+    counted = await placed(pool)
+    assert counted is not None
+    pool.measured(counted, 1.0, clock())
+    pool.counted(counted)
+    pool.done(counted)
+    pool.update(workers)
+    return pool
+
+
+async def placed(pool: StagePool) -> Placement | None:
+    looks = iter((1.0, 0.0))  # Whether there is room is seen at the first look.
+    pool._next_change_s = lambda now: 0.0
+    return await pool.acquire(1.0, avoid=(), left_s=lambda: next(looks))
+
+
+async def asked(pool: StagePool, times: int = 40) -> set[str]:
+    """Names of those who got one of so many micro-batches, which nobody answers yet."""
+    found = [placement for _ in range(times) if (placement := await placed(pool)) is not None]
+    for placement in found:
+        pool.released(placement)
+    return {placement.worker.uid for placement in found}
+
+
+@pytest.mark.parametrize("verdict", [UNAVAILABLE, NONSENSE])
+@on_event_loop
+async def test_what_a_newcomer_did_amiss_those_of_its_host_wait_for_and_nobody_else_does(verdict: Verdict) -> None:
+    clock = Clock()
+    pool = await pool_of(clock, HONEST, worker(2), worker(3), worker(4, "192.0.2.7"))
+    pool.blame(worker(2), verdict, clock())
+    assert await asked(pool) == {HONEST.uid, "tail.0.4"}
+    clock.now_s += 1.5
+    pool.blame(worker(4, "192.0.2.7"), NONSENSE, clock())
+    assert await asked(pool) & {"tail.0.2", "tail.0.3"}, "a first ban is a short one"
+
+
+@on_event_loop
+async def test_keys_without_end_of_one_host_get_less_and_less() -> None:
+    clock = Clock()
+    waits_s = []
+    pool = await pool_of(clock, HONEST)
+    for number in range(2, 8):
+        liar = worker(number)
+        pool.update([HONEST, liar])
+        begun_s = clock.now_s
+        while liar.uid not in await asked(pool, 8):
+            clock.now_s += 0.5
+        waits_s.append(clock.now_s - begun_s)
+        pool.blame(liar, NONSENSE, clock())
+    assert waits_s == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+@on_event_loop
+async def test_one_that_counts_clears_its_host_s_name_and_is_not_judged_by_it_again() -> None:
+    clock = Clock()
+    pool = await pool_of(clock, worker(2), worker(3), worker(4))
+    pool.blame(worker(3), NONSENSE, clock())
+    assert await asked(pool) == {"tail.0.2"}
+    placement = await placed(pool)
+    assert placement is not None
+    pool.counted(placement)
+    assert await asked(pool) == {"tail.0.2", "tail.0.4"}
+
+
+@on_event_loop
+async def test_a_stage_with_nobody_else_asks_them_all_the_same() -> None:
+    clock = Clock()
+    pool = StagePool("tail", replace(FAST, ban_s=1.0, max_ban_s=600.0), clock)
+    pool.update([worker(2), worker(3)])
+    pool.blame(worker(2), NONSENSE, clock())
+    assert await asked(pool) == {"tail.0.3"}
+
+
+@dataclass
+class Watched:
+    """Stages of some workers each, of which each has been given a micro-batch or none."""
+
+    swarm: ToySwarm
+    detector: StallDetector
+    pools: dict[str, StagePool]
+    clock: Clock
+
+    async def look_after(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        await self.detector.look()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [it.message for it in caplog.records if it.name.endswith("watching") and it.levelname == "WARNING"]
+
+
+@asynccontextmanager
+async def watched(replicas: dict[str, int] = ONE_EACH, *, is_idle: bool = False) -> AsyncIterator[Watched]:
+    async with toy_swarm(replicas) as swarm, running_endpoint() as endpoint:
+        clock = Clock()
+        pools = {stage: StagePool(stage, replace(FAST, ban_s=600.0, max_ban_s=600.0), clock) for stage in replicas}
+        for stage, pool in pools.items():
+            pool.update(worker for worker in swarm.workers() if worker.stage == stage)
+            assert is_idle or await placed(pool) is not None
+        yield Watched(swarm, StallDetector(endpoint, pools, clock), pools, clock)
+
+
+@on_event_loop
+async def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with watched() as here:
+        tail = here.swarm.at("tail")
+        await tail.kill()
+        await here.look_after(6.0)
+        assert here.detector.silent() == {}, "that may be a slow micro-batch"
+        await here.look_after(6.0)
+        await here.look_after(6.0)
+        assert here.detector.silent() == {tail.worker.key: pytest.approx(18.0)}
+        await tail.start()
+        await here.look_after(6.0)
+        assert here.detector.silent() == {}
+    assert said(caplog) == [
+        "tail.0.32 has not answered for 12 s; micro-batches wait for it (1)",
+        "tail.0.32 answers again, after 24 s",
+    ]
+
+
+@on_event_loop
+async def test_one_that_is_announced_no_longer_is_waited_for_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    async with watched() as here:
+        await here.swarm.at("tail").kill()
+        await here.look_after(12.0)
+        here.pools["tail"].update(())
+        await here.look_after(6.0)
+        assert here.detector.silent() == {}
+    assert said(caplog)[-1] == "tail.0.32 is gone: nothing came from it for 18 s"
+
+
+@on_event_loop
+async def test_whoever_has_nothing_under_way_is_not_asked() -> None:
+    async with watched(is_idle=True) as here:
+        await here.swarm.at("tail").kill()
+        for _ in range(3):
+            await here.look_after(10.0)
+        assert here.detector.silent() == {}
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "is_free"),
+    [((UNAVAILABLE, UNAVAILABLE), True), ((REFUSES, REFUSES), False), ((UNAVAILABLE, None), False)],
+)
+@on_event_loop
+async def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_else(
+    verdicts: tuple[Verdict | None, ...], is_free: bool
+) -> None:
+    async with watched({"tail": 2}, is_idle=True) as here:
+        pool, there = here.pools["tail"], here.swarm.workers()
+        for worker, verdict in zip(there, verdicts, strict=True):
+            if verdict is not None:
+                pool.blame(worker, verdict, here.clock())
+        await here.swarm.at("tail", 1).kill()
+        await here.look_after(0.5)
+        assert pool.is_banned(there[0]), "it was banned just now"
+        await here.look_after(1.0)
+        assert pool.is_banned(there[0]) is not is_free
+        assert pool.is_banned(there[1]) is (verdicts[1] is not None), "it does not answer"
+
+
+def test_a_worker_that_restarts_is_free_of_its_ban_though_it_was_not_announced_for_a_while() -> None:
+    clock = Clock()
+    pool = StagePool("tail", replace(FAST, ban_s=600.0, max_ban_s=600.0), clock)
+    first = StageWorker("tail", "tail.0.32", Peer("a" * 64, "127.0.0.1:9"), "first")
+    pool.update([first])
+    pool.blame(first, UNAVAILABLE, clock())
+    pool.update([first])
+    assert pool.is_banned(first)
+    pool.update([])  # It is joining.
+    pool.update([first])
+    assert pool.is_banned(first), "the same process, or an announcement of it that is late"
+    pool.update([])
+    pool.update([replace(first, incarnation="second")])
+    assert not pool.is_banned(first)
+
+
+@pytest.mark.parametrize("routing", ["hub", "chain"])
+@on_event_loop
+async def test_a_driver_tells_who_holds_it_up(
+    routing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tail takes everything in and answers nothing, as a stopped process does."""
+    detector = partial(StallDetector, name_after_s=0.2, look_s=0.02)
+    monkeypatch.setattr("trainer.pipeline.driver.driver.StallDetector", detector)
+    monkeypatch.setattr("trainer.pipeline.driver.watching._ANSWER_S", 1.5)
+    config = replace(FAST, request_timeout_s=30.0, max_in_flight=1, routing=routing)
+    async with driving(ONE_EACH, 1, config) as drive:
+        tail = drive.swarm.at("tail")
+        tail.stopped = asyncio.Event()
+        running = asyncio.create_task(drive.driver.run())
+        await until(lambda: bool(drive.driver.status().silent))
+        assert set(drive.driver.status().silent) == {tail.worker.key}
+        tail.stopped.set()
+        await running
+        assert drive.work.fates() == ["done"]
+    assert {message.partition(" ")[0] for message in said(caplog)} == {"tail.0.32"}

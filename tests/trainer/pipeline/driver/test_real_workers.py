@@ -17,7 +17,7 @@ from tests.support.lying_replica import lie_named
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
 from tests.support.stage_worker import INNER, RUN_ID, WorkerSetup, running_worker, stage_worker_processes
-from tests.support.toy_drive import until
+from tests.support.toy_stage import until
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_model
 from trainer.model.config import stage_names
@@ -39,7 +39,6 @@ async def driving(
     on_worker: Callable[[str, int, Any], None] = lambda *_: None,
     **options: Any,
 ) -> AsyncIterator[tuple[PipelineDriver, Windows, Directory]]:
-    """A driver of workers in this process; ``on_worker`` gets stage, number and worker of each."""
     directory, work = Directory(), Windows(num)
     async with AsyncExitStack() as stack:
         for stage in stage_names(setup.num_stages):
@@ -52,7 +51,6 @@ async def driving(
 
 
 def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
-    """Of the same model and data in one process."""
     model = build_model(setup.plan.config, setup.seed)
     optimizer = make_optimizer(model, InnerConfig(**{**INNER, **setup.inner}))
     losses = []
@@ -90,25 +88,16 @@ async def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
 @both_routings
 @pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
 @on_event_loop
-async def test_what_a_codec_sends_is_passed_on_as_it_is(routing: str, codec: str) -> None:
+async def test_what_a_codec_sends_is_passed_on_as_it_is_and_honest_workers_are_alike(routing: str, codec: str) -> None:
     setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
     results: list[MicroBatchResult] = []
-    async with driving(setup, 3, config={"routing": routing}, on_result=results.append) as (driver, work, _):
-        await driver.run()
-    assert work.fates() == ["done"] * 3
-    assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
-
-
-@both_routings
-@on_event_loop
-async def test_workers_that_compute_the_same_are_compared_and_alike(routing: str) -> None:
-    setup = WorkerSetup(codec="subspace+fp16", model={"subspace_rank": 4})
-    config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
-    async with driving(setup, 12, replicas=2, config=config) as (driver, work, _):
+    options = {"config": {"routing": routing, "audit_every": 1, "max_in_flight": 1}, "on_result": results.append}
+    async with driving(setup, 12, replicas=2, **options) as (driver, work, _):
         await driver.run()
     audit = driver.status().audit
     assert audit.compared
     assert (audit.disputed, audit.unopposed, work.fates()) == (0, (), ["done"] * 12)
+    assert all(0 < result.outcome.loss_sum / result.outcome.num_tokens < 10 for result in results)
 
 
 @both_routings

@@ -18,25 +18,29 @@ from torch import Tensor
 
 from tests.support.attacks.shapes import NOT_ONLY_JSON, Liar
 from tests.support.event_loop import on_event_loop
-from tests.support.lying_worker import LIES, lying_worker
 from tests.support.rpc_node import RUN_ID, fast_config
-from tests.support.toy_drive import FAST, ONE_EACH, STAGES, TWO_EACH, driving, until
 from tests.support.toy_stage import (
-    DIM,
+    FAST,
+    ONE_EACH,
     POSITIONS,
     ROWS,
+    SILENCE,
+    STAGES,
+    TWO_EACH,
     Fault,
     ToyStage,
     ToySwarm,
     count_and_die,
     die,
     distort,
+    driving,
     fail_after,
     garble,
     lose_answer,
     loss_of,
     refuse,
     say_nothing,
+    until,
 )
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity, Reason
@@ -48,12 +52,9 @@ from trainer.pipeline.protocol.messages import BACKWARD, CHAIN, FORWARD, TAIL
 from trainer.pipeline.protocol.tensors import TensorAnswer
 from trainer.pipeline.protocol.work import LossReason
 
-CHAINED = replace(FAST, routing="chain", request_timeout_s=0.2, unclear_s=2.0)
+CHAINED = replace(FAST, routing="chain")
 BAN_S = 900.0
-PATIENT = {"request_timeout_s": 10.0, "unclear_s": 20.0}
-"""For tests in which nothing is silent: a busy machine changes nothing."""
-
-# -- both ways ---------------------------------------------------------------------------------------------------------
+FIRST = "e0.s1.r0"
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ PATIENT = {"request_timeout_s": 10.0, "unclear_s": 20.0}
 )
 @on_event_loop
 async def test_undisturbed_every_stage_counts_everything_once(config: DriverConfig, hops: list[str]) -> None:
-    async with driving(ONE_EACH, 10, replace(config, **PATIENT)) as drive:
+    async with driving(ONE_EACH, 10, config) as drive:
         await drive.all_done()
         assert all(len(toy.counted) == 10 for toy in drive.swarm.all)
         for result in drive.results:
@@ -77,18 +78,13 @@ async def test_undisturbed_every_stage_counts_everything_once(config: DriverConf
         assert all(credit.applied_number >= 1 for credit in settled.credits)
 
 
-HUB_REFUSALS = [
-    *((FORWARD, reason) for reason in ("busy", "stopping", "nonfinite", "stage", "malformed")),
-    *((TAIL, reason) for reason in ("busy", "expired", "recipient")),
-    *((BACKWARD, reason) for reason in ("busy", "stale", "tainted", "malformed")),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "stages", "method", "reason"),
     [
-        *((FAST, STAGES, method, reason) for method, reason in HUB_REFUSALS),
+        *((FAST, STAGES, FORWARD, reason) for reason in ("busy", "stopping", "nonfinite", "stage", "malformed")),
+        *((FAST, STAGES, TAIL, reason) for reason in ("busy", "expired", "recipient")),
+        *((FAST, STAGES, BACKWARD, reason) for reason in ("busy", "stale", "tainted", "malformed")),
         *((CHAINED, (stage,), CHAIN, reason) for stage in STAGES for reason in ("busy", "expired", "nonfinite")),
     ],
 )
@@ -96,12 +92,11 @@ HUB_REFUSALS = [
 async def test_a_refusal_goes_elsewhere_and_costs_nothing(
     config: DriverConfig, stages: tuple[str, ...], method: str, reason: str
 ) -> None:
-    async with driving(TWO_EACH, 4, replace(config, **PATIENT)) as drive:
+    async with driving(TWO_EACH, 4, config) as drive:
         for stage in stages:
             drive.swarm.at(stage).faults[method].append(refuse(reason))
         await drive.all_done()
-        if config is FAST:
-            assert drive.driver.status().failures.get(reason, 0) >= 1
+        assert config is CHAINED or drive.driver.status().failures[reason] >= 1
 
 
 UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die]
@@ -121,7 +116,7 @@ UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die
 async def test_what_may_have_been_counted_is_resolved_exactly(
     config: DriverConfig, stage: str, method: str, fault: Fault
 ) -> None:
-    async with driving(TWO_EACH, 6, replace(config, unclear_s=20.0)) as drive:
+    async with driving(TWO_EACH, 6, replace(config, **SILENCE)) as drive:
         drive.swarm.at(stage).faults[method].append(fault)
         await drive.all_done()
         assert drive.driver.status().failures
@@ -212,38 +207,28 @@ def test_the_account_adds_up_whatever_workers_do_and_whenever(
     asyncio.run(test())  # An endpoint that is stopped in the midst of a call is not as tidy as a process killed.
 
 
-# -- by hub ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_two_workers_share_a_stage() -> None:
-    async with driving(TWO_EACH, 20) as drive:
-        for toy in drive.swarm.all:
-            toy.delay_s = 0.01
-        await drive.all_done()
-        assert all(toy.counted for toy in drive.swarm.all)
-
-
 @on_event_loop
 async def test_a_worker_that_has_dropped_its_input_is_sent_it() -> None:
     async with driving(ONE_EACH, 1) as drive:
         body = drive.swarm.at("body-1")
         body.faults[BACKWARD].append(refuse("no-input"))
-        await drive.driver.run()
-        assert drive.work.fates() == ["done"]
+        await drive.all_done()
         assert [method for method, _ in body.asked] == [FORWARD, BACKWARD, BACKWARD]
         assert drive.driver.status().failures == {}
 
 
+@pytest.mark.parametrize(
+    ("method", "refusal", "reason"), [(BACKWARD, "already-applied", "answer-gone"), (FORWARD, "malformed", "malformed")]
+)
 @on_event_loop
-async def test_counted_but_the_answer_gone_is_lost() -> None:
+async def test_what_is_lost_says_where_and_why(method: str, refusal: str, reason: str) -> None:
+    """It was counted and its answer is gone, or all workers call it malformed."""
     async with driving(TWO_EACH, 1) as drive:
         for body in drive.swarm.workers_by_stage["body-1"]:
-            body.faults[BACKWARD].append(refuse("already-applied"))
+            body.faults[method].extend([refuse(refusal)] * 9)
         await drive.driver.run()
-        settled = drive.work.settled["e0.s1.r0"]
-        assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "answer-gone")
+        settled = drive.work.settled[FIRST]
+        assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", reason)
 
 
 @pytest.mark.slow
@@ -251,7 +236,7 @@ async def test_counted_but_the_answer_gone_is_lost() -> None:
 @pytest.mark.parametrize("reason", ["already-applied", "stale"])
 @on_event_loop
 async def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, reason: str) -> None:
-    config = replace(FAST, ban_s=60.0, max_ban_s=60.0, max_in_flight=4, **PATIENT)
+    config = replace(FAST, ban_s=60.0, max_ban_s=60.0)
     async with driving(TWO_EACH, 60, config) as drive:
         liar = drive.swarm.at("tail" if method == TAIL else "body-1")
         liar.faults[method].extend([refuse(reason)] * 1000)
@@ -265,65 +250,64 @@ async def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, 
 
 @on_event_loop
 async def test_an_unclear_outcome_is_asked_again_at_the_same_worker() -> None:
-    async with driving(TWO_EACH, 1) as drive:
+    async with driving(TWO_EACH, 1, replace(FAST, **SILENCE)) as drive:
         for toy in drive.swarm.workers_by_stage["body-1"]:
             toy.faults[BACKWARD].append(lose_answer)
-        await drive.driver.run()
-        asked = [toy for toy in drive.swarm.workers_by_stage["body-1"] if (BACKWARD, "e0.s1.r0") in toy.asked]
-        assert len(asked) == 1
-        assert asked[0].asked.count((BACKWARD, "e0.s1.r0")) == 2
-        assert drive.work.fates() == ["done"]
+        await drive.all_done()
+        other, asked = sorted(toy.asked.count((BACKWARD, FIRST)) for toy in drive.swarm.workers_by_stage["body-1"])
+        assert other == 0 and asked >= 2
 
 
 @on_event_loop
 async def test_a_worker_dies_between_forward_and_backward() -> None:
-    async with driving(TWO_EACH, 4, FAST) as drive:
-        tails = drive.swarm.workers_by_stage["tail"]
-        for tail in tails:
-            tail.delay_s = 0.1
+    async with driving(TWO_EACH, 4) as drive:
+        first, go_on = drive.swarm.at("head"), asyncio.Event()
+        for tail in drive.swarm.workers_by_stage["tail"]:
+            tail.stopped = go_on
         running = asyncio.create_task(drive.driver.run())
-        first = drive.swarm.at("head")
-        await until(lambda: any(method == FORWARD for method, _ in first.asked) and any(t.asked for t in tails))
+        bodies = drive.swarm.workers_by_stage["body-1"]
+        await until(lambda: sum(len(body.asked) for body in bodies) == 4)
         await first.kill()
+        go_on.set()
         await running
         assert drive.work.fates() == ["done"] * 4
         assert len(drive.swarm.at("head", 1).counted) == 4
 
 
+@pytest.mark.parametrize(
+    ("config", "stage", "method"),
+    [(FAST, "head", BACKWARD), pytest.param(CHAINED, "body-1", CHAIN, marks=pytest.mark.slow)],
+    ids=["hub", "chain"],
+)
 @on_event_loop
-async def test_another_incarnation_at_the_same_address_counts_anew() -> None:
-    async with driving(ONE_EACH, 1) as drive:
-        head = drive.swarm.at("head")
-        head.faults[BACKWARD].append(count_and_die)
-        former = head.incarnation
+async def test_another_incarnation_at_the_same_address_counts_anew(
+    config: DriverConfig, stage: str, method: str
+) -> None:
+    async with driving(ONE_EACH, 2, config) as drive:
+        toy = drive.swarm.at(stage)
+        toy.faults[method].append(count_and_die)
+        former = toy.incarnation
         running = asyncio.create_task(drive.driver.run())
-        await until(lambda: not head.alive)
-        await head.kill()
-        await head.start()
+        await until(lambda: not toy.alive)
+        await toy.kill()
+        await toy.start()
         await running
-        assert head.incarnation != former
-        assert drive.work.fates() == ["done"]
-        assert {credit.stage: credit.incarnation for credit in drive.work.settled["e0.s1.r0"].credits}["head"] == (
-            head.incarnation
-        )
+        assert drive.work.fates() == ["done"] * 2
+        credits = {credit.stage: credit.incarnation for credit in drive.work.settled[FIRST].credits}
+        assert credits[stage] == toy.incarnation != former
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_what_stays_unclear_is_lost_and_says_where() -> None:
-    config = replace(FAST, max_in_flight=2, request_timeout_s=0.1, unclear_s=0.4)
-    async with driving(ONE_EACH, 1, config) as drive:
+    async with driving(ONE_EACH, 1, replace(FAST, request_timeout_s=0.5, unclear_s=1.0)) as drive:
         body = drive.swarm.at("body-1")
         body.faults[BACKWARD].extend([lose_answer] * 50)
-
-        async def hold_back(_request: object) -> None:
-            await asyncio.sleep(60)
-
-        body._applied = hold_back
-        await drive.swarm.at("body-1").kill()
+        body._applied = say_nothing
+        await body.kill()
         await body.start()
         await drive.driver.run()
-        settled = drive.work.settled["e0.s1.r0"]
+        settled = drive.work.settled[FIRST]
         assert (settled.outcome, settled.lost_at, settled.reason) == ("lost", "body-1", "unclear")
         assert [credit.stage for credit in settled.credits] == ["tail"]
         assert drive.driver.status().lost_by == {"body-1: unclear": 1}
@@ -336,33 +320,37 @@ MALFORMED: dict[str, Fault] = {
     "infinite": distort(lambda tensor: torch.full_like(tensor, float("inf"))),
     "garbage quickly": distort(lambda tensor: tensor.half(), count=False),
     "other rows": garble(num_rows=77),
+    "half": distort(lambda tensor: tensor.half()),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "name"),
+    ("config", "stage", "method", "name"),
     [
-        *((FORWARD, name) for name in MALFORMED),
-        *((BACKWARD, name) for name in ("shape", "garbage quickly")),
-        *((TAIL, name) for name in ("nan", "dtype")),
+        *((FAST, "body-1", FORWARD, name) for name in MALFORMED),
+        *((FAST, "body-1", BACKWARD, name) for name in ("shape", "garbage quickly")),
+        *((FAST, "tail", TAIL, name) for name in ("nan", "dtype")),
+        *((CHAINED, stage, CHAIN, "half") for stage in STAGES),
     ],
 )
 @on_event_loop
-async def test_a_worker_that_answers_nonsense_is_banned_for_long_and_the_rest_goes_on(method: str, name: str) -> None:
-    async with driving(TWO_EACH, 8) as drive:
-        stage = "tail" if method == TAIL else "body-1"
+async def test_a_worker_that_answers_nonsense_is_banned_for_long_and_the_rest_goes_on(
+    config: DriverConfig, stage: str, method: str, name: str
+) -> None:
+    async with driving(TWO_EACH, 8, config) as drive:
         liar = drive.swarm.at(stage)
-        liar.faults[method].extend([MALFORMED[name]] * 1000)
+        liar.faults[method].extend([MALFORMED[name]] * (1000 if config is FAST else 3))
         await drive.driver.run()
         fates = drive.work.fates()
         assert "open" not in fates
-        # What the liar counted and gave no usable answer to is lost, before it was found out; nothing after that.
-        assert fates.count("lost") <= FAST.max_in_flight
         assert fates.count("done") >= 4
-        status = {status.stage: status for status in drive.driver.status().stages}[stage]
-        assert status.banned[liar.worker.key] > 3000
-        assert status.names[liar.worker.key] == liar.worker.uid
+        if config is FAST:
+            # What the liar counted and gave no usable answer to is lost, before it was found out; nothing after that.
+            assert fates.count("lost") <= FAST.max_in_flight
+            status = {status.stage: status for status in drive.driver.status().stages}[stage]
+            assert status.banned[liar.worker.key] > 3000
+            assert status.names[liar.worker.key] == liar.worker.uid
 
 
 TAIL_LIES = {
@@ -381,19 +369,15 @@ async def test_a_tail_that_contradicts_itself_is_found_out(name: str) -> None:
     async with driving(TWO_EACH, 1) as drive:
         for tail in drive.swarm.workers_by_stage["tail"]:
             tail.faults[TAIL].append(TAIL_LIES[name])
-        await drive.driver.run()
+        await drive.all_done()
         # It was counted where it was asked, and would be repeated as it was first answered.
         assert drive.driver.status().failures == {"malformed-answer": 1}
-        assert drive.work.fates() == ["done"]
-
-
-# -- by chain ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_workers() -> None:
-    async with driving(ONE_EACH, 3, CHAINED) as drive:
+    async with driving(ONE_EACH, 3, replace(CHAINED, **SILENCE)) as drive:
         for toy in drive.swarm.all:
             toy.faults[CHAIN].append(lose_answer)
         await drive.all_done()
@@ -407,65 +391,32 @@ async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
     async with driving({"head": 2, "body-1": 2, "tail": 2}, 2, config) as drive:
         drive.swarm.at("body-1", 0).faults[CHAIN].append(die)
         drive.swarm.at("head", 1).faults[CHAIN].append(die)
-        async with asyncio.timeout(20):
-            await drive.all_done()
+        await drive.all_done()
 
 
 @pytest.mark.slow
 @on_event_loop
 async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_has() -> None:
-    config = replace(CHAINED, request_timeout_s=0.5, unclear_s=60.0, ban_s=60.0, max_ban_s=60.0)
+    config = replace(CHAINED, **SILENCE, unclear_s=60.0, ban_s=60.0, max_ban_s=60.0)
     async with driving({"head": 1, "body-1": 1, "tail": 2}, 30, config) as drive:
         tail = drive.swarm.at("tail")
         tail.stopped = asyncio.Event()
         running = asyncio.create_task(drive.driver.run())
-        async with asyncio.timeout(30):
-            await until(lambda: drive.driver.status().done >= 20)
-            status = drive.driver.status()
-            assert tail.worker.key in status.stages[-1].banned
-            assert status.in_flight <= 2 * config.max_in_flight
-            tail.stopped.set()
-            await running
+        await until(lambda: drive.driver.status().done >= 20)
+        status = drive.driver.status()
+        assert tail.worker.key in status.stages[-1].banned
+        assert status.in_flight <= 2 * config.max_in_flight
+        tail.stopped.set()
+        await running
         assert drive.work.fates() == ["done"] * 30
         assert not drive.driver.status().stages[-1].banned
 
 
 @pytest.mark.slow
 @on_event_loop
-async def test_a_worker_behind_the_first_is_killed_and_comes_back() -> None:
-    async with driving(ONE_EACH, 4, CHAINED) as drive:
-        body = drive.swarm.at("body-1")
-        body.faults[CHAIN].append(count_and_die)
-        running = asyncio.create_task(drive.driver.run())
-        await until(lambda: not body.alive)
-        await body.kill()
-        await body.start()
-        await running
-        assert drive.work.fates() == ["done"] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-@on_event_loop
-async def test_garbage_in_a_chain_is_contained(stage: str) -> None:
-    async with driving(TWO_EACH, 8, CHAINED) as drive:
-        liar = drive.swarm.at(stage)
-        liar.faults[CHAIN].extend([distort(lambda tensor: tensor.half())] * 3)
-        await drive.driver.run()
-        assert "open" not in drive.work.fates()
-        assert drive.work.fates().count("done") >= 4
-
-
-@pytest.mark.slow
-@on_event_loop
 async def test_a_head_that_claims_what_the_others_deny_is_found_out() -> None:
     async with driving(TWO_EACH, 6, replace(CHAINED, ban_s=20.0, max_ban_s=20.0)) as drive:
-        liar = drive.swarm.at("head")
-
-        async def claim(stage: ToyStage, key: str, _work: object) -> object:
-            return garbled_claim(stage, key)
-
-        liar.faults[CHAIN].extend([claim] * 50)
+        drive.swarm.at("head").faults[CHAIN].extend([claim] * 50)
         await drive.driver.run()
         status = drive.driver.status()
         assert all(reason == "body-1: contradicted" for reason in status.lost_by)
@@ -473,32 +424,10 @@ async def test_a_head_that_claims_what_the_others_deny_is_found_out() -> None:
         assert status.done + status.lost == 6
 
 
-def garbled_claim(stage: ToyStage, key: str) -> object:
+async def claim(stage: ToyStage, key: str, _work: object) -> object:
     answer = stage.answer_to(key, None)
     claimed = {"applied": STAGES, "loss_sum": 1.0, "num_tokens": ROWS * POSITIONS}
     return TensorAnswer(answer.body.model_copy(update=claimed), answer.tensors)
-
-
-# -- workers whose answers make decoders fail --------------------------------------------------------------------------
-
-
-VAST = [name for name in LIES if "vast" in name or "dimension" in name or "bits" in name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VAST)
-@on_event_loop
-async def test_a_liar_is_banned_for_long_at_once_and_the_rest_is_done(name: str) -> None:
-    async with (
-        lying_worker("body-1", LIES[name], dim=DIM, run_id=RUN_ID, rpc=fast_config()) as (liar, at),
-        driving(ONE_EACH, 12) as drive,
-    ):
-        announced, honest = StageWorker("body-1", "body1.0.99", at.peer, liar.incarnation), drive.swarm.workers
-        drive.swarm.workers = lambda: (*honest(), announced)  # type: ignore[method-assign]
-        await drive.all_done()
-        assert liar.asked[FORWARD] >= 1
-        banned = {key: left_s for stage in drive.driver.status().stages for key, left_s in stage.banned.items()}
-        assert banned[announced.key] > BAN_S
 
 
 @pytest.mark.slow
@@ -550,9 +479,6 @@ async def test_liars_of_every_kind_end_no_driver(monkeypatch: pytest.MonkeyPatch
         assert len(banned & {worker.key for worker in announced}) >= 6
 
 
-# -- reasons of refusals -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("word", ["0", "-x", "_", "", "hop-", "a" * 48, "no-such-word"])
 def test_a_word_that_nobody_knows_is_one_of_ours(word: str) -> None:
     verdict = verdict_of(RefusedError(word, "a worker's text"))
@@ -561,6 +487,4 @@ def test_a_word_that_nobody_knows_is_one_of_ours(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["busy", "no-input", "already-applied", "malformed", "nonfinite", *map(str, Reason)])
 def test_every_word_that_is_known_can_be_why_a_micro_batch_was_lost(word: str) -> None:
-    verdict = verdict_of(RefusedError(word, "a worker's text"))
-    assert verdict.reason == word
-    assert TypeAdapter(LossReason).validate_python(verdict.reason) == word
+    assert TypeAdapter(LossReason).validate_python(verdict_of(RefusedError(word, "a worker's text")).reason) == word

@@ -53,14 +53,6 @@ def test_recomputed_and_cached_are_the_same_bits_at_the_same_version() -> None:
         assert cached.step(9).grad_norm == recomputing.step(9).grad_norm
 
 
-def test_a_gradient_whose_forward_pass_was_elsewhere_is_the_same() -> None:
-    here, there = _body(), _body()
-    there.forward("m", hidden(1))
-    assert backward(here, hidden(1), hidden(2)).recomputed
-    backward(there, hidden(1), hidden(2))
-    assert _same(here, there)
-
-
 def _step(stage: StageReplica) -> None:
     backward(stage, hidden(1), hidden(2), "first")
     stage.step(9)
@@ -105,22 +97,18 @@ def test_a_graph_of_another_input_is_not_used_and_the_latest_forward_pass_counts
     assert _same(stage, fresh)
 
 
-def test_a_graph_serves_one_backward_pass() -> None:
+def test_a_graph_serves_one_backward_pass_and_forgotten_ones_are_gone() -> None:
     stage = _body()
+    stage.forward("n", hidden(1))
+    stage.forget("n")
+    stage.forget("never there")
+    assert stage.cached_bytes == 0
     stage.forward("m", hidden(1))
     backward(stage, None, hidden(2))
     assert stage.cached_bytes == 0
     with pytest.raises(PipelineError, match="the input of m, found neither"):
         backward(stage, None, hidden(2))
     assert stage.accumulated.num_micro_batches == 1
-
-
-def test_forgotten_passes_are_gone() -> None:
-    stage = _body()
-    stage.forward("m", hidden(1))
-    stage.forget("m")
-    stage.forget("never there")
-    assert stage.cached_bytes == 0
 
 
 def test_memory_is_bounded_and_the_input_of_what_was_dropped_has_to_come_again() -> None:
@@ -132,21 +120,14 @@ def test_memory_is_bounded_and_the_input_of_what_was_dropped_has_to_come_again()
     for seed in range(3):
         stage.forward(f"m{seed}", hidden(seed))
         assert stage.cached_bytes <= 2.5 * one
-    assert [backward(stage, hidden(seed), hidden(9), f"m{seed}").recomputed for seed in range(3)] == [
-        True,
-        False,
-        False,
-    ]
-    assert stage.cached_bytes == 0
-
-
-def test_with_no_memory_at_all_the_input_has_to_come_again() -> None:
-    stage = _body(replace(UNCLIPPED, max_cached_bytes=0))
-    stage.forward("m", hidden(1))
-    assert stage.cached_bytes == 0
+    found = [backward(stage, hidden(seed), hidden(9), f"m{seed}").recomputed for seed in range(3)]
+    assert (found, stage.cached_bytes) == ([True, False, False], 0)
+    forgetful = _body(replace(UNCLIPPED, max_cached_bytes=0))
+    forgetful.forward("m", hidden(1))
+    assert forgetful.cached_bytes == 0
     with pytest.raises(PipelineError, match="send it again"):
-        backward(stage, None, hidden(2))
-    assert backward(stage, hidden(1), hidden(2)).recomputed
+        backward(forgetful, None, hidden(2))
+    assert backward(forgetful, hidden(1), hidden(2)).recomputed
 
 
 def test_what_a_graph_keeps_is_measured_alike_at_the_first_and_at_later_passes() -> None:
@@ -273,16 +254,12 @@ def test_who_floods_drives_out_its_own() -> None:
     assert [number for number in range(10) if cache.get(f"{number} flooding") is not None] == [8, 9]
 
 
-def test_one_that_is_larger_than_all_there_may_be_is_not_kept_and_costs_no_other() -> None:
+def test_one_that_is_too_large_is_kept_without_its_graph_or_not_at_all_and_costs_no_other() -> None:
     cache = GraphCache(ENTRY_BYTES + 100)
     cache.put("a", _forward(5, 20))
     cache.put("b", _forward(26, 0))
     assert cache.get("a").y is not None
     assert cache.size_bytes == ENTRY_BYTES + 40
-
-
-def test_of_one_whose_graph_alone_is_too_large_the_input_stays() -> None:
-    cache = GraphCache(ENTRY_BYTES + 100)
     cache.put("a", _forward(5, 1000))
     assert cache.get("a").y is None
     assert cache.size_bytes == ENTRY_BYTES + 20

@@ -26,8 +26,7 @@ from trainer.network.discovery import Announcement, DiscoveryConfig
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Identity
 from trainer.pipeline.driver.balancer import WorkerLoad
-from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageView
-from trainer.pipeline.driver.steps import StepLoss
+from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageView, StepLoss
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import NodeStats
