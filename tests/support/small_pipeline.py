@@ -111,7 +111,7 @@ class Member:
 
     def counted(self, keys: list[str]) -> set[str]:
         """Those of these that it has counted."""
-        return self.running.worker.replies.counted_among(keys)[1]
+        return set(self.running.worker.replies.counted_among(keys)[1])
 
 
 class SmallPipeline:
