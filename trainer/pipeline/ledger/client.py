@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -43,24 +44,18 @@ _LOG_AWAY_S = 60.0
 AnswerT = TypeVar("AnswerT", bound=Message)
 
 
+@dataclass(eq=False, repr=False)
 class LedgerClient:
     """A driver's `Work`; ``keeper`` returns the current keeper, which has the same ``spec`` and ``config``."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        keeper: Callable[[], Peer | None],
-        rows: MicroBatches,
-        spec: LedgerSpec,
-        config: LedgerConfig,
-        preferred: Sequence[int] = (),
-    ) -> None:
-        self._endpoint = endpoint
-        self._keeper = keeper
-        self._rows = rows
-        self._spec = spec
-        self._config = config
-        self._preferred = tuple(preferred)
+    endpoint: Endpoint
+    keeper: Callable[[], Peer | None]
+    rows: MicroBatches
+    spec: LedgerSpec
+    config: LedgerConfig
+    preferred: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
         self.cache = LeaseCache()
         self._token = secrets.token_hex(16)
         self._renewed_s = self._lease_from_s = 0.0
@@ -130,9 +125,9 @@ class LedgerClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            async with asyncio.timeout(self._config.close_s):
+            async with asyncio.timeout(self.config.close_s):
                 if self._leasing is not None:
-                    await asyncio.wait({self._leasing}, timeout=self._config.close_s / 2)
+                    await asyncio.wait({self._leasing}, timeout=self.config.close_s / 2)
                 for token in self.cache.leases:
                     self.cache.hand_back_unbegun(token)
                 while self.cache.num_unreported:
@@ -176,13 +171,13 @@ class LedgerClient:
 
     def _units_wanted(self) -> int:
         """Returns how many units to ask for, so that what is held lasts for `LedgerConfig.hold_s` at this speed."""
-        per_unit, ahead = self._spec.layout.micro_batches_per_unit, self.cache.num_ahead
-        least = per_unit * self._config.lease_units
-        wanted = math.ceil(self.cache.ended_per_s(boottime_s()) * self._config.hold_s)
-        wanted = max(least, min(wanted, self._config.max_open - self.cache.num_begun))
+        per_unit, ahead = self.spec.layout.micro_batches_per_unit, self.cache.num_ahead
+        least = per_unit * self.config.lease_units
+        wanted = math.ceil(self.cache.ended_per_s(boottime_s()) * self.config.hold_s)
+        wanted = max(least, min(wanted, self.config.max_open - self.cache.num_begun))
         if ahead > wanted - (least + 1) // 2:
             return 0
-        return min(MAX_LEASE_UNITS, max(self._config.lease_units, -(-(wanted - ahead) // per_unit)))
+        return min(MAX_LEASE_UNITS, max(self.config.lease_units, -(-(wanted - ahead) // per_unit)))
 
     async def _lease_if_due(self) -> float:
         """Asks for rows, unless there were none a moment ago; returns the seconds until the next time."""
@@ -198,8 +193,8 @@ class LedgerClient:
         asked_s = boottime_s()
         ask = messages.LeaseAsk(
             token=self._token,
-            data_digest=self._spec.digest(),
-            preferred=tuple(dict.fromkeys((*self.cache.shards(), *self._preferred)))[: messages.MAX_PREFERRED],
+            data_digest=self.spec.digest(),
+            preferred=tuple(dict.fromkeys((*self.cache.shards(), *self.preferred)))[: messages.MAX_PREFERRED],
             num_units=num_units,
         )
         answer = await self._ask(messages.LEDGER_LEASE, ask, messages.LeaseAnswer)
@@ -220,13 +215,13 @@ class LedgerClient:
 
     def _checked(self, runs: Sequence[Run]) -> list[MicroBatchId]:
         """Returns the micro-batches of a lease; raises MalformedAnswerError if no lease of this run can have them."""
-        layout = self._spec.layout
+        layout = self.spec.layout
         if any(run.row % layout.micro_batch_rows or run.row + run.num_rows > layout.num_windows for run in runs):
             raise MalformedAnswerError(
                 "expected a lease of rows of this run's shards, found others; check which node is the keeper"
             )
         num_rows = sum(run.num_rows for run in runs)
-        most = max(self._config.max_open * layout.micro_batch_rows, self._config.lease_units * layout.unit_rows)
+        most = max(self.config.max_open * layout.micro_batch_rows, self.config.lease_units * layout.unit_rows)
         if num_rows > most:
             raise MalformedAnswerError(
                 f"expected a lease of at most {most} rows, found {num_rows}; check which node is the keeper"
@@ -235,10 +230,10 @@ class LedgerClient:
 
     async def _renew_if_due(self) -> float:
         """Renews all leases in time; returns the seconds until the next time."""
-        every_s, asked_s = self._config.lease_s / _RENEWALS, boottime_s()
+        every_s, asked_s = self.config.lease_s / _RENEWALS, boottime_s()
         for token in self.cache.lapse(asked_s):
             logger.warning("lease %s ran out before it could be renewed; what was not begun is handed back", token[:8])
-        self.cache.forget_lapsed(asked_s - 2 * self._config.lease_s)
+        self.cache.forget_lapsed(asked_s - 2 * self.config.lease_s)
         tokens = tuple(self.cache.leases)
         if not tokens:
             return every_s
@@ -300,12 +295,12 @@ class LedgerClient:
             return None
 
     async def _call(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT:
-        keeper = self._keeper()
+        keeper = self.keeper()
         if keeper is None:
             raise PeerUnavailableError(
-                f"expected the keeper of the account, {self._config.keeper}, found none announced"
+                f"expected the keeper of the account, {self.config.keeper}, found none announced"
             )
-        reply = await self._endpoint.call(keeper, method, ask, answer, timeout_s=self._config.call_timeout_s)
+        reply = await self.endpoint.call(keeper, method, ask, answer, timeout_s=self.config.call_timeout_s)
         self._away_since_s = math.inf
         return reply.body
 
@@ -322,14 +317,14 @@ class LedgerClient:
             self._logged_away_s = now_s
             logger.warning(
                 "waiting for the account's keeper, %s, for %.0f s; %d micro-batches are held and not begun: %s",
-                *(self._config.keeper, self.keeper_away_s, self.cache.num_ahead, error),
+                *(self.config.keeper, self.keeper_away_s, self.cache.num_ahead, error),
             )
 
     # -- reading rows --------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         while True:
-            while self.cache.unread and len(self.cache.ready) < self._config.ahead:
+            while self.cache.unread and len(self.cache.ready) < self.config.ahead:
                 await self._read_one(*self.cache.unread[0])
             self._to_read.clear()
             await self._to_read.wait()
@@ -339,8 +334,8 @@ class LedgerClient:
         coming = dict.fromkeys(each.shard for _, each in self.cache.unread)
 
         def read() -> tuple[Tensor, Tensor]:
-            self._rows.want(coming)  # Waits for its turn, as reading does: neither is for the event loop.
-            return self._rows.read(wanted)
+            self.rows.want(coming)  # Waits for its turn, as reading does: neither is for the event loop.
+            return self.rows.read(wanted)
 
         try:
             inputs, labels = await in_daemon_thread(read, "ledger-rows")

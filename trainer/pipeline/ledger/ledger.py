@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from trainer.errors import LedgerError, RefusedError, TrainerUsageError
 from trainer.pipeline.ledger.config import LedgerConfig
@@ -35,6 +35,7 @@ class AppliedReport:
     silent: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Ledger:
     """The account, and the rules by which it changes; what changes it raises LedgerError if that cannot be written.
 
@@ -46,20 +47,15 @@ class Ledger:
         max_tokens: to be trained on in all, those of the journal included; 0: no bound.
     """
 
-    def __init__(
-        self,
-        state: LedgerState,
-        config: LedgerConfig,
-        write: Callable[[Record], None],
-        now_s: float,
-        *,
-        max_tokens: int = 0,
-    ) -> None:
-        self.state = state
-        self._config = config
+    state: LedgerState
+    config: LedgerConfig
+    write: Callable[[Record], None]
+    now_s: InitVar[float]
+    max_tokens: int = 0
+
+    def __post_init__(self, now_s: float) -> None:
+        state, config = self.state, self.config
         self._layout = state.spec.layout
-        self._write = write
-        self._max_tokens = max_tokens
         self._ends_s = dict.fromkeys(state.leases, now_s + config.lease_s)
         self._due: set[str] = set()  # Leases that ran out and are being resolved.
         self._seen_s = dict.fromkeys(state.workers, now_s)
@@ -85,7 +81,7 @@ class Ledger:
         """
         known = self._lease_of(driver, token)
         if known is not None and token not in self._due:
-            self._ends_s[token] = now_s + self._config.lease_s
+            self._ends_s[token] = now_s + self.config.lease_s
             return self._leased(runs_of(known.open, self._layout))
         if known is not None:
             raise RefusedError("lease-over", f"lease {token[:8]} has run out; draw another token")
@@ -95,7 +91,7 @@ class Ledger:
         if not num_units:
             raise RefusedError(
                 "enough",
-                f"expected a driver that holds fewer than {self._config.max_open} micro-batches and less than its "
+                f"expected a driver that holds fewer than {self.config.max_open} micro-batches and less than its "
                 f"share of what is left, found {self.state.num_held_by(driver)}",
             )
         runs = self._returned_runs(preferred, num_units, now_s) or self._new_runs(preferred, num_units)
@@ -106,7 +102,7 @@ class Ledger:
         given, surplus = self._cut(runs)
         self._change(Granted(token=token, driver=driver, runs=runs))
         self._due.discard(token)
-        self._ends_s[token] = now_s + self._config.lease_s
+        self._ends_s[token] = now_s + self.config.lease_s
         if surplus:
             self._change(Settled(token=token, handed_back=surplus))
         return self._leased(given)
@@ -116,7 +112,7 @@ class Ledger:
         leases = self.state.leases
         mine = (token for token in tokens if token in leases and leases[token].driver == driver)
         live = tuple(token for token in mine if token not in self._due)
-        self._ends_s.update(dict.fromkeys(live, now_s + self._config.lease_s))
+        self._ends_s.update(dict.fromkeys(live, now_s + self.config.lease_s))
         return live
 
     def settle(
@@ -179,7 +175,7 @@ class Ledger:
     def due(self, now_s: float) -> tuple[str, ...]:
         """Returns the leases that ran out long enough ago to be resolved; they cannot be renewed any more."""
         self._ends_s = {token: end_s for token, end_s in self._ends_s.items() if token in self.state.leases}
-        over = tuple(token for token, end_s in self._ends_s.items() if end_s + self._config.lease_margin_s <= now_s)
+        over = tuple(token for token, end_s in self._ends_s.items() if end_s + self.config.lease_margin_s <= now_s)
         self._due = set(over)
         return over
 
@@ -188,7 +184,7 @@ class Ledger:
 
         An announcement may come later than a driver's report of the worker, but not later than a worker is missed.
         """
-        patience_s, holder = max(self._config.worker_gone_s, self._config.lease_s), self.state.holder
+        patience_s, holder = max(self.config.worker_gone_s, self.config.lease_s), self.state.holder
         self._unheard_s = {
             (token, each): since_s for (token, each), since_s in self._unheard_s.items() if holder.get(each) == token
         }
@@ -246,7 +242,7 @@ class Ledger:
             returned=runs_of(returned, layout),
         )
         self._change(record)
-        self._rests_until_s.update(dict.fromkeys(returned, now_s + self._config.reissue_after_s))
+        self._rests_until_s.update(dict.fromkeys(returned, now_s + self.config.reissue_after_s))
         return record
 
     def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
@@ -259,7 +255,7 @@ class Ledger:
         fresh = tuple(filter(self.state.has_news, workers))
         self._seen_s = dict.fromkeys(known, now_s) | self._seen_s
         self._seen_s.update(dict.fromkeys((worker.incarnation for worker in workers), now_s))
-        gone = tuple(each for each in known if self._seen_s[each] + self._config.worker_gone_s <= now_s)
+        gone = tuple(each for each in known if self._seen_s[each] + self.config.worker_gone_s <= now_s)
         if version == self.state.noted_version or self.leases_nothing:
             version = None
         if fresh or gone or version is not None:
@@ -282,7 +278,7 @@ class Ledger:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _leased(self, runs: tuple[Run, ...], *, finished: bool = False) -> LeaseAnswer:
-        return LeaseAnswer(runs=runs, lease_s=self._config.lease_s, finished=finished)
+        return LeaseAnswer(runs=runs, lease_s=self.config.lease_s, finished=finished)
 
     def _can_be_known(self, token: str) -> bool:
         """Whether a lease is live, and all workers that may have counted something of it can be asked."""
@@ -295,18 +291,18 @@ class Ledger:
         So drivers come to their ends together, however fast each is.
         """
         layout, held = self._layout, self.state.num_held_by(driver)
-        room = -(-(self._config.max_open - held) // layout.micro_batches_per_unit)
+        room = -(-(self.config.max_open - held) // layout.micro_batches_per_unit)
         left = self._left_micro_batches()
         if left == math.inf:
             return max(0, room)
         drivers = {driver, *(lease.driver for lease in self.state.leases.values())}
         share = (left + len(self.state.holder)) / (2 * len(drivers))
-        least = self._config.lease_units * layout.micro_batches_per_unit
+        least = self.config.lease_units * layout.micro_batches_per_unit
         return max(0, min(room, math.ceil((max(2 * least, share) - held) / layout.micro_batches_per_unit)))
 
     def _left_micro_batches(self) -> float:
         """Returns how many may still be given to drivers; infinity: there is no end."""
-        layout, epochs = self._layout, self._config.epochs
+        layout, epochs = self._layout, self.config.epochs
         by_tokens = self._left_tokens() / (layout.micro_batch_rows * layout.seq_len)
         if not epochs:
             return by_tokens
@@ -318,7 +314,7 @@ class Ledger:
 
     def _left_tokens(self) -> float:
         """Returns how many may still be given to drivers; what is lost is made up for."""
-        return self._max_tokens - self.state.spoken_for_tokens() if self._max_tokens else math.inf
+        return self.max_tokens - self.state.spoken_for_tokens() if self.max_tokens else math.inf
 
     def _cut(self, runs: tuple[Run, ...]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
         """Splits rows into those that may be given and a surplus, which waits: shards are begun by whole units."""
@@ -349,7 +345,7 @@ class Ledger:
             with_more = [
                 (lane.units_leased / spec.weight, lane)
                 for lane, spec in lanes
-                if not lane.is_through or not self._config.epochs or lane.epoch + 1 < self._config.epochs
+                if not lane.is_through or not self.config.epochs or lane.epoch + 1 < self.config.epochs
             ]
             if not with_more:
                 break
@@ -398,7 +394,7 @@ class Ledger:
         if self.failure is not None:
             raise LedgerError("expected an account that can be written, found that writing has failed; start it again")
         try:
-            self._write(record)
+            self.write(record)
             self.state.apply(record)
         except Exception as error:
             self.failure = error

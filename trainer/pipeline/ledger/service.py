@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -77,20 +78,20 @@ def open_ledger(
     return ledger, journal
 
 
+@dataclass(eq=False, repr=False)
 class WorkerInquiry:
     """An `AppliedInquiry` over the network; ``workers`` returns the stage and address of each as known now."""
 
-    def __init__(
-        self, endpoint: Endpoint, workers: Callable[[], Iterable[tuple[str, Peer]]], timeout_s: float = 10.0
-    ) -> None:
-        self._endpoint = endpoint
-        self._workers = workers
-        self._timeout_s = timeout_s
+    endpoint: Endpoint
+    workers: Callable[[], Iterable[tuple[str, Peer]]]
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
         self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
 
     async def __call__(self, micro_batches: Sequence[MicroBatchKey]) -> AppliedReport:
         """Asks all workers at once."""
-        workers = list(self._workers())
+        workers = list(self.workers())
         answers = await asyncio.gather(*(self._ask(peer, micro_batches) for _, peer in workers))
         applied: dict[str, frozenset[str]] = {}
         answered = set()
@@ -108,7 +109,7 @@ class WorkerInquiry:
             part = tuple(micro_batches[first : first + _AT_ONCE])
             ask = AppliedAsk(micro_batches=part, refuse_from_now=True)
             try:
-                reply = await self._endpoint.call(peer, APPLIED, ask, AppliedAnswer, timeout_s=self._timeout_s)
+                reply = await self.endpoint.call(peer, APPLIED, ask, AppliedAnswer, timeout_s=self.timeout_s)
             except RpcError as error:
                 if self._log_limit.take(peer.address):  # Each lease that runs out asks all workers.
                     logger.info("%s does not say what it has counted: %s", peer.address, error)
@@ -118,6 +119,7 @@ class WorkerInquiry:
         return (incarnations.pop(), frozenset(applied)) if len(incarnations) == 1 else None
 
 
+@dataclass(eq=False, repr=False)
 class LedgerService:
     """Answers drivers, at an endpoint that is not started yet; `stop` closes the journal.
 
@@ -127,23 +129,15 @@ class LedgerService:
             any caller is given rows and believed, which is for trusted networks only.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        ledger: Ledger,
-        journal: Journal,
-        config: LedgerConfig,
-        inquiry: AppliedInquiry,
-        *,
-        drivers: Callable[[], Collection[PeerId]] | None = None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._ledger = ledger
-        self._journal = journal
-        self._config = config
-        self._inquiry = inquiry
-        self._drivers = drivers
-        self._digest = ledger.state.spec.digest()
+    endpoint: Endpoint
+    ledger: Ledger
+    journal: Journal
+    config: LedgerConfig
+    inquiry: AppliedInquiry
+    drivers: Callable[[], Collection[PeerId]] | None = None
+
+    def __post_init__(self) -> None:
+        self._digest = self.ledger.state.spec.digest()
         self._thread = ThreadPoolExecutor(1, "genesis-ledger")
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -165,10 +159,10 @@ class LedgerService:
 
     def register(self) -> None:
         """Registers its methods at the endpoint."""
-        self._endpoint.register(messages.LEDGER_LEASE, messages.LeaseAsk, self._lease)
-        self._endpoint.register(messages.LEDGER_RENEW, messages.RenewAsk, self._renew)
-        self._endpoint.register(messages.LEDGER_SETTLE, messages.SettleAsk, self._settle)
-        self._endpoint.register(messages.LEDGER_ACCOUNT, messages.AccountAsk, self._account)
+        self.endpoint.register(messages.LEDGER_LEASE, messages.LeaseAsk, self._lease)
+        self.endpoint.register(messages.LEDGER_RENEW, messages.RenewAsk, self._renew)
+        self.endpoint.register(messages.LEDGER_SETTLE, messages.SettleAsk, self._settle)
+        self.endpoint.register(messages.LEDGER_ACCOUNT, messages.AccountAsk, self._account)
 
     async def start(self) -> None:
         """Begins to watch over leases."""
@@ -183,25 +177,25 @@ class LedgerService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
-        self._journal.close()
+        self.journal.close()
 
     async def account(self) -> Account:
         """Returns the account; raises LedgerError if this was stopped."""
-        return await self._run(self._ledger.account)
+        return await self._run(self.ledger.account)
 
     async def failed(self) -> None:
         """Waits until the account cannot be written any more; raises LedgerError with the reason."""
         await self._has_failed.wait()
-        raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
+        raise LedgerError(f"the account cannot be kept: {self.ledger.failure}") from self.ledger.failure
 
     async def note_workers(self, workers: Iterable[WorkerSeen], version: int | None = None) -> None:
         """Notes all workers that are announced now, see `Ledger.note_workers`; to be called every few seconds."""
         seen = tuple(workers)
-        await self._run(lambda: self._ledger.note_workers(seen, boottime_s(), version))
+        await self._run(lambda: self.ledger.note_workers(seen, boottime_s(), version))
 
     async def grow(self, shards: Sequence[Sequence[int]]) -> None:
         """Notes a store that has more shards, see `Ledger.grow`."""
-        await self._run(lambda: self._ledger.grow(shards))
+        await self._run(lambda: self.ledger.grow(shards))
 
     async def _run(self, work: Callable[[], T]) -> T:
         """Runs something in the ledger's thread, to its end even if the caller is cancelled."""
@@ -210,7 +204,7 @@ class LedgerService:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         finally:
-            if self._ledger.failure is not None:
+            if self.ledger.failure is not None:
                 self._has_failed.set()
 
     # -- drivers' requests ---------------------------------------------------------------------------------------------
@@ -223,11 +217,11 @@ class LedgerService:
                 "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
                 f"found one with others (digest {ask.data_digest}, here {self._digest})",
             )
-        if self._drivers is not None and sender not in (self._endpoint.peer_id, *self._drivers()):
+        if self.drivers is not None and sender not in (self.endpoint.peer_id, *self.drivers()):
             raise RefusedError("not-a-driver", f"expected a driver that is announced, found {sender[:12]}; try again")
         self._asked_s[sender] = boottime_s()
         answer = await self._answered(
-            lambda: self._ledger.lease(sender, ask.token, ask.preferred, ask.num_units, boottime_s())
+            lambda: self.ledger.lease(sender, ask.token, ask.preferred, ask.num_units, boottime_s())
         )
         if answer.finished:
             self._told_finished.add(sender)
@@ -235,26 +229,26 @@ class LedgerService:
 
     async def _renew(self, request: Request[messages.RenewAsk]) -> Reply[messages.RenewAnswer]:
         tokens = request.body.tokens
-        live = await self._answered(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
+        live = await self._answered(lambda: self.ledger.renew(request.sender, tokens, boottime_s()))
         if live:
             self._asked_s[request.sender] = boottime_s()
-        return Reply(messages.RenewAnswer(live=live, lease_s=self._config.lease_s))
+        return Reply(messages.RenewAnswer(live=live, lease_s=self.config.lease_s))
 
     async def _settle(self, request: Request[messages.SettleAsk]) -> Reply[messages.SettleAnswer]:
         sender, ask = request.sender, request.body
         back = [MicroBatchId.parse(key) for key in ask.handed_back]
 
         def settle() -> messages.SettleAnswer:
-            checked_s = None if self._drivers is None else boottime_s()
-            answer = self._ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
+            checked_s = None if self.drivers is None else boottime_s()
+            answer = self.ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
             if ask.release:
-                self._ledger.release(sender, ask.token, boottime_s())
+                self.ledger.release(sender, ask.token, boottime_s())
             return answer
 
         return Reply(await self._answered(settle))
 
     async def _account(self, _request: Request[messages.AccountAsk]) -> Reply[Account]:
-        return Reply(await self._answered(self._ledger.account))
+        return Reply(await self._answered(self.ledger.account))
 
     async def _answered(self, work: Callable[[], T]) -> T:
         try:
@@ -268,8 +262,8 @@ class LedgerService:
     async def _watch_leases(self) -> None:
         while True:
             try:
-                due = await self._run(lambda: self._ledger.due(boottime_s()))
-                unheard = await self._run(lambda: self._ledger.unheard(boottime_s()))
+                due = await self._run(lambda: self.ledger.due(boottime_s()))
+                unheard = await self._run(lambda: self.ledger.unheard(boottime_s()))
                 for token, some in {**unheard, **dict.fromkeys(due)}.items():
                     if token not in self._inquiries:
                         task = asyncio.create_task(self._resolve(token, some), name=f"ledger-inquiry-{token[:8]}")
@@ -277,7 +271,7 @@ class LedgerService:
                         task.add_done_callback(partial(self._end_inquiry, token))
             except LedgerError as error:
                 logger.error("leases are not watched over: %s", error)
-            await asyncio.sleep(min(1.0, self._config.lease_s / 10))
+            await asyncio.sleep(min(1.0, self.config.lease_s / 10))
 
     def _end_inquiry(self, token: str, _task: asyncio.Task[None]) -> None:
         del self._inquiries[token]
@@ -287,7 +281,7 @@ class LedgerService:
         why = "ran out" if unheard is None else "is said to be done by workers that nobody has heard of"
         try:
             report = await self._report_on(token, unheard)
-            decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s(), unheard))
+            decided = await self._run(lambda: self.ledger.resolve(token, report, boottime_s(), unheard))
         except LedgerError as error:
             logger.error("lease %s %s, and stays open: %s", token[:8], why, error)
             return
@@ -300,15 +294,15 @@ class LedgerService:
 
     async def _report_on(self, token: str, some: Collection[MicroBatchId] | None) -> AppliedReport:
         """Asks the workers about a lease, or some of it, until all have answered or time is up."""
-        deadline_s = boottime_s() + self._config.inquiry_s
+        deadline_s = boottime_s() + self.config.inquiry_s
         while True:
-            asked = await self._run(lambda: self._ledger.open_in(token, some))
+            asked = await self._run(lambda: self.ledger.open_in(token, some))
             try:
-                report = await self._inquiry(tuple(map(str, asked)))
+                report = await self.inquiry(tuple(map(str, asked)))
             except (TrainerError, OSError, TimeoutError) as error:
                 logger.warning("the workers cannot be asked: %s", error)
                 report = AppliedReport({}, frozenset(), silent=1)
-            may_learn_more = await self._run(partial(self._ledger.may_learn_more, token, report))
+            may_learn_more = await self._run(partial(self.ledger.may_learn_more, token, report))
             left_s = deadline_s - boottime_s()
             if not may_learn_more or left_s <= 0:
                 return report

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -55,6 +55,7 @@ _OWN_FAULTS = frozenset({"malformed", "nonfinite", "no-input", "stale", "busy", 
 """Reasons that may apply to one request and not to the next for the same micro-batch."""
 
 
+@dataclass(eq=False, repr=False)
 class StageService:
     """Answers for one stage at an endpoint that is not started yet.
 
@@ -65,51 +66,44 @@ class StageService:
             only its own. None: each driver may.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        plan: StagePlan,
-        executor: StageExecutor,
-        config: WorkerConfig,
-        *,
-        drivers: Callable[[], Collection[PeerId]] | None = None,
-        keeper: Callable[[], PeerId | None] | None = None,
-    ) -> None:
-        self.status: ServiceStatus = "joining"
-        """Announced; `accepts` alone decides what is let in."""
-        self.accepts: Accepts = "nothing"
-        """Which requests are let in: all, those that end what was begun (`stage/backward`), or none."""
-        self.workers: Callable[[str], Mapping[PeerId, Peer]] | None = None
-        """The workers of a stage as known now, by key: who may pass chains on to this one, and where the next hop is.
-        None: anybody may, and a hop is where a route says; for trusted networks only."""
+    endpoint: Endpoint
+    plan: StagePlan
+    executor: StageExecutor
+    config: WorkerConfig
+    drivers: Callable[[], Collection[PeerId]] | None = None
+    keeper: Callable[[], PeerId | None] | None = None
+    workers: Callable[[str], Mapping[PeerId, Peer]] | None = None
+    """The workers of a stage as known now, by key: who may pass chains on to this one, and where the next hop is. None:
+    anybody may, and a hop is where a route says; for trusted networks only."""
+    status: ServiceStatus = "joining"
+    """Announced; `accepts` alone decides what is let in."""
+    accepts: Accepts = "nothing"
+    """Which requests are let in: all, those that end what was begun (`stage/backward`), or none."""
+
+    def __post_init__(self) -> None:
         self._refused: Counter[str] = Counter()
         self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
         self.suspend_detector = received.SuspendDetector()
         self.num_under_way = 0
         """Requests that were let in and are not answered yet, whatever they wait for: tensors of a stream, the queue,
         the next worker of a chain, or the sending of the answer."""
-        self._endpoint = endpoint
-        self._executor = executor
-        self._name = executor.name
-        self._config = config
-        self._drivers = drivers
-        self._keeper = keeper
-        self._memory = MemoryBudget(config.max_received_bytes)
-        index = plan.index(executor.name)
-        self._stage_before = plan.names[index - 1] if index else None
+        self._name = self.executor.name
+        self._memory = MemoryBudget(self.config.max_received_bytes)
+        index = self.plan.index(self._name)
+        self._stage_before = self.plan.names[index - 1] if index else None
         self._counting: dict[PendingCount, asyncio.Task[StageReply]] = {}
 
     def register(self) -> None:
         """Registers the stage's methods; before the endpoint starts."""
-        if self._executor.replica.kind == "tail":
+        if self.executor.replica.kind == "tail":
             self._register(messages.TAIL, "a tail's pass", received.ReceivedTail, self._tail)
         else:
             self._register(messages.FORWARD, "a forward pass", received.ReceivedForward, self._forward)
             self._register(messages.BACKWARD, "a backward pass", ReceivedBackward, self._backward)
         self._register(messages.CHAIN, "a chain", ReceivedChain, self._pass_on)
         self._register(messages.EVALUATE, "an evaluation", ReceivedEvaluate, self._evaluate)
-        self._endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
-        self._endpoint.register(STATUS, StatusAsk, self._status)
+        self.endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
+        self.endpoint.register(STATUS, StatusAsk, self._status)
 
     def _register(
         self, method: str, what: str, ask: type[AskT], answer: TensorHandler[AskT, messages.StageAnswer]
@@ -118,8 +112,8 @@ class StageService:
             with self._counting_refusals(sender, what):
                 return await answer(sender, body, tensors)
 
-        max_bytes = self._executor.link.max_request_bytes(self._config.max_request_tokens)
-        TensorService(self._endpoint).register(
+        max_bytes = self.executor.link.max_request_bytes(self.config.max_request_tokens)
+        TensorService(self.endpoint).register(
             method, ask, handle, max_bytes=max_bytes, within_s=lambda body: body.answer_within_s, admit=self._admit
         )
 
@@ -134,7 +128,7 @@ class StageService:
             with self._counting_refusals(sender, "a request"):
                 self._check_message(ask)
                 self._owner_of(sender, ask)
-                held.enter_context(self._memory.held(sender, self._executor.link.held_bytes(ask, num_made)))
+                held.enter_context(self._memory.held(sender, self.executor.link.held_bytes(ask, num_made)))
             self.num_under_way += 1
             try:
                 yield
@@ -143,7 +137,7 @@ class StageService:
 
     async def _forward(self, sender: PeerId, ask: received.ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors)
-        answer, _, activation = await self._executor.forward(sender, ask, tensors)
+        answer, _, activation = await self.executor.forward(sender, ask, tensors)
         return TensorAnswer(answer, activation)
 
     async def _backward(self, sender: PeerId, ask: ReceivedBackward, tensors: dict[str, Tensor]) -> StageReply:
@@ -153,15 +147,15 @@ class StageService:
                 "malformed",
                 f"expected at most {ask.num_rows} x {ask.num_positions} tokens that count, found {ask.num_tokens}",
             )
-        return await self._once(messages.BACKWARD, sender, ask, tensors, self._executor.answer_backward)
+        return await self._once(messages.BACKWARD, sender, ask, tensors, self.executor.answer_backward)
 
     async def _tail(self, sender: PeerId, ask: received.ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors, LABELS)
-        return await self._once(messages.TAIL, sender, ask, tensors, self._executor.answer_tail)
+        return await self._once(messages.TAIL, sender, ask, tensors, self.executor.answer_tail)
 
     async def _pass_on(self, sender: PeerId, ask: ReceivedChain, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors, LABELS)
-        behind, found = self._executor.behind, tuple(hop.stage for hop in ask.route)
+        behind, found = self.executor.behind, tuple(hop.stage for hop in ask.route)
         if found != behind:
             raise RefusedError(
                 "malformed",
@@ -169,13 +163,13 @@ class StageService:
             )
         if ask.route:
             self._peer_of(ask.route[0])
-        kind = messages.TAIL if self._executor.replica.kind == "tail" else messages.CHAIN
-        return await self._once(kind, sender, ask, tensors, partial(self._executor.answer_chain, self._peer_of))
+        kind = messages.TAIL if self.executor.replica.kind == "tail" else messages.CHAIN
+        return await self._once(kind, sender, ask, tensors, partial(self.executor.answer_chain, self._peer_of))
 
     async def _evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
         wanted = {"tail": [LABELS], "body": [GRADIENT] if ask.with_gradient else [], "head": []}
-        self._check(ask, tensors, *wanted[self._executor.replica.kind])
-        return await self._executor.answer_evaluate(sender, ask, tensors)
+        self._check(ask, tensors, *wanted[self.executor.replica.kind])
+        return await self.executor.answer_evaluate(sender, ask, tensors)
 
     async def _once(
         self,
@@ -185,8 +179,8 @@ class StageService:
         tensors: dict[str, Tensor],
         answer: Callable[[PendingCount, PeerId, CountingAskT, Mapping[str, Tensor]], Awaitable[StageReply]],
     ) -> StageReply:
-        key, owner, replies = ask.micro_batch, self._owner_of(sender, ask), self._executor.replies
-        apply_before_s = self._executor.runtime.now_s + ask.apply_within_s - ask.waited_s
+        key, owner, replies = ask.micro_batch, self._owner_of(sender, ask), self.executor.replies
+        apply_before_s = self.executor.runtime.now_s + ask.apply_within_s - ask.waited_s
         for _ in range(_MAX_ATTEMPTS):
             pending = replies.begin(kind, key, apply_before_s, owner=owner)
             if not isinstance(pending, PendingCount):
@@ -212,27 +206,27 @@ class StageService:
     async def _count(self, pending: PendingCount, answer: Callable[[], Awaitable[StageReply]]) -> StageReply:
         try:
             reply = await answer()
-            self._executor.replies.settle(pending, reply, size_bytes_of(reply.tensors))
+            self.executor.replies.settle(pending, reply, size_bytes_of(reply.tensors))
         except PipelineError as error:
             raise refusal_of(error) from error
         else:
             return reply
         finally:  # Not left to `_finish`: requests that are handled before it must not find this one open.
-            self._executor.replies.fail(pending)
+            self.executor.replies.fail(pending)
 
     def _finish(self, pending: PendingCount, task: asyncio.Task[StageReply]) -> None:
         """Closes what a task was for, also if it was cancelled before it began, or its callers have all gone."""
         del self._counting[pending]
-        self._executor.replies.fail(pending)
+        self.executor.replies.fail(pending)
         if not task.cancelled():
             task.exception()
 
     def _owner_of(self, sender: PeerId, ask: ReceivedAsk) -> PeerId:
         """Returns the driver whose micro-batch it is: the sender, or the one a worker of the stage before names."""
         passed_on_for = ask.driver if isinstance(ask, ReceivedChain) else ""
-        if self._drivers is None:
+        if self.drivers is None:
             return passed_on_for or sender
-        drivers = self._drivers()
+        drivers = self.drivers()
         if sender in drivers:
             return sender
         before = self._stage_before
@@ -251,11 +245,11 @@ class StageService:
 
     async def _applied(self, request: Request[messages.AppliedAsk]) -> Reply[messages.AppliedAnswer]:
         keys, refuse = request.body.micro_batches, request.body.refuse_from_now
-        if refuse and self._drivers is not None and request.sender not in self._drivers():
+        if refuse and self.drivers is not None and request.sender not in self.drivers():
             # Not answered without refusing: the sender would take what is not counted for what will not be.
             raise RefusedError("not-a-driver", f"expected a driver that this worker knows, found {request.sender[:12]}")
-        refused_of = "" if self._keeper is None or request.sender == self._keeper() else request.sender
-        replies = self._executor.replies
+        refused_of = "" if self.keeper is None or request.sender == self.keeper() else request.sender
+        replies = self.executor.replies
         find = partial(replies.counted_among, keys, refuse_from_now=refuse, refused_of=refused_of)
         incarnation, counted, undecided = find()
         if undecided:
@@ -271,7 +265,7 @@ class StageService:
         return Reply(messages.AppliedAnswer(incarnation=incarnation, micro_batches=mine, counted_as=counted_as))
 
     async def _status(self, _request: Request[StatusAsk]) -> Reply[StatusAnswer]:
-        replica, replies = self._executor.replica, self._executor.replies
+        replica, replies = self.executor.replica, self.executor.replies
         return Reply(
             StatusAnswer(
                 stage=self._name,
@@ -285,14 +279,14 @@ class StageService:
                 cached_bytes=replica.cached_bytes,
                 reply_bytes=replies.reply_bytes,
                 refused=dict(self._refused),
-                **asdict(self._executor.runtime.figures),
+                **asdict(self.executor.runtime.figures),
             )
         )
 
     def _check(self, ask: ReceivedAsk, tensors: dict[str, Tensor], *others: str) -> None:
         """Checks a request without looking at a value of its tensors."""
         self._check_message(ask)  # Again: its tensors may have been long in coming.
-        self._executor.link.check_names(tensors, *others)
+        self.executor.link.check_names(tensors, *others)
         ask.date(self.suspend_detector)
 
     def _check_message(self, ask: ReceivedAsk) -> None:
@@ -305,9 +299,9 @@ class StageService:
                 "stopping", f"this worker is {self.status} and takes {self.accepts}; ask another of {self._name}"
             )
         num_tokens = ask.num_rows * ask.num_positions
-        if num_tokens > self._config.max_request_tokens:
+        if num_tokens > self.config.max_request_tokens:
             raise RefusedError(
-                "malformed", f"expected at most {self._config.max_request_tokens} tokens a request, found {num_tokens}"
+                "malformed", f"expected at most {self.config.max_request_tokens} tokens a request, found {num_tokens}"
             )
 
     @contextmanager

@@ -55,7 +55,7 @@ _Compute = Callable[[Callable[[], None]], _Result]
 """Computes and counts a gradient; calls its argument right before it adds up."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StageExecutor:
     """Runs the passes of one stage, and has the stages ``behind`` it do theirs."""
 

@@ -158,7 +158,7 @@ class ProgressTracker:
             return [heard for heard in self._heard.values() if heard.at_s >= oldest_s and not heard.report.joining]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class StageStepper:
     """Steps one worker's replica together with the stage's others; arguments as of `StageWorker`."""
 
