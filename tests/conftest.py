@@ -6,12 +6,15 @@ every run, so that a failure can be had again.
 ``--begin-within-s`` keeps a run within a time: a test that has not begun by then is skipped. The order of files is then
 drawn from the commit, so that the skipped ones are others at the next commit.
 
+A test that is a coroutine runs in an event loop of its own (`on_event_loop`).
+
 A shell starts what it runs in the background with SIGINT ignored, and processes inherit that. It is taken back here, or
 the processes under test would not hear the SIGINT that they are sent.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import signal
 import subprocess
@@ -19,6 +22,8 @@ import time
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.event_loop import on_event_loop
 
 settings.register_profile(
     "genesis",
@@ -51,3 +56,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     within_s = item.config.getoption("--begin-within-s")
     if within_s is not None and time.monotonic() - _BEGUN_S > within_s:
         pytest.skip(f"not begun within {within_s:.0f} s")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        pyfuncitem.obj = on_event_loop(pyfuncitem.obj)

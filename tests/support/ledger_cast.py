@@ -8,19 +8,20 @@ from pathlib import Path
 from trainer.pipeline.ledger import AppliedReport, LaneSpec, Layout, LedgerConfig, LedgerSpec
 from trainer.pipeline.ledger.ledger import Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.records import RECORD, Opened, Record
+from trainer.pipeline.ledger.records import RECORD, Opened, Record, WorkerSeen
 from trainer.pipeline.ledger.units import Run
 from trainer.pipeline.protocol.work import MicroBatchId, Settlement, StageCredit
 
 STAGES = ("head", "body-1", "tail")
 WORKER = {"head": "a" * 16, "body-1": "b" * 16, "tail": "c" * 16}
+ALIVE = [WorkerSeen(stage=stage, incarnation=WORKER[stage]) for stage in STAGES]
 LAYOUT = Layout(num_windows=23, seq_len=10, micro_batch_rows=4, unit_rows=8)
 """Three units a shard, the last of 7 rows: 6 micro-batches, the last of 3 rows."""
 SHARDS = (2, 3, 5)
 
 
 def spec(lanes: int = 1, **changes: object) -> LedgerSpec:
-    """What the account is of; lane n has weight n + 1."""
+    """Lane n has weight n + 1."""
     lane_specs = tuple(
         LaneSpec(source=None if lanes == 1 else f"s{n}", weight=float(n + 1), first_shard_sha256="0" * 64)
         for n in range(lanes)
@@ -42,7 +43,6 @@ class ListedLedger:
         self.restart(0.0)
 
     def restart(self, now_s: float) -> None:
-        """As a keeper that died and came back."""
         state = LedgerState.of(list(self.records), self.spec, self.shards)
         self.ledger = Ledger(state, self.config, self.records.append, now_s, max_tokens=self.max_tokens)
 
@@ -53,31 +53,25 @@ class ListedLedger:
 
     @property
     def state(self) -> LedgerState:
-        """The ledger's."""
         return self.ledger.state
 
     def given(
         self, driver: str, token: str, units: int = 1, preferred: Sequence[int] = (), now_s: float = 0.0
     ) -> list[MicroBatchId]:
-        """Leases; the micro-batches of the lease."""
         return micro_batches(self.ledger.lease(driver, token, preferred, units, now_s).runs)
 
     def perished(self) -> dict[str, int]:
-        """By stage."""
         return {each.stage: each.micro_batches for each in self.ledger.account().perished}
 
     def lost(self) -> dict[tuple[str, str], int]:
-        """By stage and reason."""
         return {(each.stage, each.reason): each.micro_batches for each in self.ledger.account().lost}
 
 
-def micro_batches(runs: Sequence[Run], layout: Layout = LAYOUT) -> list[MicroBatchId]:
-    """Of some runs."""
-    return list(layout.micro_batches(*runs))
+def micro_batches(runs: Sequence[Run]) -> list[MicroBatchId]:
+    return list(LAYOUT.micro_batches(*runs))
 
 
 def credits(number: int, shared_through: int = 0, stages: Sequence[str] = STAGES) -> tuple[StageCredit, ...]:
-    """What a worker of each stage acknowledged."""
     return tuple(
         StageCredit(stage=stage, incarnation=WORKER[stage], applied_number=number, shared_through=shared_through)
         for stage in stages
@@ -85,10 +79,15 @@ def credits(number: int, shared_through: int = 0, stages: Sequence[str] = STAGES
 
 
 def done(micro_batch: MicroBatchId, number: int = 1, shared_through: int = 0, tokens: int = 0) -> Settlement:
-    """Counted in every stage."""
     return Settlement(
         micro_batch=str(micro_batch), outcome="done", credits=credits(number, shared_through), num_tokens=tokens
     )
+
+
+def invented(micro_batch: MicroBatchId, stage: str = "tail") -> Settlement:
+    """Done, by a worker of one stage that there is not."""
+    found = [each.model_copy(update={"incarnation": "f" * 16}) if each.stage == stage else each for each in credits(1)]
+    return done(micro_batch).model_copy(update={"credits": tuple(found)})
 
 
 def lost(micro_batch: MicroBatchId, stage: str = "tail", reason: str = "unclear") -> Settlement:
@@ -105,5 +104,4 @@ def report(
 
 
 def journal_path(folder: Path) -> Path:
-    """Where a test's journal is."""
     return folder / "ledger" / "journal.jsonl"

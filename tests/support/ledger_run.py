@@ -1,10 +1,19 @@
-"""A run's account over a small store: a keeper and drivers on real sockets, workers that answer what a test says."""
+"""A run's account over a small store: a keeper and drivers on real sockets, workers that answer what a test says.
+
+Run as ``python -m tests.support.ledger_run STORE CACHE JOURNAL``, it keeps an account that tests can kill -9 and start
+again on the same journal, which is compacted every few records: it waits for a line, opens the journal, prints where
+it is reached, and serves until it is killed or its standard input ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loader.options import StoreOptions
@@ -28,19 +37,19 @@ from trainer.pipeline.ledger import (
 from trainer.pipeline.protocol.work import MicroBatch
 
 CONFIG = LedgerConfig(unit_rows=8, lease_s=30.0, lease_margin_s=0.0, inquiry_s=0.0, reissue_after_s=0.0, epochs=1)
+KEEPER_CONFIG = replace(CONFIG, compact_bytes=1 << 12, epochs=4)
 SEQ_LEN = 100
 """19 windows a shard of 2,000 ids."""
 
 
 @dataclass(slots=True)
 class Workers:
-    """Stand for all workers: what they say they have counted."""
+    """All workers: what they say they have counted."""
 
     applied: dict[str, set[str]]
     asked: list[str]
 
     async def __call__(self, keys: Sequence[str]) -> AppliedReport:
-        """All of them answer."""
         self.asked.extend(keys)
         found = {stage: frozenset(each & set(keys)) for stage, each in self.applied.items()}
         return AppliedReport(found, frozenset(WORKER.values()))
@@ -60,7 +69,6 @@ class Run:
     """Keys of all there were."""
 
     def rows(self) -> MicroBatches:
-        """A driver's."""
         return MicroBatches(self.session, self.spec.seed, self.spec.layout)
 
     @asynccontextmanager
@@ -86,15 +94,18 @@ class Run:
 
     @asynccontextmanager
     async def driver(
-        self, keeper: Peer | list[Peer], config: LedgerConfig = CONFIG, preferred: Sequence[int] = ()
+        self,
+        keeper: Peer | list[Peer],
+        config: LedgerConfig = CONFIG,
+        *,
+        rows: MicroBatches | None = None,
+        endpoint: Endpoint | None = None,
     ) -> AsyncIterator[LedgerClient]:
         """A driver that asks the last of these, if there is any."""
         peers = keeper if isinstance(keeper, list) else [keeper]
-        async with running_endpoint() as endpoint:
-            self.drivers.append(endpoint.peer_id)
-            client = LedgerClient(
-                endpoint, lambda: peers[-1] if peers else None, self.rows(), self.spec, config, preferred
-            )
+        async with running_endpoint() if endpoint is None else nullcontext(endpoint) as own:
+            self.drivers.append(own.peer_id)
+            client = LedgerClient(own, lambda: peers[-1] if peers else None, rows or self.rows(), self.spec, config)
             await client.start()
             try:
                 yield client
@@ -109,7 +120,6 @@ def ledger_run(folder: Path) -> Run:
 
 
 def run_of(store: Path, cache: Path, journal: Path) -> Run:
-    """Of a store that is there."""
     session = Session.open(StoreOptions.of(store, cache_dir=cache))
     lanes = lanes_of(session.catalog, {}, holdout=1)
     spec = spec_of(session.catalog, lanes, stages=STAGES, seed=3, seq_len=SEQ_LEN, micro_batch_rows=4, config=CONFIG)
@@ -123,3 +133,50 @@ async def all_of(client: LedgerClient, number: int = 0) -> list[MicroBatch]:
         found.append(micro_batch)
         client.settle(done(micro_batch.id, number + len(found), tokens=micro_batch.num_tokens))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperProcess:
+    """One that is started, and keeps nothing yet: the second it takes to import everything can be another's last."""
+
+    process: subprocess.Popen[str]
+
+    async def begin(self) -> Peer:
+        """Opens the journal; where it is reached."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        said = json.loads(await asyncio.to_thread(self.process.stdout.readline))
+        return Peer(said["peer_id"], said["address"])
+
+    def kill(self) -> None:
+        """As a power cut."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def keeper_process(run: Run) -> Iterator[KeeperProcess]:
+    """Starts one, and kills it at the end."""
+    arguments = map(str, (run.store, run.session.options.cache_dir, run.path))
+    command = [sys.executable, "-m", "tests.support.ledger_run", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield KeeperProcess(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def _serve(store: str, cache: str, journal: str) -> None:
+    await asyncio.to_thread(sys.stdin.readline)
+    run = run_of(Path(store), Path(cache), Path(journal))
+    async with run.keeper(KEEPER_CONFIG) as (_, endpoint):
+        sys.stdout.write(json.dumps({"peer_id": endpoint.peer_id, "address": endpoint.address}) + "\n")
+        sys.stdout.flush()
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(*sys.argv[1:]))

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from trainer.pipeline.worker import StageWorker
 
-__all__ = ["LIES", "Lie", "lie_named"]
-
 Change = Callable[[Tensor], Tensor]
 
 
 def _noise(values: Tensor) -> Tensor:
     found = torch.randn_like(values)
     return found * (values.norm() / found.norm())
+
+
+def _times(factor: float) -> Change:
+    return lambda values: factor * values
 
 
 @dataclass
@@ -73,28 +75,21 @@ class Lie:
             finally:
                 evaluating.reset(token)
 
-        for owner, name, method in (
-            (link, "activation", send_activation),
-            (link, "gradient", send_gradient),
-            (executor, "answer_evaluate", answer_evaluate),
-        ):
-            setattr(owner, name, method)
+        vars(link).update(activation=send_activation, gradient=send_gradient)
+        vars(executor).update(answer_evaluate=answer_evaluate)
 
 
 LIES: dict[str, tuple[str, Callable[[], Lie]]] = {
-    "-3 x gradient": ("tail", lambda: Lie(gradient=lambda values: -3 * values)),
-    "-3 x gradient, honest when asked": (
-        "tail",
-        lambda: Lie(gradient=lambda values: -3 * values, is_honest_when_asked=True),
-    ),
-    "-3 x gradient, after 150": ("tail", lambda: Lie(gradient=lambda values: -3 * values, honest_for=150)),
-    "10 x gradient": ("tail", lambda: Lie(gradient=lambda values: 10 * values)),
+    "-3 x gradient": ("tail", lambda: Lie(gradient=_times(-3))),
+    "-3 x gradient, honest when asked": ("tail", lambda: Lie(gradient=_times(-3), is_honest_when_asked=True)),
+    "-3 x gradient, after 150": ("tail", lambda: Lie(gradient=_times(-3), honest_for=150)),
+    "10 x gradient": ("tail", lambda: Lie(gradient=_times(10))),
     "gradient of noise": ("body-1", lambda: Lie(gradient=_noise)),
     "gradient of zeros": ("body-1", lambda: Lie(gradient=torch.zeros_like)),
-    "1,000 x activation": ("body-1", lambda: Lie(activation=lambda values: 1000 * values)),
+    "1,000 x activation": ("body-1", lambda: Lie(activation=_times(1000))),
     "activation of noise": ("body-1", lambda: Lie(activation=_noise)),
     "activation of noise, head": ("head", lambda: Lie(activation=_noise)),
-    "2 x gradient": ("tail", lambda: Lie(gradient=lambda values: 2 * values)),
+    "2 x gradient": ("tail", lambda: Lie(gradient=_times(2))),
 }
 """Stage and lie, by name."""
 

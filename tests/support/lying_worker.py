@@ -23,20 +23,10 @@ from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, TensorService
 
-__all__ = ["LIES", "Liar", "Lie", "lying_worker"]
-
 MAX_BYTES = 1 << 26
 Answer = TensorAnswer[messages.StageAnswer]
 Bodies = Callable[[messages.StageAnswer], dict[str, Any]]
 Tensors = Callable[[Tensor], dict[str, Tensor]]
-
-
-def _truly(tensor: Tensor) -> dict[str, Tensor]:
-    return {"": tensor}
-
-
-def _nothing(_: messages.StageAnswer) -> dict[str, Any]:
-    return {}
 
 
 def _impossible(*shape: int) -> TensorSpec:
@@ -50,8 +40,8 @@ class Lie:
 
     methods: tuple[str, ...]
     """Where; all others are answered in the right form."""
-    body: Bodies = _nothing
-    tensors: Tensors = _truly
+    body: Bodies = lambda _: {}
+    tensors: Tensors = lambda tensor: {"": tensor}
     """By the suffix of the tensor's name; the empty one: as it should be."""
     announces: tuple[TensorSpec, ...] = ()
     """Tensors that are said to follow, and do not."""
@@ -132,11 +122,8 @@ class Liar:
             true = self._true_answer(method, ask, tensors)
             if method not in self.lie.methods:
                 return true
-            changed = {
-                name + suffix: lie
-                for name, tensor in true.tensors.items()
-                for suffix, lie in self.lie.tensors(tensor).items()
-            }
+            lies = {name: self.lie.tensors(tensor) for name, tensor in true.tensors.items()}
+            changed = {name + suffix: lie for name, each in lies.items() for suffix, lie in each.items()}
             return TensorAnswer(true.body.model_copy(update=self.lie.body(true.body)), changed)
 
         return answer

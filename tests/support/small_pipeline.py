@@ -101,7 +101,7 @@ class Member:
         return self.running.worker.replica.accumulated.num_tokens
 
     def counted(self, keys: list[str]) -> set[str]:
-        return self.running.worker.replies.counted_among(keys)[1]
+        return set(self.running.worker.replies.counted_among(keys)[1])
 
 
 class SmallPipeline:

@@ -23,34 +23,25 @@ from typing import Any
 
 import torch
 
-from tests.support.model_configs import small_config
+from tests.support.model_configs import random_tokens, small_config
 from trainer.compression.activations import activation_codec
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_stage
 from trainer.model.plan import StagePlan
 from trainer.model.subspace import SubspaceConstraint, basis_of, fixed_table_of
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.pipeline.protocol.wire import wire_ids
 from trainer.pipeline.stage import StageConfig, StageReplica
 from trainer.pipeline.worker import StageWorker, WorkerConfig
 
 RUN_ID = "stage-test"
 FAST = {"host": "127.0.0.1", "heartbeat_s": 0.25, "stall_timeout_s": 5.0, "stop_grace_s": 0.2, "tls": False}
 INNER = {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "precision": "fp32", "compile": "off"}
-
-__all__ = [
-    "FAST",
-    "RUN_ID",
-    "RunningWorker",
-    "StageProcess",
-    "WorkerSetup",
-    "build_worker",
-    "held",
-    "queued",
-    "running_worker",
-    "stage_worker_processes",
-    "until",
-    "weights",
-]
+HEAD_INPUT = {"ids": wire_ids(random_tokens(64, 2, 8)[0])}
+TAIL_INPUT = {
+    "activation": torch.randn(2, 8, small_config().dim, generator=torch.Generator().manual_seed(1)),
+    "labels": wire_ids(random_tokens(64, 2, 8)[1]),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,6 @@ class WorkerSetup:
 
 
 def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> StageWorker:
-    """A worker as a node would put it together; ``options`` are those of `StageWorker`."""
     plan, inner = setup.plan, InnerConfig(**{**INNER, **setup.inner})
     module = build_stage(plan.config, plan.ranges, plan.index(setup.stage), setup.seed)
     optimizer = make_optimizer(module, inner)
@@ -126,13 +116,13 @@ class RunningWorker:
 async def running_worker(
     setup: WorkerSetup, *, identity: Identity | None = None, **options: Any
 ) -> AsyncIterator[RunningWorker]:
-    """One in this process; by default under a key of its own."""
     rpc = RpcConfig(**{**FAST, **setup.rpc})
     endpoint = Endpoint(identity or Identity.create(), RUN_ID, rpc)
     worker = build_worker(endpoint, setup, **options)
     worker.register()
     await endpoint.start()
     worker.start()
+    assert (worker.service.status, worker.service.accepts) == ("joining", "nothing")
     worker.service.status, worker.service.accepts = "serving", "all"
     gossip = asyncio.create_task(worker.run())
     try:
@@ -189,11 +179,9 @@ class StageProcess:
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Undoes `stop`."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As a machine that dies."""
         self.process.kill()
         self.process.wait()
 
@@ -210,7 +198,12 @@ def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[Stage
             assert process.stdin is not None
             process.stdin.write(json.dumps(asdict(setup)) + "\n")
             process.stdin.flush()
-        yield [_reached(setup, process) for setup, process in zip(setups, processes, strict=True)]
+        reached = []
+        for setup, process in zip(setups, processes, strict=True):
+            assert process.stdout is not None
+            peer_id, address, certificate = json.loads(process.stdout.readline())
+            reached.append(StageProcess(setup, process, Peer(peer_id, address, certificate.encode() or None)))
+        yield reached
     finally:
         for process in processes:
             process.kill()
@@ -219,12 +212,6 @@ def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[Stage
                 assert pipe is not None
                 with suppress(BrokenPipeError):
                     pipe.close()
-
-
-def _reached(setup: WorkerSetup, process: subprocess.Popen[str]) -> StageProcess:
-    assert process.stdout is not None
-    peer_id, address, certificate = json.loads(process.stdout.readline())
-    return StageProcess(setup, process, Peer(peer_id, address, certificate.encode() or None))
 
 
 async def _serve(setup: WorkerSetup) -> None:
@@ -236,12 +223,6 @@ async def _serve(setup: WorkerSetup) -> None:
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
-def main() -> None:
-    """The process."""
-    setup = WorkerSetup(**json.loads(sys.stdin.readline()))
-    torch.set_num_threads(1)
-    asyncio.run(_serve(setup))
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    asyncio.run(_serve(WorkerSetup(**json.loads(sys.stdin.readline()))))

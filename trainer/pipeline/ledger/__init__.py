@@ -7,20 +7,18 @@
     await work.start()
     micro_batch = await work.next(); ...; work.settle(settlement)
 
-Guarantees: leased = done + lost + open at every moment, in micro-batches and in tokens; a micro-batch is in one live
-lease at most, and the micro-batches of an epoch are every window of every shard once; what a driver is told is on disk
-before it is told (killed at any byte, the keeper comes back with it); settling twice counts once. The trade-off: one
-keeper per run, an fsync (1 to 5 ms) for each lease and each bundle of settlements. Drivers go on with what they hold
-while it is away, for a minute at their own speed (`LedgerConfig.hold_s`).
+Guarantees: leased = done + lost + open at every moment; a micro-batch is in one live lease at most, and those of an
+epoch are every window of every shard once; what a driver is told is on disk before (killed at any byte, the keeper
+comes back with it); settling twice counts once. The trade-off: one keeper per run, an fsync (1 to 5 ms) for each lease
+and each bundle of settlements; drivers go on for a minute while it is away (`LedgerConfig.hold_s`).
 """
 
 from __future__ import annotations
 
 from trainer.pipeline.ledger.client import LedgerClient
 from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.ledger.inquiry import AppliedInquiry, AppliedReport, WorkerInquiry
 from trainer.pipeline.ledger.journal import Journal
-from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.ledger import AppliedReport, Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.messages import (
     LEDGER_ACCOUNT,
@@ -31,7 +29,7 @@ from trainer.pipeline.ledger.messages import (
     LostCount,
 )
 from trainer.pipeline.ledger.rows import LedgerLane, MicroBatches, lanes_of, preferred_shards, spec_of
-from trainer.pipeline.ledger.service import LedgerService, open_ledger
+from trainer.pipeline.ledger.service import AppliedInquiry, LedgerService, WorkerInquiry, open_ledger
 from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run, Unit
 
 __all__ = [

@@ -12,6 +12,8 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,21 +23,10 @@ from trainer.errors import LedgerError, MalformedAnswerError, PeerUnavailableErr
 from trainer.network.rpc import Endpoint, Message, Peer
 from trainer.network.rpc.wire import end_task
 from trainer.outer.engine.daemon_call import in_daemon_thread
+from trainer.pipeline.ledger import messages
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS, LedgerConfig
-from trainer.pipeline.ledger.lease_cache import Bundle, HeldLease, LeaseCache, Throughput
-from trainer.pipeline.ledger.messages import (
-    LEDGER_LEASE,
-    LEDGER_RENEW,
-    LEDGER_SETTLE,
-    MAX_PREFERRED,
-    MAX_SAID,
-    LeaseAnswer,
-    LeaseAsk,
-    RenewAnswer,
-    RenewAsk,
-    SettleAnswer,
-    SettleAsk,
-)
+from trainer.pipeline.ledger.lease_cache import LeaseCache
+from trainer.pipeline.ledger.messages import SettleAnswer, SettleAsk
 from trainer.pipeline.ledger.rows import MicroBatches
 from trainer.pipeline.ledger.units import LedgerSpec, Run
 from trainer.pipeline.protocol.work import MicroBatch, MicroBatchId, Settlement, boottime_s
@@ -44,49 +35,39 @@ __all__ = ["LedgerClient"]
 
 logger = logging.getLogger(__name__)
 
-_GATHER_S = 0.05
-"""Settlements that come within this time are reported together."""
+_GATHER_S = 0.05  # Settlements that come within this time are reported together.
 _RETRY_S = 1.0
 """Between two attempts to reach a keeper that is away, and two requests for rows where there are none now."""
+_RENEWALS = 6
 _UNREADABLE_S = 5.0
 _LOG_AWAY_S = 60.0
 AnswerT = TypeVar("AnswerT", bound=Message)
 
 
+@dataclass(eq=False, repr=False)
 class LedgerClient:
     """A driver's `Work`; ``keeper`` returns the current keeper, which has the same ``spec`` and ``config``."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        keeper: Callable[[], Peer | None],
-        rows: MicroBatches,
-        spec: LedgerSpec,
-        config: LedgerConfig,
-        preferred: Sequence[int] = (),
-    ) -> None:
-        self._endpoint = endpoint
-        self._keeper = keeper
-        self._rows = rows
-        self._spec = spec
-        self._config = config
-        self._preferred = tuple(preferred)
+    endpoint: Endpoint
+    keeper: Callable[[], Peer | None]
+    rows: MicroBatches
+    spec: LedgerSpec
+    config: LedgerConfig
+    preferred: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
         self.cache = LeaseCache()
-        """To be read only."""
         self._token = secrets.token_hex(16)
         self._renewed_s = self._lease_from_s = 0.0
         self._single = False
-        self._throughput = Throughput()
         self._finished = self._closing = False
         self._away_since_s = self._logged_away_s = math.inf
         self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._leasing: asyncio.Task[bool] | None = None
         self._to_report, self._to_read, self._to_give = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.stale = 0
-        """Settlements that came too late: their micro-batches had been given to others."""
-        self.refused = 0
-        """Settlements that the keeper did not understand."""
+        self.stale = self.refused = 0
+        """Settlements that came too late, their micro-batches having been given to others; that made no sense."""
 
     @property
     def keeper_away_s(self) -> float:
@@ -95,12 +76,10 @@ class LedgerClient:
 
     async def start(self) -> None:
         """Begins to lease and to read."""
-        self._tasks = [
-            asyncio.create_task(self._talk(), name="ledger-client"),
-            asyncio.create_task(self._read(), name="ledger-rows"),
-        ]
-        for task in self._tasks:
+        for name, run in (("ledger-client", self._talk), ("ledger-rows", self._read)):
+            task = asyncio.create_task(run(), name=name)
             task.add_done_callback(lambda task: None if task.cancelled() else self._fail(task.exception()))
+            self._tasks.append(task)
 
     async def next(self) -> MicroBatch | None:
         """Waits for the next micro-batch; None: the data are through, or this was closed.
@@ -113,7 +92,6 @@ class LedgerClient:
                 raise LedgerError(f"no more micro-batches: {self._failure}") from self._failure
             micro_batch = self.cache.begin(boottime_s())
             if micro_batch is not None:
-                self._throughput.begun(boottime_s())
                 self._to_read.set()
                 self._to_report.set()
                 return micro_batch
@@ -125,8 +103,7 @@ class LedgerClient:
 
     def settle(self, settlement: Settlement) -> None:
         """Reports what became of one; the settlement is kept until the keeper has acknowledged it."""
-        self._throughput.ended(boottime_s())
-        if not self.cache.settle(settlement):
+        if not self.cache.settle(settlement, boottime_s()):
             self.stale += 1
             logger.info("%s is not held any more; what became of it is not reported", settlement.micro_batch)
         self._to_report.set()
@@ -139,8 +116,7 @@ class LedgerClient:
     async def close(self) -> None:
         """Hands back what was not begun and reports all settlements, for `close_s` at most. May be called again.
 
-        What was begun and not settled stays leased; the keeper is told that nothing more of it is sent, and asks the
-        workers.
+        Of what was begun and not settled the keeper is told that nothing more is sent, and it asks the workers.
         """
         self._closing = True
         self._to_give.set()
@@ -149,17 +125,18 @@ class LedgerClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            async with asyncio.timeout(self._config.close_s):
+            async with asyncio.timeout(self.config.close_s):
                 if self._leasing is not None:
-                    await asyncio.wait({self._leasing}, timeout=self._config.close_s / 2)
-                self.cache.hand_back_all()
+                    await asyncio.wait({self._leasing}, timeout=self.config.close_s / 2)
+                for token in self.cache.leases:
+                    self.cache.hand_back_unbegun(token)
                 while self.cache.num_unreported:
                     bundle = self.cache.bundle(boottime_s(), single=self._single)
                     if bundle is None or not await self._report(bundle):
                         await asyncio.sleep(_RETRY_S / 4)
                 self.cache.lapse(math.inf)
                 for token in self.cache.forget_lapsed():
-                    await self._ask(LEDGER_SETTLE, SettleAsk(token=token, release=True), SettleAnswer)
+                    await self._ask(messages.LEDGER_SETTLE, SettleAsk(token=token, release=True), SettleAnswer)
         except TimeoutError:
             logger.warning(
                 "%d settlements could not be reported; the keeper asks the workers when their leases run out",
@@ -186,23 +163,21 @@ class LedgerClient:
             if self._away_since_s != math.inf:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(max(wait_s, _GATHER_S)):
                     await self._to_report.wait()
                     await asyncio.sleep(_GATHER_S)
-            except TimeoutError:
-                pass
             self._to_report.clear()
 
     def _units_wanted(self) -> int:
         """Returns how many units to ask for, so that what is held lasts for `LedgerConfig.hold_s` at this speed."""
-        per_unit, ahead = self._spec.layout.micro_batches_per_unit, self.cache.num_ahead
-        least = per_unit * self._config.lease_units
-        wanted = math.ceil(self._throughput.per_s(boottime_s()) * self._config.hold_s)
-        wanted = max(least, min(wanted, self._config.max_open - self.cache.num_begun))
+        per_unit, ahead = self.spec.layout.micro_batches_per_unit, self.cache.num_ahead
+        least = per_unit * self.config.lease_units
+        wanted = math.ceil(self.cache.ended_per_s(boottime_s()) * self.config.hold_s)
+        wanted = max(least, min(wanted, self.config.max_open - self.cache.num_begun))
         if ahead > wanted - (least + 1) // 2:
             return 0
-        return min(MAX_LEASE_UNITS, max(self._config.lease_units, -(-(wanted - ahead) // per_unit)))
+        return min(MAX_LEASE_UNITS, max(self.config.lease_units, -(-(wanted - ahead) // per_unit)))
 
     async def _lease_if_due(self) -> float:
         """Asks for rows, unless there were none a moment ago; returns the seconds until the next time."""
@@ -210,20 +185,19 @@ class LedgerClient:
         if now_s >= self._lease_from_s:
             # Shielded: what the keeper grants a client that has begun to close is handed back by `close`.
             self._leasing = asyncio.create_task(self._lease(self._units_wanted()), name="genesis-lease")
-            granted = await asyncio.shield(self._leasing)
-            self._lease_from_s = now_s if granted else now_s + _RETRY_S
+            self._lease_from_s = now_s if await asyncio.shield(self._leasing) else now_s + _RETRY_S
         return max(0.0, self._lease_from_s - now_s)
 
     async def _lease(self, num_units: int) -> bool:
         """Asks for rows; returns whether there were any."""
         asked_s = boottime_s()
-        ask = LeaseAsk(
+        ask = messages.LeaseAsk(
             token=self._token,
-            data_digest=self._spec.digest(),
-            preferred=tuple(dict.fromkeys((*self.cache.shards(), *self._preferred)))[:MAX_PREFERRED],
+            data_digest=self.spec.digest(),
+            preferred=tuple(dict.fromkeys((*self.cache.shards(), *self.preferred)))[: messages.MAX_PREFERRED],
             num_units=num_units,
         )
-        answer = await self._ask(LEDGER_LEASE, ask, LeaseAnswer)
+        answer = await self._ask(messages.LEDGER_LEASE, ask, messages.LeaseAnswer)
         if answer is None:
             return False
         try:
@@ -241,13 +215,13 @@ class LedgerClient:
 
     def _checked(self, runs: Sequence[Run]) -> list[MicroBatchId]:
         """Returns the micro-batches of a lease; raises MalformedAnswerError if no lease of this run can have them."""
-        layout = self._spec.layout
+        layout = self.spec.layout
         if any(run.row % layout.micro_batch_rows or run.row + run.num_rows > layout.num_windows for run in runs):
             raise MalformedAnswerError(
                 "expected a lease of rows of this run's shards, found others; check which node is the keeper"
             )
         num_rows = sum(run.num_rows for run in runs)
-        most = max(self._config.max_open * layout.micro_batch_rows, self._config.lease_units * layout.unit_rows)
+        most = max(self.config.max_open * layout.micro_batch_rows, self.config.lease_units * layout.unit_rows)
         if num_rows > most:
             raise MalformedAnswerError(
                 f"expected a lease of at most {most} rows, found {num_rows}; check which node is the keeper"
@@ -256,25 +230,25 @@ class LedgerClient:
 
     async def _renew_if_due(self) -> float:
         """Renews all leases in time; returns the seconds until the next time."""
-        every_s, asked_s = self._config.renew_s, boottime_s()
+        every_s, asked_s = self.config.lease_s / _RENEWALS, boottime_s()
         for token in self.cache.lapse(asked_s):
             logger.warning("lease %s ran out before it could be renewed; what was not begun is handed back", token[:8])
-        self.cache.forget_lapsed(asked_s - 2 * self._config.lease_s)
+        self.cache.forget_lapsed(asked_s - 2 * self.config.lease_s)
         tokens = tuple(self.cache.leases)
         if not tokens:
             return every_s
         if asked_s < self._renewed_s + every_s:
             return self._renewed_s + every_s - asked_s
         live: set[str] = set()
-        for first in range(0, len(tokens), MAX_SAID):
-            part = tokens[first : first + MAX_SAID]
-            answer = await self._ask(LEDGER_RENEW, RenewAsk(tokens=part), RenewAnswer)
+        for first in range(0, len(tokens), messages.MAX_SAID):
+            ask = messages.RenewAsk(tokens=tokens[first : first + messages.MAX_SAID])
+            answer = await self._ask(messages.LEDGER_RENEW, ask, messages.RenewAnswer)
             if answer is None:
                 return _RETRY_S
             for token in answer.live:
-                lease = self.cache.leases.get(token)
-                if lease is not None and boottime_s() < lease.term.send_before_s:
-                    lease.term.send_before_s = asked_s + answer.lease_s
+                term = self.cache.leases.get(token)
+                if term is not None and boottime_s() < term.send_before_s:
+                    term.send_before_s = asked_s + answer.lease_s
             live.update(answer.live)
         self._renewed_s = asked_s
         for token in set(tokens) - live:
@@ -283,14 +257,13 @@ class LedgerClient:
         self._to_give.set()
         return every_s
 
-    async def _report(self, bundle: Bundle) -> bool:
+    async def _report(self, bundle: SettleAsk) -> bool:
         """Reports to the keeper; returns whether it answered."""
-        ask = SettleAsk(token=bundle.token, settlements=bundle.settlements, handed_back=bundle.handed_back)
         unheard: tuple[str, ...] = ()
         try:
-            answer = await self._call(LEDGER_SETTLE, ask, SettleAnswer)
-        except RefusedError as error:
-            if error.reason not in ("malformed", "not-yours", "body"):
+            answer = await self._call(messages.LEDGER_SETTLE, bundle, SettleAnswer)
+        except RpcError as error:
+            if not isinstance(error, RefusedError) or error.reason not in ("malformed", "not-yours", "body"):
                 self._note_away(error)
                 return False
             if len(bundle.settlements) + len(bundle.handed_back) > 1:
@@ -298,11 +271,7 @@ class LedgerClient:
                 return True
             logger.error("%s: the keeper refuses the settlement: %s", bundle.token[:8], error)
             self.refused += 1
-        except RpcError as error:
-            self._note_away(error)
-            return False
         else:
-            self._away_since_s = math.inf
             self.stale += len(answer.stale)
             unheard = answer.unheard
         # The keeper may hear of a worker a little later than this driver did.
@@ -312,7 +281,7 @@ class LedgerClient:
     async def _ask(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT | None:
         """Returns the keeper's answer; None: there is none now."""
         try:
-            found = await self._call(method, ask, answer)
+            return await self._call(method, ask, answer)
         except RpcError as error:
             match error.reason if isinstance(error, RefusedError) else "":
                 case "lease-over":
@@ -324,26 +293,22 @@ class LedgerClient:
                 case _:
                     self._note_away(error)
             return None
-        self._away_since_s = math.inf
-        return found
 
     async def _call(self, method: str, ask: Message, answer: type[AnswerT]) -> AnswerT:
-        """Calls the keeper; raises RpcError if there is no answer."""
-        keeper = self._keeper()
+        keeper = self.keeper()
         if keeper is None:
             raise PeerUnavailableError(
-                f"expected the keeper of the account, {self._config.keeper}, found none announced"
+                f"expected the keeper of the account, {self.config.keeper}, found none announced"
             )
-        reply = await self._endpoint.call(keeper, method, ask, answer, timeout_s=self._config.call_timeout_s)
+        reply = await self.endpoint.call(keeper, method, ask, answer, timeout_s=self.config.call_timeout_s)
+        self._away_since_s = math.inf
         return reply.body
 
     def _fail(self, failure: BaseException | None) -> None:
-        """Has `next` raise."""
         self._failure = self._failure or failure
         self._to_give.set()
 
     def _note_away(self, error: RpcError) -> None:
-        """Logs that the keeper is away, and again every minute."""
         now_s = boottime_s()
         if self._away_since_s == math.inf:
             self._away_since_s = self._logged_away_s = now_s
@@ -352,36 +317,33 @@ class LedgerClient:
             self._logged_away_s = now_s
             logger.warning(
                 "waiting for the account's keeper, %s, for %.0f s; %d micro-batches are held and not begun: %s",
-                self._config.keeper,
-                now_s - self._away_since_s,
-                self.cache.num_ahead,
-                error,
+                *(self.config.keeper, self.keeper_away_s, self.cache.num_ahead, error),
             )
 
     # -- reading rows --------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Keeps some micro-batches read."""
         while True:
-            while self.cache.unread and len(self.cache.ready) < self._config.ahead:
+            while self.cache.unread and len(self.cache.ready) < self.config.ahead:
                 await self._read_one(*self.cache.unread[0])
             self._to_read.clear()
             await self._to_read.wait()
 
-    async def _read_one(self, lease: HeldLease, wanted: MicroBatchId) -> None:
+    async def _read_one(self, token: str, wanted: MicroBatchId) -> None:
+        term = self.cache.leases[token]
         coming = dict.fromkeys(each.shard for _, each in self.cache.unread)
 
         def read() -> tuple[Tensor, Tensor]:
-            self._rows.want(coming)  # Waits for its turn, as reading does: neither is for the event loop.
-            return self._rows.read(wanted)
+            self.rows.want(coming)  # Waits for its turn, as reading does: neither is for the event loop.
+            return self.rows.read(wanted)
 
         try:
             inputs, labels = await in_daemon_thread(read, "ledger-rows")
         except LoaderError as error:
             logger.warning("%s cannot be read here, and is handed back: %s", wanted, error)
-            self.cache.hand_back_unread(lease, wanted)
+            self.cache.have_read(token, wanted, None)
             self._to_report.set()
             await asyncio.sleep(_UNREADABLE_S)
             return
-        self.cache.have_read(lease, MicroBatch(wanted, inputs, labels, lease.term))
+        self.cache.have_read(token, wanted, MicroBatch(wanted, inputs, labels, term))
         self._to_give.set()

@@ -80,16 +80,8 @@ class LedgerConfig:
         return _KEY.fullmatch(self.keeper) is not None
 
     @property
-    def renew_s(self) -> float:
-        """Seconds between two renewals of a lease."""
-        return self.lease_s / 6
-
-    @property
     def hold_s(self) -> float:
-        """Seconds of work a driver holds, and goes on while the keeper is away.
-
-        Less than is left of a lease that was about to be renewed.
-        """
+        """Seconds of work a driver holds: less than is left of a lease that was about to be renewed."""
         return self.lease_s * 2 / 3
 
     def rows_of_unit(self, micro_batch_rows: int) -> int:

@@ -7,55 +7,57 @@ in no record; the ledger waits for nothing and calls nothing but ``write``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 
 from trainer.errors import LedgerError, RefusedError, TrainerUsageError
 from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.ledger.inquiry import AppliedReport
-from trainer.pipeline.ledger.lane_leases import LaneLeases
 from trainer.pipeline.ledger.ledger_state import LedgerState, OpenLease
 from trainer.pipeline.ledger.messages import Account, LeaseAnswer, SettleAnswer
 from trainer.pipeline.ledger.records import Granted, Grown, LostRuns, Record, Resolved, Settled, Workers, WorkerSeen
 from trainer.pipeline.ledger.units import Run, Unit, runs_of
-from trainer.pipeline.protocol.work import MicroBatchId, Settlement
+from trainer.pipeline.protocol.work import MicroBatchId, MicroBatchKey, Settlement
 
-__all__ = ["Ledger"]
+__all__ = ["AppliedReport", "Ledger"]
 
 _MOST_RETURNED = 512
 """Micro-batches of a lease of returned ones: each may be a run of its own, 60 bytes of an answer's 64 KiB."""
 
 
-class Ledger:
-    """The account, and the rules by which it changes.
+@dataclass(frozen=True, slots=True)
+class AppliedReport:
+    """What the workers answered about micro-batches of a lease."""
 
-    All methods that change it raise LedgerError where the account cannot be written.
+    applied: Mapping[str, frozenset[MicroBatchKey]]
+    """By stage: counted by at least one of its workers."""
+    answered: frozenset[str]
+    """Incarnations of the workers that answered for all that was asked."""
+    silent: int = 0
+
+
+@dataclass(eq=False, repr=False)
+class Ledger:
+    """The account, and the rules by which it changes; what changes it raises LedgerError if that cannot be written.
 
     Args:
-        state: what the journal adds up to.
-        config: of the ledger.
+        state: what the journal adds up to; to be read only.
+        config: its options.
         write: writes each record before a driver is told of it; an exception ends the account's life in this process.
         now_s: live leases begin anew at this time.
         max_tokens: to be trained on in all, those of the journal included; 0: no bound.
     """
 
-    def __init__(
-        self,
-        state: LedgerState,
-        config: LedgerConfig,
-        write: Callable[[Record], None],
-        now_s: float,
-        *,
-        max_tokens: int = 0,
-    ) -> None:
-        self.state = state
-        """To be read only."""
-        self._config = config
+    state: LedgerState
+    config: LedgerConfig
+    write: Callable[[Record], None]
+    now_s: InitVar[float]
+    max_tokens: int = 0
+
+    def __post_init__(self, now_s: float) -> None:
+        state, config = self.state, self.config
         self._layout = state.spec.layout
-        self._write = write
-        self._max_tokens = max_tokens
         self._ends_s = dict.fromkeys(state.leases, now_s + config.lease_s)
-        self._due: set[str] = set()
-        """Leases that ran out and are being resolved."""
+        self._due: set[str] = set()  # Leases that ran out and are being resolved.
         self._seen_s = dict.fromkeys(state.workers, now_s)
         self._unheard_s: dict[tuple[str, MicroBatchId], float] = {}
         """By lease and micro-batch: since when its driver says that unknown workers have done it."""
@@ -72,15 +74,14 @@ class Ledger:
     def lease(self, driver: str, token: str, preferred: Sequence[int], num_units: int, now_s: float) -> LeaseAnswer:
         """Gives a driver rows: first what others returned, then units of shards it prefers, then of any.
 
-        A repeated token gives what is left of the same lease, and lets it begin anew. Returned rows count as the units
-        that have as many micro-batches.
+        A repeated token gives what is left of the same lease, and lets it begin anew.
 
         Raises:
             RefusedError: the token is another driver's, or the driver holds enough.
         """
         known = self._lease_of(driver, token)
         if known is not None and token not in self._due:
-            self._ends_s[token] = now_s + self._config.lease_s
+            self._ends_s[token] = now_s + self.config.lease_s
             return self._leased(runs_of(known.open, self._layout))
         if known is not None:
             raise RefusedError("lease-over", f"lease {token[:8]} has run out; draw another token")
@@ -90,7 +91,7 @@ class Ledger:
         if not num_units:
             raise RefusedError(
                 "enough",
-                f"expected a driver that holds fewer than {self._config.max_open} micro-batches and less than its "
+                f"expected a driver that holds fewer than {self.config.max_open} micro-batches and less than its "
                 f"share of what is left, found {self.state.num_held_by(driver)}",
             )
         runs = self._returned_runs(preferred, num_units, now_s) or self._new_runs(preferred, num_units)
@@ -100,20 +101,19 @@ class Ledger:
             return self._leased(())
         given, surplus = self._cut(runs)
         self._change(Granted(token=token, driver=driver, runs=runs))
-        self._ends_s[token] = now_s + self._config.lease_s
+        self._due.discard(token)
+        self._ends_s[token] = now_s + self.config.lease_s
         if surplus:
             self._change(Settled(token=token, handed_back=surplus))
         return self._leased(given)
 
     def renew(self, driver: str, tokens: Iterable[str], now_s: float) -> tuple[str, ...]:
         """Extends leases; returns those that are live and this driver's. The others are over."""
-        live = []
-        for token in tokens:
-            lease = self.state.leases.get(token)
-            if lease is not None and lease.driver == driver and token not in self._due:
-                self._ends_s[token] = now_s + self._config.lease_s
-                live.append(token)
-        return tuple(live)
+        leases = self.state.leases
+        mine = (token for token in tokens if token in leases and leases[token].driver == driver)
+        live = tuple(token for token in mine if token not in self._due)
+        self._ends_s.update(dict.fromkeys(live, now_s + self.config.lease_s))
+        return live
 
     def settle(
         self,
@@ -139,13 +139,16 @@ class Ledger:
         back = dict.fromkeys(each for each in handed_back if each not in said)
         for each in back:
             self._check_micro_batch(each)
-        held = [each for each in (*said, *back) if self.state.holder(each) == token]
-        others = [each for each in (*said, *back) if self.state.holder(each) != token]
-        unheard = () if checked_s is None else tuple(each for each in held if self._is_unheard(said.get(each)))
-        for each in unheard:
-            self._unheard_s.setdefault((token, each), checked_s or 0.0)
+        held = [each for each in (*said, *back) if self.state.holder.get(each) == token]
+        others = [each for each in (*said, *back) if self.state.holder.get(each) != token]
+        unheard: list[MicroBatchId] = []
+        if checked_s is not None:
+            is_done = (each for each in held if each in said and said[each].outcome == "done")
+            unheard = [each for each in is_done if not all(map(self.state.has_heard_of, said[each].credits))]
+            for each in unheard:
+                self._unheard_s.setdefault((token, each), checked_s)
         mine = set(held).difference(unheard)
-        stale = tuple(str(each) for each in others if not self._is_settled(each))
+        stale = tuple(str(each) for each in others if not self.state.is_settled(each))
         if mine:
             self._change(
                 Settled(
@@ -154,17 +157,12 @@ class Ledger:
                     handed_back=runs_of((each for each in back if each in mine), self._layout),
                 )
             )
-            self._forget_ended()
         return SettleAnswer(
             accepted=len(mine), repeated=len(others) - len(stale), stale=stale, unheard=tuple(map(str, unheard))
         )
 
     def release(self, driver: str, token: str, now_s: float) -> None:
-        """Ends a lease of which its driver sends nothing any more.
-
-        Raises:
-            RefusedError: it is another driver's.
-        """
+        """Ends a lease of which its driver sends nothing any more; raises RefusedError if it is another driver's."""
         if self._lease_of(driver, token) is not None:
             self._ends_s[token] = min(self._ends_s[token], now_s)
 
@@ -176,9 +174,9 @@ class Ledger:
 
     def due(self, now_s: float) -> tuple[str, ...]:
         """Returns the leases that ran out long enough ago to be resolved; they cannot be renewed any more."""
-        margin_s = self._config.lease_margin_s
-        over = tuple(token for token, end_s in self._ends_s.items() if end_s + margin_s <= now_s)
-        self._due.update(over)
+        self._ends_s = {token: end_s for token, end_s in self._ends_s.items() if token in self.state.leases}
+        over = tuple(token for token, end_s in self._ends_s.items() if end_s + self.config.lease_margin_s <= now_s)
+        self._due = set(over)
         return over
 
     def unheard(self, now_s: float) -> dict[str, tuple[MicroBatchId, ...]]:
@@ -186,9 +184,10 @@ class Ledger:
 
         An announcement may come later than a driver's report of the worker, but not later than a worker is missed.
         """
-        patience_s = max(self._config.worker_gone_s, self._config.lease_s)
-        holder = self.state.holder
-        self._unheard_s = {which: since_s for which, since_s in self._unheard_s.items() if holder(which[1]) == which[0]}
+        patience_s, holder = max(self.config.worker_gone_s, self.config.lease_s), self.state.holder
+        self._unheard_s = {
+            (token, each): since_s for (token, each), since_s in self._unheard_s.items() if holder.get(each) == token
+        }
         found: dict[str, tuple[MicroBatchId, ...]] = {}
         for (token, each), since_s in self._unheard_s.items():
             if since_s + patience_s <= now_s:
@@ -197,102 +196,43 @@ class Ledger:
 
     def is_complete(self, token: str, report: AppliedReport) -> bool:
         """Whether all workers that may have counted something of a lease have answered."""
-        return not self._is_bereaved(token) and self._is_answered_by_all(report)
+        return self._can_be_known(token) and not report.silent and self.state.announced_workers() <= report.answered
 
     def may_learn_more(self, token: str, report: AppliedReport) -> bool:
         """Whether asking the workers again may complete a report."""
-        return not self._is_bereaved(token) and not self._is_answered_by_all(report)
+        return self._can_be_known(token) and not self.is_complete(token, report)
+
+    def open_in(self, token: str, some: Collection[MicroBatchId] | None = None) -> list[MicroBatchId]:
+        """Returns what is open of a lease, or of some of it, in order."""
+        lease = self.state.leases.get(token)
+        if lease is None:
+            return []
+        return sorted(lease.open if some is None else lease.open.intersection(some))
 
     def resolve(
         self, token: str, report: AppliedReport, now_s: float, some: Collection[MicroBatchId] | None = None
     ) -> Resolved | None:
-        """Ends a lease, or some of it, by what workers report.
+        """Ends a lease, or some of it (see `unheard`), by what workers report; None: nothing of it is open any more.
 
         Counted in all stages is done, in some is lost, in none waits for a driver. Where the report is not complete,
         what is counted in none is lost as ``unclear``: a silent worker may have it.
-
-        Returns:
-            What was decided about ``some`` of it (see `unheard`), or all; None: nothing of it is open any more.
         """
-        lease = self.state.leases.get(token)
-        asked = sorted(lease.open if some is None else lease.open.intersection(some)) if lease is not None else []
+        asked = self.open_in(token, some)
         if not asked:
-            self._forget_ended()
             return None
-        record = self._resolution(token, asked, report, "driver-lost" if some is None else "unheard")
-        self._change(record)
-        self._forget_ended()
-        returned = self._layout.micro_batches(*record.returned)
-        self._rests_until_s.update(dict.fromkeys(returned, now_s + self._config.reissue_after_s))
-        return record
-
-    def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
-        """Notes all workers that are announced now, and the stages' version if all stages are heard of.
-
-        A worker that is missing for `worker_gone_s` is gone: what only that worker had counts as perished, and leases
-        that were live meanwhile are believed less.
-        """
-        known = self.state.workers
-        fresh = []
-        for worker in seen:
-            self._seen_s[worker.incarnation] = now_s
-            if self.state.has_news(worker):
-                fresh.append(worker)
-        for incarnation in known:
-            self._seen_s.setdefault(incarnation, now_s)
-        gone = tuple(each for each in known if self._seen_s[each] + self._config.worker_gone_s <= now_s)
-        if version == self.state.noted_version or self.leases_nothing:
-            version = None
-        if fresh or gone or version is not None:
-            self._change(Workers(seen=tuple(fresh), gone=gone, version=version))
-        self._seen_s = {each: when_s for each, when_s in self._seen_s.items() if each in known}
-
-    def grow(self, shards: Sequence[Sequence[int]]) -> None:
-        """Notes a store that has more shards: they are read from each lane's next epoch on.
-
-        Raises:
-            LedgerError: it is not the same store, grown.
-        """
-        lanes = self.state.lanes
-        if len(shards) != len(lanes) or any(
-            list(ids)[: len(lane.shards)] != list(lane.shards) for lane, ids in zip(lanes, shards, strict=True)
-        ):
-            raise LedgerError("expected a store that has grown at its end, found one that has lost or changed shards")
-        counts = [len(ids) for ids in shards]
-        if counts == [lane.next_num_shards for lane in lanes]:
-            return
-        self.state.learn_shards(shards)
-        self._change(Grown(shards=tuple(counts)))
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _leased(self, runs: tuple[Run, ...], *, finished: bool = False) -> LeaseAnswer:
-        return LeaseAnswer(runs=runs, lease_s=self._config.lease_s, finished=finished)
-
-    def _is_bereaved(self, token: str) -> bool:
-        """Whether a lease is over, or some worker that may have counted something of it cannot be asked any more."""
-        lease = self.state.leases.get(token)
-        return lease is None or lease.bereaved
-
-    def _is_answered_by_all(self, report: AppliedReport) -> bool:
-        return self.state.announced_workers() <= report.answered and not report.silent
-
-    def _resolution(self, token: str, asked: Sequence[MicroBatchId], report: AppliedReport, in_some: str) -> Resolved:
-        """Returns what becomes of micro-batches; those that only some stages have are lost for the reason `in_some`."""
-        stages, layout = self.state.spec.stages, self._layout
-        complete = self.is_complete(token, report)
+        stages, layout, complete = self.state.spec.stages, self._layout, self.is_complete(token, report)
         done, returned, lost = [], [], dict[tuple[str, str], list[MicroBatchId]]()
         for micro_batch in asked:
             missing = [stage for stage in stages if str(micro_batch) not in report.applied.get(stage, ())]
             if not missing:
                 done.append(micro_batch)
             elif len(missing) < len(stages):
-                lost.setdefault((missing[0], in_some), []).append(micro_batch)
+                lost.setdefault((missing[0], "driver-lost" if some is None else "unheard"), []).append(micro_batch)
             elif complete:
                 returned.append(micro_batch)
             else:
                 lost.setdefault((missing[0], "unclear"), []).append(micro_batch)
-        return Resolved(
+        record = Resolved(
             token=token,
             done=runs_of(done, layout),
             lost=tuple(
@@ -301,26 +241,68 @@ class Ledger:
             ),
             returned=runs_of(returned, layout),
         )
+        self._change(record)
+        self._rests_until_s.update(dict.fromkeys(returned, now_s + self.config.reissue_after_s))
+        return record
+
+    def note_workers(self, seen: Iterable[WorkerSeen], now_s: float, version: int | None = None) -> None:
+        """Notes all workers that are announced now, and the stages' version if all stages are heard of.
+
+        A worker that is missing for `worker_gone_s` is gone: what only that worker had counts as perished, and leases
+        that were live meanwhile are believed less.
+        """
+        known, workers = self.state.workers, tuple(seen)
+        fresh = tuple(filter(self.state.has_news, workers))
+        self._seen_s = dict.fromkeys(known, now_s) | self._seen_s
+        self._seen_s.update(dict.fromkeys((worker.incarnation for worker in workers), now_s))
+        gone = tuple(each for each in known if self._seen_s[each] + self.config.worker_gone_s <= now_s)
+        if version == self.state.noted_version or self.leases_nothing:
+            version = None
+        if fresh or gone or version is not None:
+            self._change(Workers(seen=fresh, gone=gone, version=version))
+        self._seen_s = {each: when_s for each, when_s in self._seen_s.items() if each in known}
+
+    def grow(self, shards: Sequence[Sequence[int]]) -> None:
+        """Notes a store that has more shards, at its end: they are read from each lane's next epoch on."""
+        lanes = self.state.lanes
+        if len(shards) != len(lanes) or any(
+            list(ids)[: len(lane.shards)] != list(lane.shards) for lane, ids in zip(lanes, shards, strict=True)
+        ):
+            raise LedgerError("expected a store that has grown at its end, found one that has lost or changed shards")
+        counts = tuple(map(len, shards))
+        if counts != tuple(lane.next_num_shards for lane in lanes):
+            for lane, ids in zip(lanes, shards, strict=True):
+                lane.shards = ids
+            self._change(Grown(shards=counts))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _leased(self, runs: tuple[Run, ...], *, finished: bool = False) -> LeaseAnswer:
+        return LeaseAnswer(runs=runs, lease_s=self.config.lease_s, finished=finished)
+
+    def _can_be_known(self, token: str) -> bool:
+        """Whether a lease is live, and all workers that may have counted something of it can be asked."""
+        lease = self.state.leases.get(token)
+        return lease is not None and not lease.bereaved
 
     def _units_for(self, driver: str) -> int:
-        """Returns how many more units a driver may have.
+        """Returns how many more units a driver may have: up to `max_open`, near an end its share of half of the rest.
 
-        That is up to `max_open`, and once an end is in sight its share of half of what is left: so drivers come to
-        their ends together, however fast each is, and hold what they need ahead until then.
+        So drivers come to their ends together, however fast each is.
         """
         layout, held = self._layout, self.state.num_held_by(driver)
-        room = -(-(self._config.max_open - held) // layout.micro_batches_per_unit)
+        room = -(-(self.config.max_open - held) // layout.micro_batches_per_unit)
         left = self._left_micro_batches()
         if left == math.inf:
             return max(0, room)
         drivers = {driver, *(lease.driver for lease in self.state.leases.values())}
-        share = (left + self.state.num_open) / (2 * len(drivers))
-        least = self._config.lease_units * layout.micro_batches_per_unit
+        share = (left + len(self.state.holder)) / (2 * len(drivers))
+        least = self.config.lease_units * layout.micro_batches_per_unit
         return max(0, min(room, math.ceil((max(2 * least, share) - held) / layout.micro_batches_per_unit)))
 
     def _left_micro_batches(self) -> float:
         """Returns how many may still be given to drivers; infinity: there is no end."""
-        layout, epochs = self._layout, self._config.epochs
+        layout, epochs = self._layout, self.config.epochs
         by_tokens = self._left_tokens() / (layout.micro_batch_rows * layout.seq_len)
         if not epochs:
             return by_tokens
@@ -332,7 +314,7 @@ class Ledger:
 
     def _left_tokens(self) -> float:
         """Returns how many may still be given to drivers; what is lost is made up for."""
-        return self._max_tokens - self.state.spoken_for_tokens() if self._max_tokens else math.inf
+        return self.max_tokens - self.state.spoken_for_tokens() if self.max_tokens else math.inf
 
     def _cut(self, runs: tuple[Run, ...]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
         """Splits rows into those that may be given and a surplus, which waits: shards are begun by whole units."""
@@ -360,20 +342,20 @@ class Ledger:
         lanes = list(zip(self.state.draft(), self.state.spec.lanes, strict=True))
         units: list[Unit] = []
         while len(units) < num_units:
-            lane, _ = min(
-                (each for each in lanes if self._has_more(each[0])),
-                key=lambda each: each[0].units_leased / each[1].weight,
-                default=(None, None),
-            )
-            unit = None if lane is None else lane.next_unit(preferred)
-            if lane is None or unit is None:
+            with_more = [
+                (lane.units_leased / spec.weight, lane)
+                for lane, spec in lanes
+                if not lane.is_through or not self.config.epochs or lane.epoch + 1 < self.config.epochs
+            ]
+            if not with_more:
+                break
+            _, lane = min(with_more, key=lambda each: each[0])
+            unit = lane.next_unit(preferred)
+            if unit is None:
                 break
             lane.lease(unit)
             units.append(unit)
         return tuple(map(self._layout.run_of, units))
-
-    def _has_more(self, lane: LaneLeases) -> bool:
-        return not lane.is_through or not self._config.epochs or lane.epoch + 1 < self._config.epochs
 
     def _lease_of(self, driver: str, token: str) -> OpenLease | None:
         """Returns the live lease of a token, if any; raises RefusedError if it is another driver's."""
@@ -382,17 +364,7 @@ class Ledger:
             raise RefusedError("not-yours", f"lease {token[:8]} is another driver's")
         return lease
 
-    def _is_unheard(self, settlement: Settlement | None) -> bool:
-        if settlement is None or settlement.outcome != "done":
-            return False
-        return not all(map(self.state.has_heard_of, settlement.credits))
-
-    def _is_settled(self, micro_batch: MicroBatchId) -> bool:
-        open_now = self.state.holder(micro_batch) is not None or micro_batch in self.state.waiting
-        return not open_now and self.state.is_leased(micro_batch)
-
     def _check(self, settlement: Settlement) -> None:
-        """Raises RefusedError if it makes no sense."""
         tokens = self._check_micro_batch(MicroBatchId.parse(settlement.micro_batch)) * self._layout.seq_len
         expected = self.state.spec.stages
         stages = [credit.stage for credit in settlement.credits]
@@ -418,17 +390,11 @@ class Ledger:
             raise RefusedError("malformed", f"expected a shard of this run, found {micro_batch}")
         return rows
 
-    def _forget_ended(self) -> None:
-        live = self.state.leases
-        self._ends_s = {token: end_s for token, end_s in self._ends_s.items() if token in live}
-        self._due &= live.keys()
-
     def _change(self, record: Record) -> None:
-        """Writes a record, then counts it."""
         if self.failure is not None:
             raise LedgerError("expected an account that can be written, found that writing has failed; start it again")
         try:
-            self._write(record)
+            self.write(record)
             self.state.apply(record)
         except Exception as error:
             self.failure = error

@@ -9,37 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
-from trainer.errors import LedgerError, TrainerUsageError
-from trainer.pipeline.ledger.lane_leases import Intervals, LaneLeases, new_lane
+from trainer.errors import LedgerError
+from trainer.pipeline.ledger import records
 from trainer.pipeline.ledger.messages import Account, LaneProgress, LostCount, PerishedCount, Tally
-from trainer.pipeline.ledger.records import (
-    Granted,
-    Grown,
-    LaneSnapshot,
-    LeaseSnapshot,
-    LedgerSnapshot,
-    Opened,
-    Record,
-    Resolved,
-    Settled,
-    Workers,
-    WorkerSeen,
-    WorkerSnapshot,
-)
-from trainer.pipeline.ledger.units import LaneSpec, LedgerSpec, Run, Unit, runs_of
+from trainer.pipeline.ledger.records import LedgerSnapshot, Record, WorkerSeen, WorkerSnapshot
+from trainer.pipeline.ledger.units import Intervals, LaneLeases, LedgerSpec, Run, runs_of
 from trainer.pipeline.protocol.work import MicroBatchId, StageCredit
 
 __all__ = ["LedgerState", "OpenLease"]
 
 _MOST_WAYS = 256
 _MOST_UNANNOUNCED = 1024
-_MOST_GAPS = 4096
-"""Runs of numbers kept of one worker; honest drivers' credits of it leave no gaps."""
+_MOST_GAPS = 4096  # Runs of numbers kept of one worker; honest drivers' credits of it leave no gaps.
 _MOST_DEPARTED = 4096
-_OTHER = "other"
-"""The reason counted for losses once drivers have come up with `_MOST_WAYS` pairs of stage and reason."""
+_OTHER = "other"  # The reason counted for losses once drivers have come up with `_MOST_WAYS` pairs of stage and reason.
 
 
 @dataclass(slots=True)
@@ -50,10 +35,7 @@ class OpenLease:
     open: set[MicroBatchId] = field(default_factory=set)
     bereaved: bool = False
     """A worker of the last stage has vanished since it was given, so what that one had applied cannot be asked for.
-
-    Workers of other stages do not matter: they apply what the last stage has applied before, so where nobody there has,
-    nobody has.
-    """
+    Workers of other stages do not matter: they apply only what the last stage has applied before."""
 
 
 @dataclass(slots=True)
@@ -82,73 +64,66 @@ class _Worker:
             self.unshared.drop_through(through)
 
 
-class _Sum(NamedTuple):
-    micro_batches: int = 0
-    rows: int = 0
-
-    def plus(self, rows: int) -> _Sum:
-        return _Sum(self.micro_batches + 1, self.rows + rows)
-
-
 class LedgerState:
-    """The state of an account; only `apply` changes it. Use `of`."""
+    """The state of an account, with the shards of each lane; only `apply` changes it. Use `of`."""
 
-    def __init__(self, spec: LedgerSpec, shards: Sequence[Sequence[int]], lanes: Iterable[LaneSnapshot]) -> None:
-        units = spec.layout.units_per_shard
-        self.spec = spec
-        self.lanes = [LaneLeases(ids, units, lane) for ids, lane in zip(shards, lanes, strict=True)]
-        self.leases: dict[str, OpenLease] = {}
-        self.waiting: dict[MicroBatchId, None] = {}
-        self.workers: dict[str, _Worker] = {}
-        self._departed: dict[str, _Worker] = {}
-        """Announced once and gone lately, the last at the end: drivers may only now report what these have counted."""
-        self._holder: dict[MicroBatchId, str] = {}
-        self._done, self._lost = _Sum(), _Sum()
-        self._open_rows = 0
-        self._lost_by: Counter[tuple[str, str]] = Counter()
-        self._perished_by: Counter[str] = Counter()
-        self._trained_tokens = self._reissued = 0
-        self._noted: tuple[int, int] | None = None
-        """The stages' version when it was noted last, and the tokens that were settled then."""
+    def __init__(self, snapshot: LedgerSnapshot, shards: Sequence[Sequence[int]]) -> None:
+        layout = snapshot.spec.layout
+        self.spec = snapshot.spec
+        self.lanes = [
+            LaneLeases(ids, layout.units_per_shard, lane) for ids, lane in zip(shards, snapshot.lanes, strict=True)
+        ]
+        self.leases = {
+            lease.token: OpenLease(lease.driver, set(layout.micro_batches(*lease.open)), lease.bereaved)
+            for lease in snapshot.leases
+        }
+        self.holder = {micro_batch: token for token, lease in self.leases.items() for micro_batch in lease.open}
+        """The lease that each open micro-batch is in."""
+        self.waiting = dict.fromkeys(layout.micro_batches(*snapshot.waiting))
+        """To be given again, the oldest first."""
+        self.workers, self._departed = _workers_of(snapshot.workers), _workers_of(snapshot.departed)
+        # Departed: announced once and gone lately; drivers may only now report what these have counted.
+        self._open_rows = sum(map(layout.rows_of, (*self.holder, *self.waiting)))
+        (self._done, self._done_rows), (_, self._lost_rows) = snapshot.done, snapshot.lost
+        self._lost_by = Counter({(stage, reason): count for stage, reason, count in snapshot.lost_by})
+        self._perished_by = Counter(dict(snapshot.perished_by))
+        self._trained_tokens, self._reissued = snapshot.trained_tokens, snapshot.reissued
+        self._noted = snapshot.noted
 
     @classmethod
-    def of(cls, records: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
+    def of(cls, lines: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
         """Returns what a journal adds up to, with the shards of each lane as the store is now.
 
         Raises:
             LedgerError: it is of something else, or its records contradict each other.
         """
-        iterator = iter(records)
+        iterator = iter(lines)
         first = next(iterator, None)
-        if not isinstance(first, Opened | LedgerSnapshot):
+        if not isinstance(first, records.Opened | LedgerSnapshot):
             raise LedgerError(f"expected a journal that begins with what it is of, found {type(first).__name__}")
-        _check_spec(first.spec, spec)
-        lanes = first.lanes if isinstance(first, LedgerSnapshot) else tuple(map(new_lane, first.shards))
-        _check_shards([lane.next_num_shards for lane in lanes], shards)
-        state = cls(first.spec, shards, lanes)
-        if isinstance(first, LedgerSnapshot):
-            state._restore(first)
+        for name in type(spec).model_fields:
+            ours, theirs = getattr(spec, name), getattr(first.spec, name)
+            if ours != theirs:
+                raise LedgerError(
+                    f"expected an account with {name} {ours}, as this run has, found {theirs}; take another state "
+                    "folder or the run's own settings"
+                )
+        snapshot = LedgerSnapshot.empty(first) if isinstance(first, records.Opened) else first
+        _check_shards([lane.next_num_shards for lane in snapshot.lanes], shards)
+        state = cls(snapshot, shards)
         for record in iterator:
             state.apply(record)
         return state
-
-    def holder(self, micro_batch: MicroBatchId) -> str | None:
-        """Returns the token of the lease it is open in."""
-        return self._holder.get(micro_batch)
 
     def lane_of(self, shard: int) -> LaneLeases | None:
         """Returns the lane that has a shard."""
         return next((lane for lane in self.lanes if lane.has(shard)), None)
 
-    def is_leased(self, micro_batch: MicroBatchId) -> bool:
-        """Whether it was given to a driver at least once."""
+    def is_settled(self, micro_batch: MicroBatchId) -> bool:
+        """Whether it is done or lost: it was given to a driver once, and is not open any more."""
         lane = self.lane_of(micro_batch.shard)
-        return lane is not None and lane.is_leased(self._unit_of(micro_batch))
-
-    @property
-    def num_open(self) -> int:
-        """Micro-batches that drivers have."""
-        return len(self._holder)
+        is_open = micro_batch in self.holder or micro_batch in self.waiting
+        return not is_open and lane is not None and lane.is_leased(self.spec.layout.unit_of(micro_batch))
 
     def num_held_by(self, driver: str) -> int:
         """Returns how many micro-batches a driver has."""
@@ -178,9 +153,9 @@ class LedgerState:
     def highest_version(self, target_tokens: int) -> int | None:
         """Returns the highest version that stages can have if this account tells of all they were trained on.
 
-        None: it is unknown, since no version was ever noted. ``target_tokens`` is of an optimizer step.
+        None: no version was ever noted. ``target_tokens`` is of an optimizer step.
         """
-        leased = (self._done.rows + self._lost.rows + self._open_rows) * self.spec.layout.seq_len
+        leased = (self._done_rows + self._lost_rows + self._open_rows) * self.spec.layout.seq_len
         if self._noted is None:
             return None if leased else 0
         version, settled = self._noted
@@ -192,46 +167,25 @@ class LedgerState:
         waiting_rows = sum(map(layout.rows_of, self.waiting))
         return self._trained_tokens + (self._open_rows - waiting_rows) * layout.seq_len
 
-    def apply(self, record: Record) -> None:
-        """Adds a record.
-
-        Raises:
-            LedgerError: it contradicts those before it.
-        """
-        match record:
-            case Granted():
-                self._grant(record)
-            case Settled():
-                self._settle(record)
-            case Resolved():
-                self._resolve(record)
-            case Workers():
-                self._note_workers(record)
-            case Grown():
-                _check_shards(record.shards, [lane.shards for lane in self.lanes])
-                for lane, num_shards in zip(self.lanes, record.shards, strict=True):
-                    lane.grow(num_shards)
-            case _:
-                raise LedgerError(f"expected one beginning of a journal, found a second one ({record.kind})")
-
     def draft(self) -> list[LaneLeases]:
         """Returns copies of the lanes, to try on what comes next."""
         units = self.spec.layout.units_per_shard
         return [LaneLeases(lane.shards, units, lane.snapshot()) for lane in self.lanes]
 
-    def learn_shards(self, shards: Sequence[Sequence[int]]) -> None:
-        """Learns the ids of further shards of each lane."""
-        for lane, ids in zip(self.lanes, shards, strict=True):
-            lane.shards = ids
-
     def account(self) -> Account:
         """Returns what has become of the data so far."""
-        seq_len = self.spec.layout.seq_len
-        num_open = len(self._holder) + len(self.waiting)
-        done, lost = self._done, self._lost
+        seq_len, num_open = self.spec.layout.seq_len, len(self.holder) + len(self.waiting)
+        lanes = []
+        for spec, lane in zip(self.spec.lanes, self.lanes, strict=True):
+            leased, units = lane.units_of_epoch
+            lanes.append(
+                LaneProgress(
+                    source=spec.source, epoch=lane.epoch, shards=lane.num_shards, units_leased=leased, units=units
+                )
+            )
         return Account(
-            micro_batches=_tally(done.micro_batches, lost.micro_batches, num_open),
-            tokens=_tally(done.rows * seq_len, lost.rows * seq_len, self._open_rows * seq_len),
+            micro_batches=_tally(self._done, self._lost_by.total(), num_open),
+            tokens=_tally(self._done_rows * seq_len, self._lost_rows * seq_len, self._open_rows * seq_len),
             trained_tokens=self._trained_tokens,
             waiting=len(self.waiting),
             reissued=self._reissued,
@@ -245,7 +199,7 @@ class LedgerState:
                 for stage, count in sorted(self._perished_by.items())
                 if count
             ),
-            lanes=tuple(map(_progress, self.spec.lanes, self.lanes)),
+            lanes=tuple(lanes),
         )
 
     def snapshot(self) -> LedgerSnapshot:
@@ -255,7 +209,7 @@ class LedgerState:
             spec=self.spec,
             lanes=tuple(lane.snapshot() for lane in self.lanes),
             leases=tuple(
-                LeaseSnapshot(
+                records.LeaseSnapshot(
                     token=token, driver=lease.driver, bereaved=lease.bereaved, open=runs_of(lease.open, layout)
                 )
                 for token, lease in self.leases.items()
@@ -263,8 +217,8 @@ class LedgerState:
             waiting=runs_of(self.waiting, layout),
             workers=_worker_snapshots(self.workers),
             departed=_worker_snapshots(self._departed),
-            done=self._done,
-            lost=self._lost,
+            done=(self._done, self._done_rows),
+            lost=(self._lost_by.total(), self._lost_rows),
             lost_by=tuple((stage, reason, count) for (stage, reason), count in sorted(self._lost_by.items())),
             perished_by=tuple(sorted(self._perished_by.items())),
             trained_tokens=self._trained_tokens,
@@ -272,75 +226,108 @@ class LedgerState:
             noted=self._noted,
         )
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- applying records ----------------------------------------------------------------------------------------------
 
-    def _restore(self, snapshot: LedgerSnapshot) -> None:
-        """Takes over what a snapshot holds beside the lanes."""
-        layout = self.spec.layout
-        for lease in snapshot.leases:
-            self.leases[lease.token] = OpenLease(lease.driver, bereaved=lease.bereaved)
-            for micro_batch in layout.micro_batches(*lease.open):
-                self._hold(micro_batch, lease.token)
-                self._open_rows += layout.rows_of(micro_batch)
-        for micro_batch in layout.micro_batches(*snapshot.waiting):
-            self.waiting[micro_batch] = None
-            self._open_rows += layout.rows_of(micro_batch)
-        self.workers, self._departed = _workers_of(snapshot.workers), _workers_of(snapshot.departed)
-        self._done, self._lost = _Sum(*snapshot.done), _Sum(*snapshot.lost)
-        self._lost_by.update({(stage, reason): count for stage, reason, count in snapshot.lost_by})
-        self._perished_by.update(dict(snapshot.perished_by))
-        self._trained_tokens, self._reissued = snapshot.trained_tokens, snapshot.reissued
-        self._noted = snapshot.noted
+    def apply(self, record: Record) -> None:
+        """Adds a record; raises LedgerError if it contradicts those before it."""
+        match record:
+            case records.Granted():
+                self._grant(record)
+            case records.Settled():
+                self._settle(record)
+            case records.Resolved():
+                self._resolve(record)
+            case records.Workers():
+                self._note_workers(record)
+            case records.Grown():
+                _check_shards(record.shards, [lane.shards for lane in self.lanes])
+                for lane, num_shards in zip(self.lanes, record.shards, strict=True):
+                    lane.grow(num_shards)
+            case _:
+                raise LedgerError(f"expected one beginning of a journal, found a second one ({record.kind})")
 
-    def _grant(self, record: Granted) -> None:
-        self.leases.setdefault(record.token, OpenLease(record.driver))
+    def _grant(self, record: records.Granted) -> None:
+        lease = self.leases.setdefault(record.token, OpenLease(record.driver))
         for micro_batch in self.spec.layout.micro_batches(*record.runs):
-            if micro_batch in self._holder:
+            if micro_batch in self.holder:
                 raise LedgerError(f"expected a micro-batch that nobody holds, found {micro_batch}")
             if micro_batch in self.waiting:
                 del self.waiting[micro_batch]
                 self._reissued += 1
             else:
                 self._lease_anew(micro_batch)
-            self._hold(micro_batch, record.token)
+            lease.open.add(micro_batch)
+            self.holder[micro_batch] = record.token
 
     def _lease_anew(self, micro_batch: MicroBatchId) -> None:
-        layout = self.spec.layout
-        unit, lane = self._unit_of(micro_batch), self.lane_of(micro_batch.shard)
+        layout, lane = self.spec.layout, self.lane_of(micro_batch.shard)
         if lane is None:
             raise LedgerError(f"expected a shard of this account, found {micro_batch}")
+        unit = layout.unit_of(micro_batch)
         if micro_batch.row % layout.unit_rows == 0:
             lane.lease(unit)
         elif not lane.is_leased(unit):
             raise LedgerError(f"expected the beginning of a unit, found {micro_batch}")
         self._open_rows += layout.rows_of(micro_batch)
 
-    def _settle(self, record: Settled) -> None:
+    def _settle(self, record: records.Settled) -> None:
         for settlement in record.settlements:
-            rows = self._close(MicroBatchId.parse(settlement.micro_batch), record.token)
+            micro_batch = MicroBatchId.parse(settlement.micro_batch)
             if settlement.outcome == "done":
-                self._done = self._done.plus(rows)
-                self._trained_tokens += settlement.num_tokens
+                self._count_done(micro_batch, record.token, settlement.num_tokens)
             else:
-                self._lose(rows, settlement.lost_at or "", settlement.reason or "")
+                self._count_lost(micro_batch, record.token, settlement.lost_at or "", settlement.reason or "")
             for credit in settlement.credits:
                 self._credit(credit)
         self._return(record.handed_back, record.token)
 
-    def _resolve(self, record: Resolved) -> None:
+    def _resolve(self, record: records.Resolved) -> None:
         layout = self.spec.layout
         for micro_batch in layout.micro_batches(*record.done):
-            rows = self._close(micro_batch, record.token)
-            self._done = self._done.plus(rows)
-            self._trained_tokens += rows * layout.seq_len
+            self._count_done(micro_batch, record.token, layout.rows_of(micro_batch) * layout.seq_len)
         for lost in record.lost:
             for micro_batch in layout.micro_batches(*lost.runs):
-                self._lose(self._close(micro_batch, record.token), lost.stage, lost.reason)
+                self._count_lost(micro_batch, record.token, lost.stage, lost.reason)
         self._return(record.returned, record.token)
 
-    def _note_workers(self, record: Workers) -> None:
+    def _count_done(self, micro_batch: MicroBatchId, token: str, num_tokens: int) -> None:
+        rows = self._close(micro_batch, token)
+        self._done += 1
+        self._done_rows += rows
+        self._trained_tokens += num_tokens
+
+    def _count_lost(self, micro_batch: MicroBatchId, token: str, stage: str, reason: str) -> None:
+        self._lost_rows += self._close(micro_batch, token)
+        is_new = (stage, reason) not in self._lost_by
+        self._lost_by[stage, _OTHER if is_new and len(self._lost_by) >= _MOST_WAYS else reason] += 1
+
+    def _close(self, micro_batch: MicroBatchId, token: str) -> int:
+        """Takes a settled micro-batch out of its lease; returns how many rows it has."""
+        self._drop(micro_batch, token)
+        rows = self.spec.layout.rows_of(micro_batch)
+        self._open_rows -= rows
+        return rows
+
+    def _return(self, runs: Iterable[Run], token: str) -> None:
+        """Has micro-batches of a lease wait for another driver; forgets the lease if nothing of it is left open."""
+        for micro_batch in self.spec.layout.micro_batches(*runs):
+            self._drop(micro_batch, token)
+            self.waiting[micro_batch] = None
+        lease = self.leases.get(token)
+        if lease is not None and not lease.open:
+            del self.leases[token]
+
+    def _drop(self, micro_batch: MicroBatchId, token: str) -> None:
+        if self.holder.get(micro_batch) != token:
+            raise LedgerError(f"expected a micro-batch that is open in lease {token[:8]}, found {micro_batch}")
+        del self.holder[micro_batch]
+        self.leases[token].open.discard(micro_batch)
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _note_workers(self, record: records.Workers) -> None:
         if record.version is not None:
-            self._noted = record.version, (self._done.rows + self._lost.rows) * self.spec.layout.seq_len
+            self._noted = record.version, (self._done_rows + self._lost_rows) * self.spec.layout.seq_len
         for seen in record.seen:
             worker = self.workers.get(seen.incarnation) or self._back(seen.incarnation) or _Worker(seen.stage)
             self.workers[seen.incarnation] = worker
@@ -361,7 +348,6 @@ class LedgerState:
                     lease.bereaved = True
 
     def _known(self, incarnation: str | None) -> _Worker | None:
-        """Returns a worker that is there, or was lately."""
         return None if incarnation is None else self.workers.get(incarnation) or self._departed.get(incarnation)
 
     def _take_back(self, seen: WorkerSeen) -> None:
@@ -394,40 +380,6 @@ class LedgerState:
             worker = self.workers[credit.incarnation] = _Worker(credit.stage)
         worker.acknowledge(credit.applied_number)
 
-    def _hold(self, micro_batch: MicroBatchId, token: str) -> None:
-        self.leases[token].open.add(micro_batch)
-        self._holder[micro_batch] = token
-
-    def _close(self, micro_batch: MicroBatchId, token: str) -> int:
-        """Takes a settled micro-batch out of its lease; returns how many rows it has."""
-        self._drop(micro_batch, token)
-        rows = self.spec.layout.rows_of(micro_batch)
-        self._open_rows -= rows
-        return rows
-
-    def _return(self, runs: Iterable[Run], token: str) -> None:
-        """Has micro-batches of a lease wait for another driver; forgets the lease if nothing of it is left open."""
-        for micro_batch in self.spec.layout.micro_batches(*runs):
-            self._drop(micro_batch, token)
-            self.waiting[micro_batch] = None
-        lease = self.leases.get(token)
-        if lease is not None and not lease.open:
-            del self.leases[token]
-
-    def _drop(self, micro_batch: MicroBatchId, token: str) -> None:
-        if self._holder.get(micro_batch) != token:
-            raise LedgerError(f"expected a micro-batch that is open in lease {token[:8]}, found {micro_batch}")
-        del self._holder[micro_batch]
-        self.leases[token].open.discard(micro_batch)
-
-    def _lose(self, rows: int, stage: str, reason: str) -> None:
-        self._lost = self._lost.plus(rows)
-        is_new = (stage, reason) not in self._lost_by
-        self._lost_by[stage, _OTHER if is_new and len(self._lost_by) >= _MOST_WAYS else reason] += 1
-
-    def _unit_of(self, micro_batch: MicroBatchId) -> Unit:
-        return Unit(micro_batch.epoch, micro_batch.shard, micro_batch.row // self.spec.layout.unit_rows)
-
 
 def _worker_snapshots(workers: Mapping[str, _Worker]) -> tuple[WorkerSnapshot, ...]:
     return tuple(
@@ -452,28 +404,9 @@ def _tally(done: int, lost: int, num_open: int) -> Tally:
     return Tally(leased=done + lost + num_open, done=done, lost=lost, open=num_open)
 
 
-def _progress(spec: LaneSpec, lane: LaneLeases) -> LaneProgress:
-    leased, units = lane.units_of_epoch
-    return LaneProgress(source=spec.source, epoch=lane.epoch, shards=lane.num_shards, units_leased=leased, units=units)
-
-
 def _check_shards(expected: Sequence[int], shards: Sequence[Sequence[int]]) -> None:
     found = [len(each) for each in shards]
     if len(found) != len(expected) or any(map(int.__lt__, found, expected)):
         raise LedgerError(
             f"expected a store with at least {list(expected)} shards a lane, as the account has, found {found}"
         )
-
-
-def _check_spec(found: LedgerSpec, expected: LedgerSpec) -> None:
-    """Raises LedgerError if an account is of something else."""
-    if found == expected:
-        return
-    for name in type(expected).model_fields:
-        ours, theirs = getattr(expected, name), getattr(found, name)
-        if ours != theirs:
-            raise LedgerError(
-                f"expected an account with {name} {ours}, as this run has, found {theirs}; take another state folder "
-                "or the run's own settings"
-            )
-    raise TrainerUsageError("expected specs that differ in a field")

@@ -20,27 +20,6 @@ from trainer.pipeline.ledger.config import MAX_LEASE_UNITS
 from trainer.pipeline.ledger.units import Run
 from trainer.pipeline.protocol.work import MicroBatchKey, Settlement
 
-__all__ = [
-    "LEDGER_ACCOUNT",
-    "LEDGER_LEASE",
-    "LEDGER_RENEW",
-    "LEDGER_SETTLE",
-    "MAX_PREFERRED",
-    "MAX_SAID",
-    "Account",
-    "AccountAsk",
-    "LaneProgress",
-    "LeaseAnswer",
-    "LeaseAsk",
-    "LostCount",
-    "PerishedCount",
-    "RenewAnswer",
-    "RenewAsk",
-    "SettleAnswer",
-    "SettleAsk",
-    "Tally",
-]
-
 LEDGER_LEASE, LEDGER_RENEW = "ledger/lease", "ledger/renew"
 LEDGER_SETTLE, LEDGER_ACCOUNT = "ledger/settle", "ledger/account"
 MAX_PREFERRED: Final = 256
@@ -58,7 +37,6 @@ class LeaseAsk(Message):
     data_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """`LedgerSpec.digest`: with other settings the same name would mean other rows."""
     preferred: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_PREFERRED)] = ()
-    """Shards, the most preferred first."""
     num_units: Annotated[int, Field(ge=1, le=MAX_LEASE_UNITS)]
 
 
@@ -126,10 +104,9 @@ class Tally(Message):
 
 
 class LostCount(Message):
-    """How many micro-batches were lost in one way."""
+    """How many micro-batches were lost in one way; `stage` is the first that did not, or may not, have counted them."""
 
     stage: str
-    """The first that did not, or may not, have counted them."""
     reason: str
     micro_batches: Counted
 
@@ -149,14 +126,13 @@ class PerishedCount(Message):
 
 
 class LaneProgress(Message):
-    """How far a lane is in the epoch whose units are being leased."""
+    """How far a lane is in the epoch whose units are being leased; `units` are all of that."""
 
     source: str | None
     epoch: Counted
     shards: Counted
     units_leased: Counted
     units: Counted
-    """In all."""
 
 
 class Account(Message):
@@ -172,7 +148,6 @@ class Account(Message):
     reissued: Counted
     """Times a micro-batch was given again after it was handed back or its lease ran out."""
     leases: Counted
-    """Live ones."""
     lost: Annotated[tuple[LostCount, ...], Field(max_length=_MAX_COUNTS)]
     perished: Annotated[tuple[PerishedCount, ...], Field(max_length=_MAX_COUNTS)]
     lanes: Annotated[tuple[LaneProgress, ...], Field(max_length=_MAX_COUNTS)]

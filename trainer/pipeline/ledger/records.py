@@ -1,7 +1,6 @@
 """The journal's lines. Replayed in order they give the ledger's state again; they hold no times.
 
-A lease that was live when the keeper went down begins anew when it is back: drivers know their own, earlier ends, so
-nothing is given twice, only later.
+A lease that was live when the keeper went down begins anew when it is back: drivers know their own, earlier ends.
 """
 
 from __future__ import annotations
@@ -12,38 +11,19 @@ from pydantic import Field, TypeAdapter
 
 from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
-from trainer.pipeline.ledger.units import LedgerSpec, Run
+from trainer.pipeline.ledger.units import LaneSnapshot, LedgerSpec, Run, Span
 from trainer.pipeline.protocol.work import LossReason, Settlement
 
-__all__ = [
-    "RECORD",
-    "Granted",
-    "Grown",
-    "LaneSnapshot",
-    "LeaseSnapshot",
-    "LedgerSnapshot",
-    "LostRuns",
-    "Opened",
-    "Record",
-    "Resolved",
-    "Settled",
-    "WorkerSeen",
-    "WorkerSnapshot",
-    "Workers",
-]
-
 Runs: TypeAlias = tuple[Run, ...]
-Span: TypeAlias = tuple[Counted, Counted]
 
 
 class Opened(Message):
-    """The first line of a new account."""
+    """The first line of a new account; ``shards``: how many each lane has."""
 
     kind: Literal["opened"] = "opened"
     version: Literal[1] = 1
     spec: LedgerSpec
     shards: tuple[Counted, ...]
-    """How many each lane has."""
 
 
 class Grown(Message):
@@ -111,29 +91,12 @@ class Workers(Message):
     """The stages' version now; None: as before."""
 
 
-class LaneSnapshot(Message):
-    """Where a lane stands."""
-
-    epoch: Counted
-    num_shards: Counted
-    """Of this epoch."""
-    next_num_shards: Counted
-    """Of the next epoch."""
-    begun: tuple[Span, ...]
-    """Positions of shards of which units were leased in this epoch: first and last of each run."""
-    cursors: tuple[Span, ...]
-    """Of these, those that have more: position and next unit."""
-    units_leased: Counted
-    """In all epochs."""
-
-
 class LeaseSnapshot(Message):
-    """A live lease."""
+    """A live lease; see `OpenLease`."""
 
     token: str
     driver: str
     bereaved: bool
-    """A worker of the last stage has vanished since it was given."""
     open: Runs
 
 
@@ -170,6 +133,23 @@ class LedgerSnapshot(Message):
     reissued: Counted
     noted: Span | None = None
     """The stages' version when it was noted last, and the tokens that were done or lost then."""
+
+    @classmethod
+    def empty(cls, opened: Opened) -> LedgerSnapshot:
+        """Returns a new account's."""
+        return cls(
+            spec=opened.spec,
+            lanes=tuple(map(LaneSnapshot.new, opened.shards)),
+            leases=(),
+            waiting=(),
+            workers=(),
+            done=(0, 0),
+            lost=(0, 0),
+            lost_by=(),
+            perished_by=(),
+            trained_tokens=0,
+            reissued=0,
+        )
 
 
 Record: TypeAlias = Annotated[

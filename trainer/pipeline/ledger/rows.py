@@ -1,12 +1,9 @@
 """The store as the ledger sees it: lanes of shards to lease, and the rows of any micro-batch by its name alone.
 
-Lanes are the loader's: one per source with its weight, or one of all shards, without the first `holdout` shards of
-every source. They belong to all drivers of the run together, where a lane of `loader.stream.schedule` is one node's.
-
-The order of a shard's windows in an epoch depends on the run's seed, the epoch and the shard, not on the reader, so
-any driver can do any micro-batch. A few shards stay mapped (20 MB each, of which the kernel keeps what it likes), the
-next ones are opened in threads. The trade-off: rows of one micro-batch are neighbours in an order of one shard, where
-the loader's streams mix sources within a batch; sources mix from unit to unit.
+Lanes are the loader's: one per source with its weight, or one of all shards; they belong to all drivers of the run
+together. The order of a shard's windows in an epoch depends on the run's seed, the epoch and the shard, not on the
+reader, so any driver can do any micro-batch. A few shards stay mapped, the next ones are opened in threads. The
+trade-off: rows of one micro-batch are of one shard; sources mix from unit to unit.
 """
 
 from __future__ import annotations
@@ -42,20 +39,16 @@ _MOST_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class LedgerLane:
-    """A lane and its shards."""
+    """A lane and its shards, ascending."""
 
     spec: LaneSpec
     shards: Sequence[int]
-    """Ascending."""
 
 
 def lanes_of(catalog: Catalog, sources: Mapping[str, float], holdout: int) -> tuple[LedgerLane, ...]:
-    """Returns the lanes of a run, as the store is now.
+    """Returns the lanes of a run, as the store is now, without the first ``holdout`` shards of every source.
 
-    Args:
-        catalog: the store's.
-        sources: weights by source; empty: all shards alike.
-        holdout: the first so many shards of every source are left out.
+    With no ``sources`` (weights by source), one lane has all shards alike.
 
     Raises:
         LoaderError: there is no shard to train on, or the index cannot be had.
@@ -100,11 +93,7 @@ def spec_of(
 
 
 def preferred_shards(node_id: str, lanes: Sequence[LedgerLane], count: int, assignment: Assignment) -> tuple[int, ...]:
-    """Returns the shards of every lane that a driver is assigned, and asks for first.
-
-    Raises:
-        LoaderUsageError: the node has no name.
-    """
+    """Returns the shards of every lane that a driver is assigned, and asks for first."""
     shards = [shard for lane in lanes for shard in assign(node_id, lane.shards, count, assignment)]
     return tuple(shards[:MAX_PREFERRED])
 
@@ -122,10 +111,7 @@ class MicroBatches:
         self._lock = threading.Lock()
 
     def read(self, micro_batch: MicroBatchId) -> tuple[Tensor, Tensor]:
-        """Reads the rows of a micro-batch.
-
-        Returns:
-            Inputs and labels, int64[B, T] each; B is smaller than the others' where a shard ends.
+        """Returns inputs and labels of a micro-batch, int64[B, T] each; B is smaller than the others' at a shard's end.
 
         Raises:
             TrainerUsageError: there is none of that name.

@@ -1,7 +1,8 @@
 """The keeper's side: the ledger and its journal behind an endpoint, and the watch over leases that run out.
 
 All that touches the ledger runs in one thread of its own, since each change waits for the disk; the event loop goes on
-meanwhile, and a caller that gives up leaves nothing half done.
+meanwhile, and a caller that gives up leaves nothing half done. About a lease that ran out all workers are asked which
+of its micro-batches they have counted, and told to count no more of it.
 """
 
 from __future__ import annotations
@@ -9,43 +10,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from trainer.errors import LedgerError, RefusedError, TrainerError
-from trainer.network.rpc import Endpoint, PeerId, Reply, Request
+from trainer.errors import LedgerError, RefusedError, RpcError, TrainerError
+from trainer.network.rpc import Endpoint, Peer, PeerId, Reply, Request
+from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.pipeline.ledger import messages
 from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.ledger.inquiry import AppliedInquiry, AppliedReport
 from trainer.pipeline.ledger.journal import Journal
-from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.ledger import AppliedReport, Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.messages import (
-    LEDGER_ACCOUNT,
-    LEDGER_LEASE,
-    LEDGER_RENEW,
-    LEDGER_SETTLE,
-    Account,
-    AccountAsk,
-    LeaseAnswer,
-    LeaseAsk,
-    RenewAnswer,
-    RenewAsk,
-    SettleAnswer,
-    SettleAsk,
-)
+from trainer.pipeline.ledger.messages import Account
 from trainer.pipeline.ledger.records import Opened, Record, WorkerSeen
 from trainer.pipeline.ledger.units import LedgerSpec, Run
-from trainer.pipeline.protocol.work import MicroBatchId, boottime_s
+from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
+from trainer.pipeline.protocol.work import MicroBatchId, MicroBatchKey, boottime_s
 
-__all__ = ["LedgerService", "open_ledger"]
+__all__ = ["AppliedInquiry", "LedgerService", "WorkerInquiry", "open_ledger"]
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 512  # Micro-batches asked for in one call: 30 bytes each, within the 64 KiB a message may have.
+_LOG_INTERVAL_S = 60.0
 _ASK_AGAIN_S = 2.0
 T = TypeVar("T")
+
+AppliedInquiry: TypeAlias = Callable[[Sequence[MicroBatchKey]], Awaitable[AppliedReport]]
+"""Asks every worker of every stage; from then on they refuse what they had not counted of it."""
 
 
 def open_ledger(
@@ -53,12 +49,8 @@ def open_ledger(
 ) -> tuple[Ledger, Journal]:
     """Opens the account in a journal, as it was left; a new one if there is none.
 
-    Args:
-        path: of the journal.
-        spec: what the account is of.
-        shards: of each lane, ascending; all there are now.
-        config: of the ledger.
-        max_tokens: to be trained on in all, over all lives of the account; 0: no bound.
+    ``shards`` are those of each lane, ascending, all there are now; ``max_tokens`` to be trained on in all, over all
+    lives of the account, 0: no bound.
 
     Raises:
         LedgerError: another process keeps it, it is damaged, or of another run.
@@ -86,6 +78,48 @@ def open_ledger(
     return ledger, journal
 
 
+@dataclass(eq=False, repr=False)
+class WorkerInquiry:
+    """An `AppliedInquiry` over the network; ``workers`` returns the stage and address of each as known now."""
+
+    endpoint: Endpoint
+    workers: Callable[[], Iterable[tuple[str, Peer]]]
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
+
+    async def __call__(self, micro_batches: Sequence[MicroBatchKey]) -> AppliedReport:
+        """Asks all workers at once."""
+        workers = list(self.workers())
+        answers = await asyncio.gather(*(self._ask(peer, micro_batches) for _, peer in workers))
+        applied: dict[str, frozenset[str]] = {}
+        answered = set()
+        for (stage, _), answer in zip(workers, answers, strict=True):
+            if answer is not None:
+                answered.add(answer[0])
+                applied[stage] = applied.get(stage, frozenset()) | answer[1]
+        return AppliedReport(applied, frozenset(answered), answers.count(None))
+
+    async def _ask(self, peer: Peer, micro_batches: Sequence[str]) -> tuple[str, frozenset[str]] | None:
+        """Returns a worker's incarnation, and what it has counted; None: no answer, or it restarted in between."""
+        incarnations: set[str] = set()
+        applied: set[str] = set()
+        for first in range(0, len(micro_batches), _AT_ONCE):
+            part = tuple(micro_batches[first : first + _AT_ONCE])
+            ask = AppliedAsk(micro_batches=part, refuse_from_now=True)
+            try:
+                reply = await self.endpoint.call(peer, APPLIED, ask, AppliedAnswer, timeout_s=self.timeout_s)
+            except RpcError as error:
+                if self._log_limit.take(peer.address):  # Each lease that runs out asks all workers.
+                    logger.info("%s does not say what it has counted: %s", peer.address, error)
+                return None
+            incarnations.add(reply.body.incarnation)
+            applied.update(set(reply.body.micro_batches) & set(part))
+        return (incarnations.pop(), frozenset(applied)) if len(incarnations) == 1 else None
+
+
+@dataclass(eq=False, repr=False)
 class LedgerService:
     """Answers drivers, at an endpoint that is not started yet; `stop` closes the journal.
 
@@ -95,23 +129,15 @@ class LedgerService:
             any caller is given rows and believed, which is for trusted networks only.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        ledger: Ledger,
-        journal: Journal,
-        config: LedgerConfig,
-        inquiry: AppliedInquiry,
-        *,
-        drivers: Callable[[], Collection[PeerId]] | None = None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._ledger = ledger
-        self._journal = journal
-        self._config = config
-        self._inquiry = inquiry
-        self._drivers = drivers
-        self._digest = ledger.state.spec.digest()
+    endpoint: Endpoint
+    ledger: Ledger
+    journal: Journal
+    config: LedgerConfig
+    inquiry: AppliedInquiry
+    drivers: Callable[[], Collection[PeerId]] | None = None
+
+    def __post_init__(self) -> None:
+        self._digest = self.ledger.state.spec.digest()
         self._thread = ThreadPoolExecutor(1, "genesis-ledger")
         self._watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -129,15 +155,14 @@ class LedgerService:
 
         A driver at work asks every `lease_s` / 3 at least; one that never asks need not be waited for.
         """
-        asked_s = self._asked_s.get(driver)
-        return math.inf if asked_s is None else boottime_s() - asked_s
+        return boottime_s() - self._asked_s.get(driver, -math.inf)
 
     def register(self) -> None:
         """Registers its methods at the endpoint."""
-        self._endpoint.register(LEDGER_LEASE, LeaseAsk, self._lease)
-        self._endpoint.register(LEDGER_RENEW, RenewAsk, self._renew)
-        self._endpoint.register(LEDGER_SETTLE, SettleAsk, self._settle)
-        self._endpoint.register(LEDGER_ACCOUNT, AccountAsk, self._account)
+        self.endpoint.register(messages.LEDGER_LEASE, messages.LeaseAsk, self._lease)
+        self.endpoint.register(messages.LEDGER_RENEW, messages.RenewAsk, self._renew)
+        self.endpoint.register(messages.LEDGER_SETTLE, messages.SettleAsk, self._settle)
+        self.endpoint.register(messages.LEDGER_ACCOUNT, messages.AccountAsk, self._account)
 
     async def start(self) -> None:
         """Begins to watch over leases."""
@@ -152,72 +177,25 @@ class LedgerService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
-        self._journal.close()
+        self.journal.close()
 
     async def account(self) -> Account:
         """Returns the account; raises LedgerError if this was stopped."""
-        return await self._run(self._ledger.account)
+        return await self._run(self.ledger.account)
 
     async def failed(self) -> None:
-        """Waits until the account cannot be written any more.
-
-        Raises:
-            LedgerError: always, with the reason.
-        """
+        """Waits until the account cannot be written any more; raises LedgerError with the reason."""
         await self._has_failed.wait()
-        raise LedgerError(f"the account cannot be kept: {self._ledger.failure}") from self._ledger.failure
+        raise LedgerError(f"the account cannot be kept: {self.ledger.failure}") from self.ledger.failure
 
     async def note_workers(self, workers: Iterable[WorkerSeen], version: int | None = None) -> None:
         """Notes all workers that are announced now, see `Ledger.note_workers`; to be called every few seconds."""
         seen = tuple(workers)
-        await self._run(lambda: self._ledger.note_workers(seen, boottime_s(), version))
+        await self._run(lambda: self.ledger.note_workers(seen, boottime_s(), version))
 
     async def grow(self, shards: Sequence[Sequence[int]]) -> None:
         """Notes a store that has more shards, see `Ledger.grow`."""
-        await self._run(lambda: self._ledger.grow(shards))
-
-    # -- drivers' requests ---------------------------------------------------------------------------------------------
-
-    async def _lease(self, request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
-        ask, sender = request.body, request.sender
-        if ask.data_digest != self._digest:
-            raise RefusedError(
-                "data",
-                "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
-                f"found one with others (digest {ask.data_digest}, here {self._digest})",
-            )
-        if self._drivers is not None and sender not in (self._endpoint.peer_id, *self._drivers()):
-            raise RefusedError("not-a-driver", f"expected a driver that is announced, found {sender[:12]}; try again")
-        self._asked_s[sender] = boottime_s()
-        answer = await self._answered(
-            lambda: self._ledger.lease(sender, ask.token, ask.preferred, ask.num_units, boottime_s())
-        )
-        if answer.finished:
-            self._told_finished.add(sender)
-        return Reply(answer)
-
-    async def _renew(self, request: Request[RenewAsk]) -> Reply[RenewAnswer]:
-        tokens = request.body.tokens
-        live = await self._answered(lambda: self._ledger.renew(request.sender, tokens, boottime_s()))
-        if live:
-            self._asked_s[request.sender] = boottime_s()
-        return Reply(RenewAnswer(live=live, lease_s=self._config.lease_s))
-
-    async def _settle(self, request: Request[SettleAsk]) -> Reply[SettleAnswer]:
-        sender, ask = request.sender, request.body
-        back = [MicroBatchId.parse(key) for key in ask.handed_back]
-
-        def settle() -> SettleAnswer:
-            checked_s = None if self._drivers is None else boottime_s()
-            answer = self._ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
-            if ask.release:
-                self._ledger.release(sender, ask.token, boottime_s())
-            return answer
-
-        return Reply(await self._answered(settle))
-
-    async def _account(self, request: Request[AccountAsk]) -> Reply[Account]:
-        return Reply(await self._answered(self._ledger.account))
+        await self._run(lambda: self.ledger.grow(shards))
 
     async def _run(self, work: Callable[[], T]) -> T:
         """Runs something in the ledger's thread, to its end even if the caller is cancelled."""
@@ -226,11 +204,53 @@ class LedgerService:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         finally:
-            if self._ledger.failure is not None:
+            if self.ledger.failure is not None:
                 self._has_failed.set()
 
+    # -- drivers' requests ---------------------------------------------------------------------------------------------
+
+    async def _lease(self, request: Request[messages.LeaseAsk]) -> Reply[messages.LeaseAnswer]:
+        ask, sender = request.body, request.sender
+        if ask.data_digest != self._digest:
+            raise RefusedError(
+                "data",
+                "expected a driver with this run's seed, seq_len, micro-batch, stages, sources, holdout and store, "
+                f"found one with others (digest {ask.data_digest}, here {self._digest})",
+            )
+        if self.drivers is not None and sender not in (self.endpoint.peer_id, *self.drivers()):
+            raise RefusedError("not-a-driver", f"expected a driver that is announced, found {sender[:12]}; try again")
+        self._asked_s[sender] = boottime_s()
+        answer = await self._answered(
+            lambda: self.ledger.lease(sender, ask.token, ask.preferred, ask.num_units, boottime_s())
+        )
+        if answer.finished:
+            self._told_finished.add(sender)
+        return Reply(answer)
+
+    async def _renew(self, request: Request[messages.RenewAsk]) -> Reply[messages.RenewAnswer]:
+        tokens = request.body.tokens
+        live = await self._answered(lambda: self.ledger.renew(request.sender, tokens, boottime_s()))
+        if live:
+            self._asked_s[request.sender] = boottime_s()
+        return Reply(messages.RenewAnswer(live=live, lease_s=self.config.lease_s))
+
+    async def _settle(self, request: Request[messages.SettleAsk]) -> Reply[messages.SettleAnswer]:
+        sender, ask = request.sender, request.body
+        back = [MicroBatchId.parse(key) for key in ask.handed_back]
+
+        def settle() -> messages.SettleAnswer:
+            checked_s = None if self.drivers is None else boottime_s()
+            answer = self.ledger.settle(sender, ask.token, ask.settlements, back, checked_s=checked_s)
+            if ask.release:
+                self.ledger.release(sender, ask.token, boottime_s())
+            return answer
+
+        return Reply(await self._answered(settle))
+
+    async def _account(self, _request: Request[messages.AccountAsk]) -> Reply[Account]:
+        return Reply(await self._answered(self.ledger.account))
+
     async def _answered(self, work: Callable[[], T]) -> T:
-        """Runs something as `_run` does, for a driver."""
         try:
             return await self._run(work)
         except LedgerError as error:
@@ -242,56 +262,47 @@ class LedgerService:
     async def _watch_leases(self) -> None:
         while True:
             try:
-                for token in await self._run(lambda: self._ledger.due(boottime_s())):
-                    self._begin_inquiry(token)
-                for token, unheard in (await self._run(lambda: self._ledger.unheard(boottime_s()))).items():
-                    self._begin_inquiry(token, unheard)
+                due = await self._run(lambda: self.ledger.due(boottime_s()))
+                unheard = await self._run(lambda: self.ledger.unheard(boottime_s()))
+                for token, some in {**unheard, **dict.fromkeys(due)}.items():
+                    if token not in self._inquiries:
+                        task = asyncio.create_task(self._resolve(token, some), name=f"ledger-inquiry-{token[:8]}")
+                        self._inquiries[token] = task
+                        task.add_done_callback(partial(self._end_inquiry, token))
             except LedgerError as error:
                 logger.error("leases are not watched over: %s", error)
-            await asyncio.sleep(min(1.0, self._config.lease_s / 10))
+            await asyncio.sleep(min(1.0, self.config.lease_s / 10))
 
-    def _begin_inquiry(self, token: str, unheard: Collection[MicroBatchId] | None = None) -> None:
-        if token not in self._inquiries:
-            task = asyncio.create_task(self._resolve(token, unheard), name=f"ledger-inquiry-{token[:8]}")
-            self._inquiries[token] = task
-            task.add_done_callback(lambda _: self._inquiries.pop(token, None))
+    def _end_inquiry(self, token: str, _task: asyncio.Task[None]) -> None:
+        del self._inquiries[token]
 
     async def _resolve(self, token: str, unheard: Collection[MicroBatchId] | None) -> None:
         """Ends a lease that ran out, by what the workers say; where that fails, it stays due."""
         why = "ran out" if unheard is None else "is said to be done by workers that nobody has heard of"
         try:
             report = await self._report_on(token, unheard)
-            decided = await self._run(lambda: self._ledger.resolve(token, report, boottime_s(), unheard))
+            decided = await self._run(lambda: self.ledger.resolve(token, report, boottime_s(), unheard))
         except LedgerError as error:
             logger.error("lease %s %s, and stays open: %s", token[:8], why, error)
             return
         if decided is not None:
+            lost = sum(_num_rows(each.runs) for each in decided.lost)
             logger.warning(
                 "lease %s %s: rows %d done, %d lost, %d given again",
-                token[:8],
-                why,
-                _num_rows(decided.done),
-                sum(_num_rows(each.runs) for each in decided.lost),
-                _num_rows(decided.returned),
+                *(token[:8], why, _num_rows(decided.done), lost, _num_rows(decided.returned)),
             )
 
     async def _report_on(self, token: str, some: Collection[MicroBatchId] | None) -> AppliedReport:
         """Asks the workers about a lease, or some of it, until all have answered or time is up."""
-        deadline_s = boottime_s() + self._config.inquiry_s
-
-        def open_keys() -> tuple[str, ...]:
-            lease = self._ledger.state.leases.get(token)
-            wanted = set() if lease is None else lease.open if some is None else lease.open.intersection(some)
-            return tuple(map(str, sorted(wanted)))
-
+        deadline_s = boottime_s() + self.config.inquiry_s
         while True:
-            keys = await self._run(open_keys)
+            asked = await self._run(lambda: self.ledger.open_in(token, some))
             try:
-                report = await self._inquiry(keys)
+                report = await self.inquiry(tuple(map(str, asked)))
             except (TrainerError, OSError, TimeoutError) as error:
                 logger.warning("the workers cannot be asked: %s", error)
                 report = AppliedReport({}, frozenset(), silent=1)
-            may_learn_more = await self._run(partial(self._ledger.may_learn_more, token, report))
+            may_learn_more = await self._run(partial(self.ledger.may_learn_more, token, report))
             left_s = deadline_s - boottime_s()
             if not may_learn_more or left_s <= 0:
                 return report

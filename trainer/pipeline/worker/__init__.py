@@ -1,17 +1,14 @@
 """The service around a stage: what a worker answers to drivers, when it computes what, and when its stage steps.
 
     worker = StageWorker(endpoint, plan, "body-1", replica, codec, WorkerConfig(), target_tokens=8192, peers=peers)
-    worker.register()
-    await endpoint.start()
-    worker.start()
-    await worker.run()
+    worker.register(); await endpoint.start(); worker.start()
+    await worker.run()              # until it is cancelled, or cannot go on
+    await worker.stop()
 
 Guarantees: a worker counts a micro-batch at most once, however often and by whatever connections it is sent; what is
 answered as counted is counted; nothing is counted later than the request allows, on a clock that goes on while the
-process is stopped. Malformed requests are refused by name before they are queued. What drivers can make a worker hold
-is bounded, and a driver that floods delays only itself. The event loop is never held for long: one thread computes, two
-convert tensors. The trade-off: one compute thread means one device a worker; two devices are two workers, which the
-stage's strategy keeps together as it does strangers.
+process is stopped. What drivers can make a worker hold is bounded, and a driver that floods delays only itself. One
+thread computes, two convert tensors. The trade-off: one device a worker; two devices are two workers.
 
 Tensors beside the messages of `trainer.pipeline.protocol.messages`, by name (`trainer.pipeline.protocol.wire`):
 
@@ -47,15 +44,7 @@ from __future__ import annotations
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.pipeline.worker.replies import ReplyCache
 from trainer.pipeline.worker.runtime import Runtime
-from trainer.pipeline.worker.service import StageService
+from trainer.pipeline.worker.service import StageService, StageWorker
 from trainer.pipeline.worker.stepping import StageStepper
-from trainer.pipeline.worker.worker import StageWorker
 
-__all__ = [
-    "ReplyCache",
-    "Runtime",
-    "StageService",
-    "StageStepper",
-    "StageWorker",
-    "WorkerConfig",
-]
+__all__ = ["ReplyCache", "Runtime", "StageService", "StageStepper", "StageWorker", "WorkerConfig"]

@@ -18,11 +18,7 @@ __all__ = ["WorkerConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """How a worker serves its stage.
-
-    Raises:
-        TrainerUsageError: a value is out of range; it names field and value.
-    """
+    """How a worker serves its stage. Raises TrainerUsageError if a value is out of range."""
 
     max_batch_size: int = 8
     """Rows of forward requests computed together; a request of more is computed alone. 1: none are put together."""

@@ -22,8 +22,7 @@ from trainer.pipeline.stage import StageShape
 
 __all__ = ["StageLink", "refusal_of"]
 
-_INLINE_BYTES = 1 << 17
-"""Smaller tensors are converted in the event loop: 0.1 ms."""
+_INLINE_BYTES = 1 << 17  # Smaller tensors are converted in the event loop: 0.1 ms.
 
 ResultT = TypeVar("ResultT")
 
@@ -38,13 +37,7 @@ def refusal_of(error: PipelineError | CodecError) -> RefusedError:
 
 
 class StageLink:
-    """Input and output of one stage.
-
-    Args:
-        shape: of the stage's input.
-        codec: of activations and gradients, on both sides of the stage.
-        meter: measures what is sent.
-    """
+    """Input and output of one stage; ``meter`` measures what is sent."""
 
     def __init__(self, shape: StageShape, codec: ActivationCodec, meter: LinkMeter | None = None) -> None:
         self.shape = shape
@@ -73,21 +66,12 @@ class StageLink:
         return num_hidden * _hidden_bytes(ask, self.shape) + 8 * num_integers * ask.num_rows * ask.num_positions
 
     def held_bytes(self, ask: StageAsk, num_made: int) -> int:
-        """Returns the bytes a request occupies until it is answered: tensors as received, decoded, and made.
-
-        Args:
-            ask: the request.
-            num_made: outputs and gradients made or received for it that exist at one time.
-        """
+        """Returns the bytes a request occupies: tensors received, decoded, and ``num_made`` outputs or gradients."""
         received = sum(spec.size_bytes for spec in ask.tensors)
         return received + self.decoded_bytes(ask) + num_made * _hidden_bytes(ask, self.shape)
 
     def check_names(self, tensors: Mapping[str, Tensor], *others: str) -> None:
-        """Checks that a request has no tensors but its input and ``others``.
-
-        Raises:
-            RefusedError: ``malformed``.
-        """
+        """Checks that a request has no tensors but its input and ``others``; raises RefusedError (``malformed``)."""
         is_head = self.shape.kind == "head"
         allowed = [*others, *([IDS] if is_head or self.codec.needs_ids else []), *([] if is_head else [ACTIVATION])]
         belonging = {name for what in allowed for name in part_of(what, tensors)}
@@ -117,11 +101,7 @@ class StageLink:
         return await self._offload(self.decoded_bytes(ask), decode)
 
     async def gradient_of(self, ask: StageAsk, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the gradient of the stage's output.
-
-        Raises:
-            RefusedError: ``malformed`` or ``nonfinite``.
-        """
+        """Returns the gradient of the stage's output; errors as `input_of`."""
 
         def decode() -> Tensor:
             sent = part_of(GRADIENT, tensors)
@@ -131,11 +111,7 @@ class StageLink:
         return await self._offload(_hidden_bytes(ask, self.shape), decode)
 
     def labels_of(self, ask: StageAsk, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the labels, int64.
-
-        Raises:
-            RefusedError: ``malformed``.
-        """
+        """Returns the labels, int64; raises RefusedError (``malformed``)."""
         try:
             labels = _integers(ask, tensors, LABELS)
             self.shape.check_labels(labels, labels)
@@ -144,11 +120,7 @@ class StageLink:
         return labels
 
     async def activation(self, y: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
-        """Returns a stage's output in wire form.
-
-        Raises:
-            RefusedError: ``nonfinite``, or the codec cannot hold it.
-        """
+        """Returns a stage's output in wire form; raises RefusedError if it is not finite, or no codec's."""
 
         def encode() -> dict[str, Tensor]:
             needed = ids if self.codec.needs_ids else None
@@ -180,12 +152,10 @@ class StageLink:
 
 
 def _hidden_bytes(ask: StageAsk, shape: StageShape) -> int:
-    """Returns the bytes of a stage's output, or of its gradient, in fp32."""
     return 4 * ask.num_rows * ask.num_positions * shape.dim
 
 
 def _integers(ask: StageAsk, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Returns ids or labels as int64."""
     tensor, spec = tensors.get(name), ids_spec(ask.num_rows, ask.num_positions)
     if tensor is None or (str(tensor.dtype), tuple(tensor.shape)) != (f"torch.{spec.dtype}", tuple(spec.shape)):
         raise PipelineError(f"{name}: expected int32 {[ask.num_rows, ask.num_positions]}")

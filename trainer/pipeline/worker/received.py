@@ -1,12 +1,9 @@
 """Requests with their time of receipt, and a detector of times when this process was suspended.
 
-`apply_within_s` counts from the receipt of the message, not of its last tensor, because a worker may be stopped while
-tensors lie in its socket. The time is noted when the message is parsed, before a byte of a tensor is read.
-
-A process that was suspended for a minute receives on resuming what was sent to it meanwhile. `SuspendDetector` beats on
-the event loop four times a second; a late beat tells from when to when nothing was read. What is received within a
-second afterwards may have been sent at any time in between, and is dated to its beginning. Requests that were in fact
-sent later are refused as late and sent again.
+`apply_within_s` counts from when the message is parsed, before a byte of a tensor is read. A process that was suspended
+for a minute receives on resuming what was sent to it meanwhile. `SuspendDetector` beats on the event loop four times a
+second; a late beat tells from when to when nothing was read. What is received within a second afterwards may have been
+sent at any time in between, and is dated to its beginning; what was in fact sent later is refused as late.
 """
 
 from __future__ import annotations
@@ -19,29 +16,13 @@ from pydantic import PrivateAttr
 from trainer.pipeline.protocol.messages import BackwardAsk, ChainAsk, EvaluateAsk, ForwardAsk, StageAsk, TailAsk
 from trainer.pipeline.protocol.work import boottime_s
 
-__all__ = [
-    "ReceivedAsk",
-    "ReceivedBackward",
-    "ReceivedChain",
-    "ReceivedEvaluate",
-    "ReceivedForward",
-    "ReceivedTail",
-    "SuspendDetector",
-]
-
 _BEAT_S = 0.25
-_SUSPENDED_S = 1.0
-"""A beat so late means a suspension; a loop that computes too long at a time is late by tenths of a second."""
-_READING_S = 1.0
-"""Time to read what has piled up."""
+_SUSPENDED_S = 1.0  # A beat so late means a suspension; a loop that computes too long is late by tenths of a second.
+_READING_S = 1.0  # Time to read what has piled up.
 
 
 class SuspendDetector:
-    """Detects suspensions of this process. For its event loop alone.
-
-    Args:
-        clock: seconds; CLOCK_BOOTTIME but in tests.
-    """
+    """Detects suspensions of this process. For its event loop alone."""
 
     def __init__(self, clock: Callable[[], float] = boottime_s) -> None:
         self._clock = clock

@@ -8,54 +8,39 @@ A micro-batch goes through these phases, under one lock:
               nothing               taint: all that is not stepped with is dropped, in a new incarnation
 
 The compute thread calls `claim` when only the adding up is left to do. Until then anybody can call it off: a caller
-that went away, the clock, the ledger server that gives the micro-batch to somebody else. From then on nobody can. So a
-micro-batch is either counted or will not be, and `counted_among` waits for the milliseconds in between.
+that went away, the clock, the ledger server. From then on nobody can, and `counted_among` says what to wait for.
 
-A name and its answer belong to the driver it was counted for. Names can be guessed: somebody who sent another
-micro-batch under a future name would otherwise have the driver continue with that one's gradient.
-
-The clock is CLOCK_BOOTTIME, which goes on while a process is stopped. A process that is stopped between claim and
-counting finds out afterwards. It cannot take one gradient back out of a sum, nor know what others were told meanwhile,
-so it drops the sum and becomes another incarnation, which others treat like a worker that died and came back.
+A name and its answer belong to the driver it was counted for, because names can be guessed. The clock goes on while a
+process is stopped: one that is stopped between claim and counting cannot take one gradient back out of a sum, so it
+drops the sum and becomes another incarnation, which others treat like a worker that died and came back.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from functools import partial
-from typing import TypeAlias
+from enum import Enum
+from typing import NamedTuple, TypeAlias
 
-from trainer.errors import PipelineError, RefusedError
+from trainer.errors import RefusedError
 from trainer.pipeline.protocol.messages import StageAnswer
-from trainer.pipeline.protocol.tensors import TensorAnswer, size_bytes_of
+from trainer.pipeline.protocol.tensors import TensorAnswer
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.link import refusal_of
 
-__all__ = ["Acknowledgement", "CountingTasks", "PendingCount", "ReplyCache", "SharedThrough", "StageReply"]
+__all__ = ["Acknowledgement", "PendingCount", "ReplyCache", "SharedThrough", "StageReply"]
 
 StageReply: TypeAlias = TensorAnswer[StageAnswer]
 
 _MAX_STEPS = 65_536
-"""That `SharedThrough` remembers."""
-_MAX_ATTEMPTS = 4
-_OWN_FAULTS = frozenset({"malformed", "nonfinite", "no-input", "stale", "busy", "expired"})
-"""Reasons that may apply to one request and not to the next for the same micro-batch."""
 
 
-class _Phase(Enum):
-    OPEN = auto()
-    CLAIMED = auto()
-    COUNTED = auto()
-    OVER = auto()
+_Phase = Enum("_Phase", ["OPEN", "CLAIMED", "COUNTED", "OVER"])
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +62,11 @@ class PendingCount:
         return max(self.deadlines_s, default=float("-inf"))
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledgement:
-    """A worker's word that it has counted a micro-batch."""
+class Acknowledgement(NamedTuple):
+    """A worker's word that it has counted a micro-batch, and how many this incarnation has with it."""
 
     incarnation: str
     applied_number: int
-    """Micro-batches this incarnation has counted, this one included."""
 
 
 @dataclass(slots=True)
@@ -99,12 +82,8 @@ class SharedThrough:
     """Tells how many of the micro-batches that a worker counted would outlive it; never more than is true.
 
     A micro-batch outlives its worker when the weights it changed are on disk, or part of a committed round (of every
-    fragment, where a model is synchronised in parts). A round commits the weights from its beginning, and in the
-    background any number of steps are taken meanwhile, so each round says how many. Written by the compute thread;
-    `count` may be read from any thread.
-
-    Args:
-        num_fragments: parts that are synchronised separately.
+    fragment). A round commits the weights from its beginning, so each says how many steps were taken meanwhile.
+    Written by the compute thread; `count` may be read from any thread.
     """
 
     def __init__(self, num_fragments: int = 1) -> None:
@@ -154,13 +133,7 @@ class SharedThrough:
 
 
 class ReplyCache:
-    """What this worker has counted, and its answers. Any thread may call it.
-
-    Args:
-        config: how much is remembered.
-        num_fragments: as of `SharedThrough`.
-        clock: seconds; CLOCK_BOOTTIME but in tests.
-    """
+    """What this worker has counted, and its answers. Any thread may call it."""
 
     def __init__(
         self, config: WorkerConfig, *, num_fragments: int = 1, clock: Callable[[], float] = boottime_s
@@ -169,9 +142,7 @@ class ReplyCache:
         self.incarnation = secrets.token_hex(8)
         """Changes when counted micro-batches are dropped."""
         self.applied = 0
-        """Micro-batches this incarnation has counted."""
         self.reply_bytes = 0
-        """Tensors of answers kept."""
         self._config = config
         self._clock = clock
         self._lock = threading.RLock()
@@ -183,13 +154,7 @@ class ReplyCache:
         """By micro-batch and driver; an empty driver stands for all."""
 
     def begin(self, kind: str, key: str, apply_before_s: float, *, owner: str = "") -> PendingCount | StageReply:
-        """Registers a caller that asks for a micro-batch to be counted.
-
-        Args:
-            kind: of the request; a micro-batch is counted once whatever the kinds.
-            key: its name.
-            apply_before_s: on the cache's clock.
-            owner: the driver whose micro-batch it is.
+        """Registers a caller that asks for a micro-batch of ``owner`` to be counted; once, whatever the kinds.
 
         Returns:
             The earlier answer; or a pending count, new or shared with other callers.
@@ -220,32 +185,24 @@ class ReplyCache:
             return pending
 
     def leave(self, pending: PendingCount, apply_before_s: float) -> bool:
-        """Unregisters a caller with that deadline.
-
-        Returns:
-            Whether nobody waits any more and it is not counted: then it never will be.
-        """
+        """Unregisters a caller; returns whether nobody waits any more and it is not counted: then it never will be."""
         with self._lock:
             if pending.phase is not _Phase.OPEN:
                 return False
             pending.deadlines_s.remove(apply_before_s)
             if pending.deadlines_s:
                 return False
-            self._close(pending)
+            self.fail(pending)
             return True
 
     def check_wanted(self, pending: PendingCount) -> None:
-        """Checks that somebody still waits for it.
-
-        Raises:
-            RefusedError: ``expired``.
-        """
+        """Checks that somebody still waits for it; raises RefusedError (``expired``) if not."""
         with self._lock:
             if pending.phase is not _Phase.OPEN:
                 raise RefusedError("expired", f"{pending.key} was given up before it was counted; nothing was")
             late_s = self._clock() - pending.apply_before_s
             if late_s > 0:
-                self._close(pending)
+                self.fail(pending)
                 raise RefusedError("expired", f"{pending.key} is {late_s:.1f} s too late; nothing was counted")
 
     def is_claimed(self, pending: PendingCount) -> bool:
@@ -254,21 +211,13 @@ class ReplyCache:
             return pending.phase is _Phase.CLAIMED
 
     def claim(self, pending: PendingCount) -> None:
-        """Marks it as being added up; must be followed by `counted` or `fail` at once.
-
-        Raises:
-            RefusedError: ``expired``: it is late, or nobody wants it any more.
-        """
+        """Marks it as being added up, to be followed by `counted` or `fail` at once; raises as `check_wanted`."""
         with self._lock:
             self.check_wanted(pending)
             pending.phase = _Phase.CLAIMED
 
     def counted(self, pending: PendingCount) -> Acknowledgement | None:
-        """Marks it as added up.
-
-        Returns:
-            None if time has run out in between: `taint` must follow.
-        """
+        """Marks it as added up; returns None if time has run out in between: `taint` must follow."""
         with self._lock:
             if self._clock() > pending.apply_before_s:
                 return None
@@ -283,11 +232,7 @@ class ReplyCache:
             return acknowledgement
 
     def settle(self, pending: PendingCount, reply: StageReply, size_bytes: int) -> None:
-        """Keeps its answer for repetitions.
-
-        Raises:
-            RefusedError: ``tainted``: it was dropped again meanwhile.
-        """
+        """Keeps its answer for repetitions; raises RefusedError (``tainted``) if it was dropped again meanwhile."""
         with self._lock:
             self._take_out(pending)
             if pending.phase is not _Phase.COUNTED:
@@ -307,7 +252,10 @@ class ReplyCache:
     def fail(self, pending: PendingCount) -> None:
         """Closes what is not counted, or is and has no answer."""
         with self._lock:
-            self._close(pending)
+            pending.phase = _Phase.OVER
+            self._take_out(pending)
+            if not pending.decided.done():
+                pending.decided.set_result(None)
 
     def stepped(self, version: int) -> None:
         """Notes that all that was counted is in the weights of ``version``."""
@@ -316,11 +264,7 @@ class ReplyCache:
             self.shared.stepped(version, self.applied)
 
     def taint(self) -> int:
-        """Forgets what was counted and not stepped with, and becomes another incarnation.
-
-        Returns:
-            How many micro-batches that was.
-        """
+        """Forgets what was counted and not stepped with, and becomes another incarnation; returns how many it was."""
         with self._lock:
             dropped = self._not_stepped
             self._not_stepped = set()
@@ -328,7 +272,7 @@ class ReplyCache:
                 self._forget(key)
             for pending in list(self._open.values()):
                 if pending.phase is _Phase.CLAIMED or (pending.phase is _Phase.COUNTED and pending.key in dropped):
-                    self._close(pending)
+                    self.fail(pending)
             self.shared.start_over()  # Before the incarnation changes: its count must not be too high.
             self.incarnation = secrets.token_hex(8)
             self.applied = 0
@@ -336,36 +280,25 @@ class ReplyCache:
 
     def counted_among(
         self, keys: Iterable[str], *, refuse_from_now: bool = False, refused_of: str = ""
-    ) -> tuple[str, set[str], list[Future[None]]]:
-        """Finds which micro-batches are counted.
+    ) -> tuple[str, dict[str, Acknowledgement], list[Future[None]]]:
+        """Returns the incarnation, which micro-batches are counted, and what to wait for: those being added up.
 
-        Args:
-            keys: their names.
-            refuse_from_now: the others are refused for `WorkerConfig.refuse_s`, pending ones included.
-            refused_of: only this driver's requests are refused; empty: everybody's.
-
-        Returns:
-            The incarnation, the counted ones, and what to wait for before asking again: those being added up.
+        With ``refuse_from_now`` the others are refused for `WorkerConfig.refuse_s`, pending ones included; requests of
+        the driver ``refused_of`` only, empty: everybody's.
         """
         with self._lock:
-            undecided, counted = [], set()
+            undecided, counted = [], dict[str, Acknowledgement]()
             for key in keys:
                 pending = self._open.get(key)
                 if key in self._counted:
-                    counted.add(key)
+                    counted[key] = self._counted[key].acknowledgement
                 elif pending is not None and pending.phase is _Phase.CLAIMED:
                     undecided.append(pending.decided)
                 elif refuse_from_now:
                     if pending is not None and refused_of in ("", pending.owner):
-                        self._close(pending)
+                        self.fail(pending)
                     self._refuse(key, refused_of)
             return self.incarnation, counted, undecided
-
-    def acknowledgement_of(self, key: str) -> Acknowledgement | None:
-        """Returns how it was acknowledged; None: it is not counted, or that is forgotten."""
-        with self._lock:
-            counted = self._counted.get(key)
-            return None if counted is None else counted.acknowledgement
 
     def _check_not_refused(self, key: str, owner: str) -> None:
         for refused in {(key, ""), (key, owner)}:
@@ -386,12 +319,6 @@ class ReplyCache:
                 return
             del self._refused[oldest]
 
-    def _close(self, pending: PendingCount) -> None:
-        pending.phase = _Phase.OVER
-        self._take_out(pending)
-        if not pending.decided.done():
-            pending.decided.set_result(None)
-
     def _take_out(self, pending: PendingCount) -> None:
         """Another one of the same name stays: what was dropped may be asked for again before its answer is made."""
         if self._open.get(pending.key) is pending:
@@ -406,75 +333,3 @@ class ReplyCache:
         self.reply_bytes -= entry.size_bytes
         entry.reply, entry.size_bytes = None, 0
         self._replies.pop(key, None)
-
-
-class CountingTasks:
-    """Runs requests that count as tasks that outlive the connections they came by. For the event loop alone.
-
-    The first request for a micro-batch starts a task, later ones wait for it. A task whose last caller has gone is
-    cancelled unless the micro-batch is being counted by then; its answer is kept for repetitions.
-
-    Args:
-        replies: what is counted.
-    """
-
-    def __init__(self, replies: ReplyCache) -> None:
-        self._replies = replies
-        self._tasks: dict[PendingCount, asyncio.Task[StageReply]] = {}
-
-    async def once(
-        self,
-        kind: str,
-        key: str,
-        owner: str,
-        apply_before_s: float,
-        work: Callable[[PendingCount], Awaitable[StageReply]],
-    ) -> StageReply:
-        """Counts a micro-batch, or returns the answer from when it was counted; arguments as of `ReplyCache.begin`.
-
-        ``work`` counts it and makes the answer; it is called for the first request only.
-
-        Raises:
-            RefusedError: it was not counted, or the answer is gone.
-        """
-        for _ in range(_MAX_ATTEMPTS):
-            pending = self._replies.begin(kind, key, apply_before_s, owner=owner)
-            if not isinstance(pending, PendingCount):
-                return pending
-            task = self._tasks.get(pending)
-            is_first = task is None
-            if task is None:
-                task = asyncio.get_running_loop().create_task(self._carry_out(pending, work))
-                self._tasks[pending] = task
-                task.add_done_callback(partial(self._finish, pending))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                if self._replies.leave(pending, apply_before_s):
-                    task.cancel()
-                raise
-            except RefusedError as error:
-                # Another request's content or deadline may be at fault: this one gets an attempt of its own.
-                if is_first or error.reason not in _OWN_FAULTS:
-                    raise
-        raise RefusedError("busy", f"{key} is asked for by too many at once; try again")
-
-    async def _carry_out(
-        self, pending: PendingCount, work: Callable[[PendingCount], Awaitable[StageReply]]
-    ) -> StageReply:
-        try:
-            reply = await work(pending)
-            self._replies.settle(pending, reply, size_bytes_of(reply.tensors))
-        except PipelineError as error:
-            raise refusal_of(error) from error
-        else:
-            return reply
-        finally:  # Not left to `_finish`: requests that are handled before it must not find this one open.
-            self._replies.fail(pending)
-
-    def _finish(self, pending: PendingCount, task: asyncio.Task[StageReply]) -> None:
-        """Closes what a task was for, also if it was cancelled before it began, or its callers have all gone."""
-        del self._tasks[pending]
-        self._replies.fail(pending)
-        if not task.cancelled():
-            task.exception()

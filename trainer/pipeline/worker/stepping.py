@@ -1,13 +1,10 @@
 """`StageStepper`: when a stage steps, and how all of its workers step together.
 
-A stage steps when its workers together have counted the target of tokens. Each worker computes that from its own tokens
-and the others' last reports (`ProgressTracker`). The first worker to see it steps and tells the others, which follow as
-far as they believe it, each with what it has accumulated, or with nothing: then its version follows and its weights
-stay, because no sample is ever invented. When nobody in the stage has counted anything for `auto_step_s`, the stage
-steps with less than its target, if it has anything.
-
-After each step the strategy (DiLoCo, SPARTA) runs in the same thread: a round that is waited for holds up the stage,
-whose drivers get `busy` or wait.
+A stage steps when its workers together have counted the target of tokens, by each worker's own tokens and the others'
+last reports (`ProgressTracker`). The first worker to see it steps and tells the others, which follow as far as they
+believe it, each with what it has accumulated; with nothing, its version follows and its weights stay. When nobody has
+counted anything for `auto_step_s`, the stage steps with less than its target, if it has anything. After each step the
+strategy (DiLoCo, SPARTA) runs in the same thread: a round that is waited for holds up the stage.
 """
 
 from __future__ import annotations
@@ -96,11 +93,6 @@ class ProgressTracker:
 
     So while liars are fewer than half of the others, they can make a stage of n honest workers step at n / (2 n + 8) of
     its target, and with less than that once in two exchanges' time. Of two workers each has to believe the other.
-
-    Args:
-        interval_s: between two exchanges.
-        max_lead: versions another worker may be ahead and still be followed.
-        clock: seconds.
     """
 
     def __init__(self, interval_s: float, max_lead: int, clock: Callable[[], float]) -> None:
@@ -132,10 +124,7 @@ class ProgressTracker:
                 del self._heard[peer_id]
 
     def stage_tokens(self, version: int, own_tokens: int) -> int:
-        """Returns the stage's believed tokens towards the step after ``version``.
-
-        Those of a worker that has taken this step count too.
-        """
+        """Returns the stage's believed tokens towards the step after ``version``, of those who took it too."""
         others = [tokens for heard in self._recent() if (tokens := heard.tokens(version)) is not None]
         if not others:
             return own_tokens
@@ -144,13 +133,9 @@ class ProgressTracker:
         return own_tokens + sum(min(tokens, most) for tokens in others)
 
     def version_to_follow(self, version: int, own_tokens: int, target_tokens: int, waited_s: float) -> int:
-        """Returns the version the others have reached, as far as they are believed; at least ``version``.
+        """Returns the version the others have reached, as far as they are believed; at least one's own ``version``.
 
-        Args:
-            version: one's own.
-            own_tokens: counted towards the next step.
-            target_tokens: of the stage, for one step.
-            waited_s: since one's own last step.
+        The target is the stage's for one step, ``own_tokens`` count towards it; ``waited_s`` is since one's own last.
         """
         versions = sorted(heard.report.version for heard in self._recent())
         ahead = [other for other in versions if version < other <= version + self._max_lead]
@@ -173,61 +158,46 @@ class ProgressTracker:
             return [heard for heard in self._heard.values() if heard.at_s >= oldest_s and not heard.report.joining]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StageStepper:
     """Steps one worker's replica together with the stage's others; arguments as of `StageWorker`."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        replica: StageReplica,
-        replies: ReplyCache,
-        config: WorkerConfig,
-        *,
-        target_tokens: int,
-        peers: Callable[[], tuple[Peer, ...]],
-        strategy: StepStrategy | None,
-        max_lead: int,
-        clock: Callable[[], float],
-        on_step: Stepped | None,
-        on_round: Synchronised | None,
-    ) -> None:
-        self.joining = False
-        """While joining nothing steps, and the others do not count this worker."""
-        self.strategy = strategy
-        self.on_news: Callable[[], None] | None = None
-        """Called when another worker has reported something new: it may be time to step."""
-        self._endpoint = endpoint
-        self._own_id = endpoint.peer_id
-        self._replica = replica
-        self._replies = replies
-        self._config = config
-        self._target_tokens = target_tokens
-        self._peers = peers
-        self._clock = clock
-        self._on_step = on_step
-        self._on_round = on_round
-        self._tracker = ProgressTracker(config.progress_interval_s, max_lead, clock)
+    endpoint: Endpoint
+    replica: StageReplica
+    replies: ReplyCache
+    config: WorkerConfig
+    target_tokens: int
+    peers: Callable[[], tuple[Peer, ...]]
+    strategy: StepStrategy | None
+    max_lead: int
+    clock: Callable[[], float]
+    on_step: Stepped | None
+    on_round: Synchronised | None
+    on_news: Callable[[], None] | None = None
+    """Called when another worker has reported something new: it may be time to step."""
+    joining: bool = False
+    """While joining nothing steps, and the others do not count this worker."""
+
+    def __post_init__(self) -> None:
+        self._own_id = self.endpoint.peer_id
+        self._tracker = ProgressTracker(self.config.progress_interval_s, self.max_lead, self.clock)
         self._seen = (0, 0)
         self._told_tokens = 0
-        self._counted_s = self._stepped_s = clock()
+        self._counted_s = self._stepped_s = self.clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
 
     @property
     def is_left_behind(self) -> bool:
         """Whether the stage is too far ahead to be followed step by step."""
-        return self._tracker.is_left_behind(self._replica.version)
+        return self._tracker.is_left_behind(self.replica.version)
 
     def register(self) -> None:
         """Registers `stage/progress`; before the endpoint starts."""
-        self._endpoint.register(PROGRESS, ProgressReport, self._answer)
+        self.endpoint.register(PROGRESS, ProgressReport, self._answer)
 
     def between(self) -> None:
-        """Steps if it is time. Called by the compute thread between two jobs.
-
-        Raises:
-            TrainerError: optimizer or strategy cannot go on.
-        """
+        """Steps if it is time; for the compute thread, between two jobs. Raises TrainerError if it cannot go on."""
         self._look()
         while not self.joining and self._is_due():
             self._step()
@@ -236,7 +206,7 @@ class StageStepper:
 
     def flush(self) -> None:
         """Steps with what is accumulated, if anything, before leaving. For the compute thread."""
-        if self._replica.accumulated.num_tokens:
+        if self.replica.accumulated.num_tokens:
             self._step()
 
     def note(self, result: OuterResult | None) -> None:
@@ -244,18 +214,18 @@ class StageStepper:
         if result is None:
             return
         if result.committed:
-            self._replica.weights_changed()
+            self.replica.weights_changed()
             if result.contributed_steps_ago is not None and self._is_with_others(result.report):
-                self._replies.shared.committed(result.fragment, result.contributed_steps_ago)
-        if self._on_round is not None:
-            self._on_round(result)
+                self.replies.shared.committed(result.fragment, result.contributed_steps_ago)
+        if self.on_round is not None:
+            self.on_round(result)
 
     def start_over(self, version: int) -> None:
         """Drops what was counted here, because another state of that version was adopted. For the compute thread."""
-        dropped, num_known = self._replica.drop(), self._replies.taint()
-        self._replica.set_version(version)
-        self._stepped_s = self._clock()
-        self._replica.weights_changed()
+        dropped, num_known = self.replica.drop(), self.replies.taint()
+        self.replica.set_version(version)
+        self._stepped_s = self.clock()
+        self.replica.weights_changed()
         logger.info(
             "at version %d of the others; %d tokens dropped, %d acknowledged", version, dropped.num_tokens, num_known
         )
@@ -268,15 +238,15 @@ class StageStepper:
         try:
             while True:
                 self._news.clear()
-                self._told_tokens = self._replica.accumulated.num_tokens
-                peers = {peer.peer_id: peer for peer in self._peers() if peer.peer_id not in (None, self._own_id)}
+                self._told_tokens = self.replica.accumulated.num_tokens
+                peers = {peer.peer_id: peer for peer in self.peers() if peer.peer_id not in (None, self._own_id)}
                 self._tracker.keep({peer_id for peer_id in peers if peer_id})
                 under_way = {peer_id: task for peer_id, task in under_way.items() if not task.done()}
                 for peer_id, peer in peers.items():
                     if peer_id and peer_id not in under_way:  # One that does not answer does not hold up the others.
                         under_way[peer_id] = self._loop.create_task(self._exchange(peer))
                 with suppress(TimeoutError):  # Not wait_for: Python 3.11 may lose a cancellation in it.
-                    async with asyncio.timeout(self._config.progress_interval_s):
+                    async with asyncio.timeout(self.config.progress_interval_s):
                         await self._news.wait()
         finally:
             for task in under_way.values():
@@ -285,41 +255,40 @@ class StageStepper:
 
     def _report(self) -> ProgressReport:
         return ProgressReport(
-            incarnation=self._replies.incarnation,
-            version=self._replica.version,
-            num_tokens=self._replica.accumulated.num_tokens,
+            incarnation=self.replies.incarnation,
+            version=self.replica.version,
+            num_tokens=self.replica.accumulated.num_tokens,
             joining=self.joining,
         )
 
     def _look(self) -> None:
-        """Notes whether anything was counted since last time."""
-        seen = (self._replica.version, self._replica.accumulated.num_micro_batches)
+        seen = (self.replica.version, self.replica.accumulated.num_micro_batches)
         if seen != self._seen:
-            self._seen, self._counted_s = seen, self._clock()
-        if self._replica.accumulated.num_tokens - self._told_tokens >= self._target_tokens * _TELL_SHARE:
+            self._seen, self._counted_s = seen, self.clock()
+        if self.replica.accumulated.num_tokens - self._told_tokens >= self.target_tokens * _TELL_SHARE:
             self._wake()
 
     def _is_due(self) -> bool:
-        version, own_tokens = self._replica.version, self._replica.accumulated.num_tokens
-        waited_s = self._clock() - self._stepped_s
-        if self._tracker.version_to_follow(version, own_tokens, self._target_tokens, waited_s) > version:
+        version, own_tokens = self.replica.version, self.replica.accumulated.num_tokens
+        waited_s = self.clock() - self._stepped_s
+        if self._tracker.version_to_follow(version, own_tokens, self.target_tokens, waited_s) > version:
             return True
         if not own_tokens:
             return False
-        if self._tracker.stage_tokens(version, own_tokens) >= self._target_tokens:
+        if self._tracker.stage_tokens(version, own_tokens) >= self.target_tokens:
             return True
-        return self._clock() - max(self._counted_s, self._tracker.changed_s) > self._config.auto_step_s
+        return self.clock() - max(self._counted_s, self._tracker.changed_s) > self.config.auto_step_s
 
     def _step(self) -> None:
-        num_micro_batches = self._replica.accumulated.num_micro_batches
-        info = self._replica.step(self._replica.version)
-        self._stepped_s = self._clock()
-        self._replies.stepped(info.version)
+        num_micro_batches = self.replica.accumulated.num_micro_batches
+        info = self.replica.step(self.replica.version)
+        self._stepped_s = self.clock()
+        self.replies.stepped(info.version)
         if self.strategy is not None:
             self.note(self.strategy.after_inner_step(num_micro_batches if info.applied else 0))
         self._look()
-        if self._on_step is not None:
-            self._on_step(info)
+        if self.on_step is not None:
+            self.on_step(info)
         self._wake()
 
     def _is_with_others(self, report: RoundReport | None) -> bool:
@@ -333,16 +302,16 @@ class StageStepper:
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def _exchange(self, peer: Peer) -> None:
-        timeout_s = max(_MIN_TIMEOUT_S, self._config.progress_interval_s)
+        timeout_s = max(_MIN_TIMEOUT_S, self.config.progress_interval_s)
         try:
             told = self._report()
-            reply = await self._endpoint.call(peer, PROGRESS, told, ProgressReport, timeout_s=timeout_s)
+            reply = await self.endpoint.call(peer, PROGRESS, told, ProgressReport, timeout_s=timeout_s)
         except RpcError as error:
             logger.debug("no progress heard of %s: %s", peer.address, error)
             return
         self._hear(reply.sender, reply.body)
         now = self._report()
-        grown = now.num_tokens - told.num_tokens >= self._target_tokens * _TELL_SHARE
+        grown = now.num_tokens - told.num_tokens >= self.target_tokens * _TELL_SHARE
         if now.version != told.version or grown:  # There was news while this was under way.
             self._news.set()
 
@@ -351,6 +320,6 @@ class StageStepper:
             self.on_news()
 
     async def _answer(self, request: Request[ProgressReport]) -> Reply[ProgressReport]:
-        if any(peer.peer_id == request.sender for peer in self._peers()):
+        if any(peer.peer_id == request.sender for peer in self.peers()):
             self._hear(request.sender, request.body)
         return Reply(self._report())

@@ -1,28 +1,34 @@
-"""Drivers' side of the ledger, with a keeper on real sockets and rows from a real store."""
+"""Drivers' side of the ledger, with a keeper on real sockets; lanes and rows of a real store."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from loader.errors import DataUnavailableError
 from loader.fetch.shards import OpenShard
+from loader.options import StoreOptions
 from loader.session import Session
+from loader.stream.assignment import assign
 from tests.support.event_loop import on_event_loop
-from tests.support.ledger_cast import done, lost
-from tests.support.ledger_run import CONFIG, Run, all_of, ledger_run
+from tests.support.ledger_cast import STAGES, done, lost
+from tests.support.ledger_run import CONFIG, SEQ_LEN, Run, all_of, ledger_run, run_of
 from tests.support.rpc_pair import running_endpoint
+from tests.support.token_store import TokenStore
+from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Peer, Reply, Request
-from trainer.pipeline.ledger import LedgerClient, LedgerConfig, LedgerService
-from trainer.pipeline.ledger.lease_cache import Bundle, LeaseCache
-from trainer.pipeline.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk
+from trainer.pipeline.ledger import LedgerClient, LedgerConfig, LedgerService, lanes_of, preferred_shards, spec_of
+from trainer.pipeline.ledger.lease_cache import LeaseCache
+from trainer.pipeline.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk, SettleAsk
 from trainer.pipeline.ledger.units import Run as Rows
 from trainer.pipeline.protocol.work import MicroBatchId, boottime_s
 
@@ -33,7 +39,6 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -> None:
     async with run.keeper() as (service, endpoint):
         async with run.driver(endpoint.peer) as one:
@@ -51,7 +56,6 @@ async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -
     assert (account.micro_batches.done, account.micro_batches.lost, account.reissued) == (14, 1, 3)
 
 
-@on_event_loop
 async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +80,6 @@ async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is_back(run: Run) -> None:
     reach: list[Peer] = []
     async with run.driver(reach) as driver:
@@ -97,7 +100,6 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(run: Run) -> None:
     """A driver that is done with 20 in less than 10 s gets 2 in a second: those of 20 s of a lease of 30 s are 40."""
     config = replace(CONFIG, epochs=100)
@@ -121,7 +123,6 @@ async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(r
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_long(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,7 +142,6 @@ async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_lo
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may_still_be_settled(run: Run) -> None:
     config = LedgerConfig(unit_rows=8, lease_s=0.3, lease_margin_s=20.0, epochs=1, close_s=0.2)
     reach: list[Peer] = []
@@ -165,14 +165,11 @@ async def test_a_lease_that_has_run_out_is_given_up_and_what_was_begun_of_it_may
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_one_settlement_that_makes_no_sense_does_not_hold_up_the_others(run: Run) -> None:
     async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as driver:
-        some = [await driver.next() for _ in range(4)]
-        driver.settle(done(some[0].id))
-        driver.settle(lost(some[1].id, "body-7"))
-        driver.settle(done(some[2].id, 2))
-        driver.settle(done(some[3].id, 3))
+        some = [(await driver.next()).id for _ in range(4)]
+        for said in (done(some[0]), lost(some[1], "body-7"), done(some[2], 2), done(some[3], 3)):
+            driver.settle(said)
         rest = await all_of_but(driver, service, 1)
         account = await service.account()
     assert driver.refused == 1
@@ -192,6 +189,19 @@ async def all_of_but(driver: LedgerClient, service: LedgerService, num_open: int
     return count
 
 
+@asynccontextmanager
+async def lying_keeper(*runs: dict[str, int], lease_s: float) -> AsyncIterator[tuple[Peer, list[LeaseAsk]]]:
+    asked: list[LeaseAsk] = []
+
+    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
+        asked.append(request.body)
+        return Reply(LeaseAnswer(runs=tuple(Rows(**{"epoch": 0, "shard": 1, **run}) for run in runs), lease_s=lease_s))
+
+    async with running_endpoint() as liar:
+        liar.register(LEDGER_LEASE, LeaseAsk, answer)
+        yield liar.peer, asked
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
@@ -202,54 +212,36 @@ async def all_of_but(driver: LedgerClient, service: LedgerService, num_open: int
         [{"row": 0, "num_rows": 16}] * 500,
     ],
 )
-@on_event_loop
 async def test_rows_that_no_lease_has_are_taken_from_no_keeper_and_end_no_driver(
     run: Run, wrong: list[dict[str, int]]
 ) -> None:
-    asked = 0
-
-    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
-        nonlocal asked
-        asked += 1
-        return Reply(LeaseAnswer(runs=tuple(Rows(epoch=0, shard=1, **each) for each in wrong), lease_s=30.0))
-
-    async with running_endpoint() as liar, run.keeper() as (service, endpoint):
-        liar.register(LEDGER_LEASE, LeaseAsk, answer)
-        keepers = [liar.peer]
+    async with lying_keeper(*wrong, lease_s=30.0) as (liar, asked), run.keeper() as (_, endpoint):
+        keepers = [liar]
         async with run.driver(keepers) as driver:
-            while asked < 2:
+            while len(asked) < 2:
                 await asyncio.sleep(0.01)
             assert not driver.cache.leases
             keepers.append(endpoint.peer)
             assert len(await all_of(driver)) == 15
-        assert (await service.account()).micro_batches.done == 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"epoch": 10**9 - 1, "shard": 1}, {"epoch": 0, "shard": 10**10 - 1}])
-@on_event_loop
 async def test_rows_that_cannot_be_read_end_no_driver(
     run: Run, wrong: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.pipeline.ledger.client._UNREADABLE_S", 0.01)
-
-    async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
-        return Reply(LeaseAnswer(runs=(Rows(row=0, num_rows=4, **wrong),), lease_s=1e300))
-
-    async with running_endpoint() as liar, run.keeper() as (_service, endpoint):
-        liar.register(LEDGER_LEASE, LeaseAsk, answer)
-        keepers = [liar.peer]
+    lie = {**wrong, "row": 0, "num_rows": 4}
+    async with lying_keeper(lie, lease_s=1e300) as (liar, _), run.keeper() as (_, endpoint):
+        keepers = [liar]
         async with run.driver(keepers, replace(CONFIG, close_s=0.1)) as driver:
-            while not driver.cache.leases:
-                await asyncio.sleep(0.01)
-            while driver.cache.unread:
+            while not driver.cache.leases or driver.cache.unread:
                 await asyncio.sleep(0.01)
             keepers.append(endpoint.peer)
             assert len([await driver.next() for _ in range(3)]) == 3
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_shard_that_cannot_be_read_is_handed_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.pipeline.ledger.client._UNREADABLE_S", 0.01)
     rows = run.rows()
@@ -261,11 +253,8 @@ async def test_a_shard_that_cannot_be_read_is_handed_back(run: Run, monkeypatch:
         return read(wanted)
 
     monkeypatch.setattr(rows, "read", fails_twice)
-    async with run.keeper() as (service, endpoint), running_endpoint() as own:
-        client = LedgerClient(own, lambda: endpoint.peer, rows, run.spec, CONFIG)
-        await client.start()
+    async with run.keeper() as (service, endpoint), run.driver(endpoint.peer, rows=rows) as client:
         assert len(await all_of(client)) == 15
-        await client.close()
         assert (await service.account()).reissued == 2
 
 
@@ -304,11 +293,57 @@ def test_a_settlement_that_was_not_accepted_is_repeated_after_a_while_and_holds_
     token = "a" * 32
     cache, first, second = LeaseCache(), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 4)
     cache.add(token, (), 99.0)
-    cache._unreported_of(cache.leases[token]).settlements.update({str(each): done(each) for each in (first, second)})
+    cache._unreported[token] = {str(each): done(each) for each in (first, second)}
     cache.reported(cache.bundle(0.0), [str(first), "e0.s9.r0"], 5.0)
     assert (cache.num_unreported, cache.bundle(4.9)) == (1, None)
     assert cache.leases  # It is renewed as long as something of it is to be reported.
     again = cache.bundle(5.0)
-    assert again == Bundle(token, (done(first),), ())
+    assert again == SettleAsk(token=token, settlements=(done(first),))
     cache.reported(again, (), 0.0)
     assert (cache.num_unreported, cache.leases) == (0, {})
+
+
+# -- rows of the store -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epoch", [0, 5])
+def test_a_micro_batch_is_the_same_rows_for_whoever_reads_it_in_any_order(run: Run, epoch: int) -> None:
+    names = [MicroBatchId(epoch, shard, row) for shard in (1, 2, 3) for row in range(0, 19, 4)]
+    one = {name: run.rows().read(name) for name in names}
+    rows = run.rows()
+    rows.want([3, 2, 1])
+    for name in reversed(names):
+        inputs, labels = rows.read(name)
+        assert torch.equal(inputs, one[name][0])
+        assert torch.equal(labels, one[name][1])
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert torch.equal(inputs[:, 1:], labels[:, :-1])
+        assert len(inputs) == (3 if name.row == 16 else 4)
+    assert not torch.equal(one[names[0]][0], run.rows().read(MicroBatchId(epoch + 1, 1, 0))[0])
+    with pytest.raises(TrainerUsageError, match="multiple of 4 below 19"):
+        rows.read(MicroBatchId(epoch, 1, 20))
+
+
+def test_a_shard_the_store_has_gained_is_read_without_a_restart(tmp_path: Path) -> None:
+    store = TokenStore.of(tmp_path / "store", 4)
+    rows = run_of(store.folder, tmp_path / "cache", tmp_path / "journal").rows()
+    store.grow(1)
+    inputs = rows.read(MicroBatchId(0, 4, 0))[0]
+    assert inputs.shape == (4, SEQ_LEN)
+    ids = torch.from_numpy(store.ids(4))
+    assert all(any(torch.equal(row, ids[at : at + SEQ_LEN]) for at in range(0, 1900, SEQ_LEN)) for row in inputs)
+
+
+def test_lanes_are_the_loaders(tmp_path: Path) -> None:
+    store = TokenStore.of(tmp_path / "store", 10, sources=("alpha", "beta"))
+    catalog = Session.open(StoreOptions.of(store.url, cache_dir=tmp_path / "cache")).catalog
+    (both,) = lanes_of(catalog, {}, holdout=1)
+    assert (both.spec.source, list(both.shards)) == (None, [2, 3, 4, 5, 6, 7, 8, 9])
+    beta, alpha = lanes = lanes_of(catalog, {"beta": 1.0, "alpha": 3.0}, holdout=2)
+    assert [(lane.spec.source, lane.spec.weight) for lane in lanes] == [("beta", 1.0), ("alpha", 3.0)]
+    assert (list(alpha.shards), list(beta.shards)) == ([4, 6, 8], [5, 7, 9])
+    assert preferred_shards("driver-1", [both], 3, "modulo") == tuple(assign("driver-1", both.shards, 3, "modulo"))
+    with pytest.raises(TrainerUsageError, match="at most 1999"):
+        spec_of(catalog, lanes, stages=STAGES, seed=0, seq_len=2000, micro_batch_rows=1, config=CONFIG)
+    with pytest.raises(TrainerUsageError, match="multiple of a micro-batch's 3 rows, found 8"):
+        spec_of(catalog, lanes, stages=STAGES, seed=0, seq_len=100, micro_batch_rows=3, config=CONFIG)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.ledger_cast import SHARDS, done, journal_path, lost, micro_batches, spec
 from trainer.errors import LedgerError
 from trainer.pipeline.ledger import LedgerConfig, open_ledger
-from trainer.pipeline.ledger.journal import Journal
+from trainer.pipeline.ledger.journal import _SEED, Journal, _digest
 from trainer.pipeline.ledger.ledger import Ledger
 
 CONFIG = LedgerConfig(unit_rows=8, reissue_after_s=0)
@@ -73,28 +73,32 @@ def test_damage_before_the_last_line_is_refused(tmp_path: Path, change: str) -> 
         given = micro_batches(ledger.lease("one", A, (), 2, 0.0).runs)
         for each in given:
             ledger.settle("one", A, [done(each)])
-    lines = path.read_bytes().splitlines(keepends=True)
-    match change:
-        case "flip":
-            lines[2] = lines[2].replace(b'"done"', b'"lost"')
-        case "drop":
-            del lines[2]
-        case "swap":
-            lines[2], lines[3] = lines[3], lines[2]
-        case "repeat":
-            lines.insert(2, lines[2])
+    first, second, third, fourth, *rest = path.read_bytes().splitlines(keepends=True)
+    changed = {
+        "flip": [third.replace(b'"done"', b'"lost"'), fourth],
+        "drop": [fourth],
+        "swap": [fourth, third],
+        "repeat": [third, third, fourth],
+    }
+    lines = [first, second, *changed[change], *rest]
     path.write_bytes(b"".join(lines))
     with pytest.raises(LedgerError, match=r"line \d of .* damaged or changed"), opened(path):
         pass
     assert path.read_bytes() == b"".join(lines)
 
 
-def test_one_process_keeps_a_journal(tmp_path: Path) -> None:
+def test_one_process_keeps_a_journal_of_this_release_in_a_folder_that_can_be_written(tmp_path: Path) -> None:
     path = journal_path(tmp_path)
-    with opened(path), pytest.raises(LedgerError, match="another process"), opened(path):
-        pass
+    with opened(path), pytest.raises(LedgerError, match="another process"):
+        Journal.open(path)
     with opened(path):
         pass
+    with pytest.raises(LedgerError, match="expected a journal that can be written at"):
+        Journal.open(path / "journal.jsonl")
+    body = b'{"kind":"opened","version":2}'
+    path.write_bytes(b"%s %s\n" % (_digest(_SEED, body).encode(), body))
+    with pytest.raises(LedgerError, match=r"line 1 of .* another"):
+        Journal.open(path)
 
 
 def test_it_is_compacted_to_what_it_adds_up_to(tmp_path: Path) -> None:
@@ -153,24 +157,6 @@ def test_a_line_that_cannot_be_written_ends_it_and_costs_nothing(tmp_path: Path)
     with opened(path) as (ledger, _):
         assert ledger.account() == before
         assert ledger.settle("one", A, [done(given[0])]).accepted == 1
-
-
-def test_a_journal_of_another_release_is_refused(tmp_path: Path) -> None:
-    path = journal_path(tmp_path)
-    path.parent.mkdir()
-    from trainer.pipeline.ledger.journal import _SEED, _digest
-
-    body = b'{"kind":"opened","version":2}'
-    path.write_bytes(b"%s %s\n" % (_digest(_SEED, body).encode(), body))
-    with pytest.raises(LedgerError, match=r"line 1 of .* another"), opened(path):
-        pass
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_bytes(b"")
-    with pytest.raises(LedgerError, match="expected a journal that can be written at"):
-        Journal.open(blocked / "journal.jsonl")
 
 
 def test_it_leaves_no_descriptor_behind(tmp_path: Path) -> None:

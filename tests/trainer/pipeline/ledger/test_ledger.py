@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.ledger_cast import (
+    ALIVE,
     LAYOUT,
     SHARDS,
     STAGES,
@@ -18,6 +19,7 @@ from tests.support.ledger_cast import (
     ListedLedger,
     credits,
     done,
+    invented,
     lost,
     micro_batches,
     report,
@@ -31,7 +33,6 @@ from trainer.pipeline.protocol.work import MicroBatchId, Settlement
 
 CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
 A, B, C = "a" * 32, "b" * 32, "c" * 32
-ALIVE = [WorkerSeen(stage=stage, incarnation=WORKER[stage]) for stage in STAGES]
 
 
 @pytest.fixture
@@ -63,19 +64,14 @@ def test_an_epoch_is_every_row_of_every_shard_once_and_then_the_next_begins(kept
 
 def test_the_next_epoch_begins_while_the_last_units_of_this_are_at_work(kept: ListedLedger) -> None:
     first = kept.given("one", A, 9)
-    assert len(first) == 18
-    second = kept.given("two", B)
-    assert {each.epoch for each in second} == {1}
+    assert {each.epoch for each in kept.given("two", B)} == {1}
     assert kept.ledger.settle("one", A, [done(each) for each in first]).accepted == 18
 
 
 def test_a_driver_gets_the_shards_it_prefers_then_some_that_nobody_reads(kept: ListedLedger) -> None:
-    one = kept.given("one", A, 4, preferred=(5,))
-    assert [each.shard for each in one] == [5, 5, 5, 5, 5, 5, 2, 2]
-    two = kept.given("two", B)
-    assert {each.shard for each in two} == {3}
-    three = kept.given("three", C, preferred=(5, 99))
-    assert {(each.epoch, each.shard) for each in three} == {(0, 2)}
+    assert [each.shard for each in kept.given("one", A, 4, preferred=(5,))] == [5, 5, 5, 5, 5, 5, 2, 2]
+    assert {each.shard for each in kept.given("two", B)} == {3}
+    assert {(each.epoch, each.shard) for each in kept.given("three", C, preferred=(5, 99))} == {(0, 2)}
 
 
 def test_sources_are_read_by_their_weights_each_with_its_own_epochs() -> None:
@@ -84,11 +80,8 @@ def test_sources_are_read_by_their_weights_each_with_its_own_epochs() -> None:
     of_first = sum(count for shard, count in shards.items() if shard != 1)
     assert of_first / shards.total() == pytest.approx(1 / 3, abs=0.03)
     assert [lane.epoch for lane in kept.ledger.account().lanes] == [1, 13]
-
-
-def test_one_source_may_be_through_before_another() -> None:
     kept = ListedLedger(LedgerConfig(epochs=1), shards=((0, 2), (1,)))
-    assert Counter(each.shard for each in all_rows(kept)) == {0: 6, 1: 6, 2: 6}
+    assert Counter(each.shard for each in all_rows(kept)) == {0: 6, 1: 6, 2: 6}, "one may be through before another"
     assert kept.ledger.lease("one", A, (), 1, 0.0).finished
 
 
@@ -139,10 +132,13 @@ def test_asking_again_with_the_same_token_is_not_asking_for_more(kept: ListedLed
         kept.ledger.lease("two", A, (), 1, 17.0)
 
 
-@pytest.mark.parametrize(("asked", "given"), [(1, 2), (3, 6), (200, 10)])
+@pytest.mark.parametrize(("asked", "given"), [(1, 2), (5, 10), (200, 10)])
 def test_a_driver_gets_what_it_asks_for_ahead_and_never_more_than_it_may_hold(asked: int, given: int) -> None:
-    kept = ListedLedger(LedgerConfig(max_open=10))
+    kept = ListedLedger(LedgerConfig(max_open=given))
     assert len(kept.given("one", A, asked)) == given
+    with pytest.raises(RefusedError, match=f"fewer than {given}") as refused:
+        kept.ledger.lease("one", C, (), 1, 0.0)
+    assert refused.value.reason == "enough"
     assert len(kept.given("two", B, asked)) == given
 
 
@@ -151,19 +147,14 @@ def test_near_the_end_drivers_share_what_is_left_however_much_each_asks_for(end:
     """64 micro-batches or 72: one driver alone gets half of them ahead, and then the second still gets enough."""
     config = replace(CONFIG, lease_units=1, epochs=end["epochs"])
     kept = ListedLedger(config, max_tokens=end.get("max_tokens", 0))
-    one, two = (all_ahead(kept, driver) for driver in ("one", "two"))
-    assert 30 <= one <= 38
-    assert 14 <= two <= 20
-
-
-def all_ahead(kept: ListedLedger, driver: str) -> int:
-    """How many a driver gets that settles nothing."""
-    found = 0
-    with pytest.raises(RefusedError, match="its share"):
-        while True:
-            leased = kept.ledger.lease(driver, hashlib.md5(f"{driver} {found}".encode()).hexdigest(), (), 200, 0.0)
-            found += len(micro_batches(leased.runs))
-    return found
+    ahead = Counter[str]()
+    for driver in ("one", "two"):
+        with pytest.raises(RefusedError, match="its share"):
+            while True:
+                token = hashlib.md5(f"{driver} {ahead}".encode()).hexdigest()
+                ahead[driver] += len(kept.given(driver, token, 200))
+    assert 30 <= ahead["one"] <= 38
+    assert 14 <= ahead["two"] <= 20
 
 
 def test_while_it_is_not_known_whose_account_it_is_nothing_new_is_leased(kept: ListedLedger) -> None:
@@ -195,52 +186,29 @@ def test_the_versions_that_stages_can_have_follow_from_what_was_noted_and_leased
     assert (kept.state.highest_version(80), kept.state.noted_version) == (9, 8)
 
 
-def test_a_driver_can_hold_only_so_much() -> None:
-    kept = ListedLedger(LedgerConfig(max_open=2))
-    kept.ledger.lease("one", A, (), 1, 0.0)
-    with pytest.raises(RefusedError, match="fewer than 2") as refused:
-        kept.ledger.lease("one", B, (), 1, 0.0)
-    assert refused.value.reason == "enough"
-    assert kept.ledger.lease("two", B, (), 1, 0.0).runs
-
-
-def test_what_is_handed_back_goes_to_whoever_asks_next(kept: ListedLedger) -> None:
-    given = kept.given("one", A, 2)
-    kept.ledger.settle("one", A, [done(given[0])], given[1:3])
-    assert kept.ledger.account().waiting == 2
-    assert kept.given("two", B, 2) == given[1:3]
-    assert kept.ledger.account().reissued == 2
-
-
-@pytest.mark.parametrize("answered", [(), tuple(WORKER.values())])
-def test_a_dead_drivers_micro_batches_are_what_the_workers_say(kept: ListedLedger, answered: tuple[str, ...]) -> None:
+def test_a_dead_drivers_micro_batches_wait_as_long_as_workers_refuse_them(kept: ListedLedger) -> None:
     kept.ledger.note_workers(ALIVE, 0.0)
     everywhere, somewhere, nowhere, _ = kept.given("one", A, 2)
     assert kept.ledger.due(12.0) == (A,)
-    said = report(
-        {"head": [everywhere], "body-1": [everywhere, somewhere], "tail": [everywhere, somewhere]}, answered=answered
-    )
-    kept.ledger.resolve(A, said, 12.0)
+    both = [everywhere, somewhere]
+    kept.ledger.resolve(A, report({"head": [everywhere], "body-1": both, "tail": both}), 12.0)
     account = kept.ledger.account()
-    found = kept.lost()
-    if answered:
-        assert (account.micro_batches.done, found, account.waiting) == (1, {("head", "driver-lost"): 1}, 2)
-        assert nowhere not in kept.given("two", B, now_s=14.9)  # Workers refuse it still.
-        assert kept.given("two", C, now_s=15.0)[0] == nowhere
-    else:
-        assert (account.micro_batches.done, account.waiting) == (1, 0)
-        assert found == {("head", "driver-lost"): 1, ("head", "unclear"): 2}
+    assert (account.micro_batches.done, kept.lost(), account.waiting) == (1, {("head", "driver-lost"): 1}, 2)
+    assert nowhere not in kept.given("two", B, now_s=14.9)
+    assert kept.given("two", C, now_s=15.0)[0] == nowhere
     assert kept.ledger.settle("one", A, [done(somewhere), done(nowhere)]).accepted == 0
     assert kept.ledger.account().micro_batches.done == 1
 
 
 def test_a_keeper_that_is_back_waits_for_the_leases_of_others_and_not_for_its_own(kept: ListedLedger) -> None:
-    kept.ledger.lease("one", A, (), 1, 0.0)
-    kept.ledger.lease("two", B, (), 1, 0.0)
+    for driver, token in (("one", A), ("two", B), ("three", C)):
+        kept.ledger.lease(driver, token, (), 1, 0.0)
     kept.restart(20.0)
     kept.ledger.release_all("one", 20.0)
-    assert kept.ledger.due(22.0) == (A,)
-    assert set(kept.ledger.due(32.0)) == {A, B}
+    kept.ledger.release("three", C, 20.0)
+    assert kept.ledger.due(21.9) == ()  # The margin.
+    assert kept.ledger.due(22.0) == (A, C)
+    assert set(kept.ledger.due(32.0)) == {A, B, C}
 
 
 @pytest.mark.parametrize("vanished", STAGES)
@@ -255,15 +223,14 @@ def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again
         kept.ledger.note_workers(left, now_s)
     kept.restart(8.0)
     kept.ledger.resolve(A, report(answered=[each.incarnation for each in left]), 30.0)
-    found = kept.lost(), kept.ledger.account().waiting
-    assert found == (({("head", "unclear"): 2}, 0) if vanished == "tail" else ({}, 2))
+    lost, waiting = ({("head", "unclear"): 2}, 0) if vanished == "tail" else ({}, 2)
+    assert (kept.lost(), kept.ledger.account().waiting) == (lost, waiting)
 
 
 def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept: ListedLedger) -> None:
     kept.ledger.note_workers(ALIVE, 0.0)
-    given = kept.given("one", A, 3)
-    kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:4], 1)])
-    kept.ledger.settle("one", A, [done(given[4], 5, shared_through=99)])  # That is for the worker itself to say.
+    for number, each in enumerate(kept.given("one", A, 3)[:5], 1):
+        kept.ledger.settle("one", A, [done(each, number, shared_through=99)])  # That is for the worker itself to say.
     assert kept.perished() == {}
     shared = {"head": 5, "body-1": 3, "tail": 0}
     kept.ledger.note_workers([each.model_copy(update={"shared_through": shared[each.stage]}) for each in ALIVE], 1.0)
@@ -271,8 +238,7 @@ def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept
     kept.ledger.note_workers(ALIVE[2:], 5.9)
     assert kept.perished() == {}  # Not for long enough.
     kept.ledger.note_workers(ALIVE[2:], 6.0)
-    found = kept.perished()
-    assert found == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
+    assert kept.perished() == {"body-1": 2}  # Numbers 4 and 5; the head had shared all of its own.
     assert set(kept.state.workers) == {WORKER["tail"]}
 
 
@@ -358,13 +324,6 @@ def test_a_settlement_that_makes_no_sense_changes_nothing(kept: ListedLedger, wr
     assert (kept.ledger.account(), len(kept.records)) == (before, records)
 
 
-def test_a_released_lease_is_looked_into_after_the_margin(kept: ListedLedger) -> None:
-    kept.ledger.lease("one", A, (), 1, 0.0)
-    kept.ledger.release("one", A, 1.0)
-    assert kept.ledger.due(2.9) == ()
-    assert kept.ledger.due(3.0) == (A,)
-
-
 def test_a_store_that_grew_is_read_from_the_next_epoch_on(kept: ListedLedger) -> None:
     kept.ledger.lease("one", A, (), 1, 0.0)
     grown = ((*SHARDS, 6),)
@@ -423,33 +382,6 @@ def test_drivers_cannot_make_the_account_long() -> None:
 # -- workers that only drivers have named ------------------------------------------------------------------------------
 
 
-def _invented(micro_batch: MicroBatchId, stage: str = "tail") -> Settlement:
-    """Done, by a worker of one stage that there is not."""
-    others = tuple(each for each in STAGES if each != stage)
-    nobody = credits(1, stages=(stage,))[0].model_copy(update={"incarnation": "f" * 16})
-    return done(micro_batch).model_copy(update={"credits": (*credits(1, stages=others), nobody)})
-
-
-def test_it_stays_open_until_they_are_heard_of(kept: ListedLedger) -> None:
-    first, second = kept.given("one", A)
-    answer = kept.ledger.settle("one", A, [done(first), done(second)], checked_s=1.0)
-    assert (answer.accepted, answer.repeated, answer.stale, answer.unheard) == (0, 0, (), keys(first, second))
-    assert kept.ledger.account().micro_batches.open == 2
-    kept.ledger.note_workers(ALIVE[:2], 1.0)
-    assert kept.ledger.settle("one", A, [done(first)], checked_s=2.0).unheard == keys(first)
-    kept.ledger.note_workers(ALIVE, 2.0)
-    assert kept.ledger.settle("one", A, [done(first), _invented(second)], checked_s=3.0).accepted == 1
-    assert kept.ledger.account().micro_batches.done == 1
-    assert kept.ledger.unheard(99.0) == {A: (second,)}
-
-
-def test_what_is_lost_or_handed_back_needs_nobody(kept: ListedLedger) -> None:
-    first, second = kept.given("one", A)
-    partly = lost(first).model_copy(update={"credits": credits(1, stages=("head",))})
-    answer = kept.ledger.settle("one", A, [partly], [second], checked_s=1.0)
-    assert (answer.accepted, answer.unheard) == (2, ())
-
-
 def test_a_worker_is_believed_for_its_own_stage_only_whatever_was_said_of_it_before(kept: ListedLedger) -> None:
     first, second, third, _ = kept.given("one", A, 2)
     swapped = tuple(
@@ -476,21 +408,12 @@ def test_of_a_worker_that_died_meanwhile_it_is_believed_also_by_a_keeper_that_ca
         kept.compact(8.0)
     kept.restart(8.0)
     assert kept.ledger.settle("one", A, [done(second, 2)], checked_s=9.0).accepted == 1
-    account = kept.ledger.account()
-    assert account.micro_batches.done == 2
-    assert {each.stage: each.micro_batches for each in account.perished} == {"head": 2}  # The late one too.
-
-
-def test_a_worker_that_was_only_silent_takes_back_what_counted_as_perished(kept: ListedLedger) -> None:
-    first, second = kept.given("one", A)
-    kept.ledger.note_workers(ALIVE, 0.0)
-    kept.ledger.settle("one", A, [done(first, 1), done(second, 2)], checked_s=0.0)
-    kept.ledger.note_workers(ALIVE[1:], 5.0)
-    assert kept.ledger.account().perished
-    kept.ledger.note_workers([*ALIVE[1:], ALIVE[0].model_copy(update={"shared_through": 1})], 6.0)
-    assert kept.perished() == {}
-    kept.restart(6.0)
-    kept.ledger.note_workers(ALIVE[1:], 11.0)
+    assert kept.ledger.account().micro_batches.done == 2
+    assert kept.perished() == {"head": 2}  # The late one too.
+    kept.ledger.note_workers([*ALIVE[1:], ALIVE[0].model_copy(update={"shared_through": 1})], 10.0)
+    assert kept.perished() == {}, "it was only silent"
+    kept.restart(10.0)
+    kept.ledger.note_workers(ALIVE[1:], 15.0)
     assert kept.perished() == {"head": 1}
 
 
@@ -511,36 +434,26 @@ def test_how_many_of_the_dead_are_remembered_is_bounded(kept: ListedLedger, monk
 
 @pytest.mark.parametrize(
     ("counted_in", "becomes"),
-    [(STAGES, {"done": 2}), (("head", "body-1"), {"done": 1, "lost": 1}), ((), {"done": 1, "open": 1})],
+    [(STAGES, (2, 0, 0)), (("head", "body-1"), (1, 1, 0)), ((), (1, 0, 1))],
 )
 def test_who_is_not_heard_of_in_time_is_asked_after_and_the_workers_decide(
-    kept: ListedLedger, counted_in: tuple[str, ...], becomes: dict[str, int]
+    kept: ListedLedger, counted_in: tuple[str, ...], becomes: tuple[int, int, int]
 ) -> None:
-    first, second = kept.given("one", A)
+    first, second, third, _ = kept.given("one", A, 2)
     kept.ledger.note_workers(ALIVE, 0.0)
-    kept.ledger.settle("one", A, [done(first), _invented(second)], checked_s=1.0)
+    answer = kept.ledger.settle("one", A, [done(first), invented(second)], checked_s=1.0)
+    assert (answer.accepted, answer.repeated, answer.stale, answer.unheard) == (1, 0, (), keys(second))
     for now_s in (4.0, 8.0):
-        assert kept.ledger.settle("one", A, [_invented(second)], checked_s=now_s).unheard == keys(second)
+        assert kept.ledger.settle("one", A, [invented(second)], checked_s=now_s).unheard == keys(second)
         assert kept.ledger.unheard(now_s) == {}
     unheard = kept.ledger.unheard(11.0)
     assert unheard == {A: (second,)}
     kept.ledger.resolve(A, report({stage: [second] for stage in counted_in}), 11.0, unheard[A])
-    account = kept.ledger.account()
-    tally = account.micro_batches
-    found = {name: getattr(tally, name) for name in ("done", "lost", "open")}
-    assert {name: count for name, count in found.items() if count} == becomes
-    assert [(each.stage, each.reason) for each in account.lost] == ([("tail", "unheard")] if tally.lost else [])
+    account, tally = kept.ledger.account(), kept.ledger.account().micro_batches
+    assert (tally.done, tally.lost, account.waiting) == becomes
+    assert kept.lost() == ({("tail", "unheard"): 1} if tally.lost else {})
     assert kept.ledger.unheard(99.0) == {}
-    assert kept.ledger.settle("one", A, [_invented(second)], checked_s=12.0).unheard == ()
+    assert kept.ledger.settle("one", A, [invented(second)], checked_s=12.0).unheard == ()
+    assert kept.ledger.settle("one", A, [done(third)], checked_s=12.0).accepted == 1, "the rest of the lease is over"
     if not counted_in:
         assert kept.given("two", B, now_s=99.0) == [second]
-
-
-def test_the_rest_of_the_lease_goes_on(kept: ListedLedger) -> None:
-    first, second = kept.given("one", A)
-    kept.ledger.note_workers(ALIVE, 0.0)
-    kept.ledger.settle("one", A, [_invented(first)], checked_s=0.0)
-    kept.ledger.renew("one", [A], 9.0)
-    kept.ledger.resolve(A, report(), 10.0, kept.ledger.unheard(10.0)[A])
-    assert kept.ledger.renew("one", [A], 10.0) == (A,)
-    assert kept.ledger.settle("one", A, [done(second)], checked_s=10.0).accepted == 1

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.support.ledger_cast import LAYOUT, SHARDS, STAGES, WORKER, ListedLedger, done, lost, micro_batches, report
+from tests.support.ledger_cast import ALIVE, LAYOUT, SHARDS, STAGES, ListedLedger, done, lost, micro_batches, report
 from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig
-from trainer.pipeline.ledger.lane_leases import Intervals
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.records import WorkerSeen
+from trainer.pipeline.ledger.units import Intervals
 from trainer.pipeline.protocol.work import MicroBatchId
 
 CONFIG = LedgerConfig(
@@ -37,16 +36,12 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.kept = ListedLedger(CONFIG)
         self.now_s = 0.0
-        self.tokens = 0
+        self.tokens = self.given = self.applied = 0
         self.held: dict[str, set[MicroBatchId]] = {}
         self.driver_of: dict[str, str] = {}
-        self.ever: set[MicroBatchId] = set()
-        self.done: set[MicroBatchId] = set()
+        self.ever, self.done, self.lost_ids = set[MicroBatchId](), set[MicroBatchId](), set[MicroBatchId]()
         self.lost: Counter[tuple[str, str]] = Counter()
-        self.lost_ids: set[MicroBatchId] = set()
-        self.given = 0
         self.heard: set[str] = set()
-        self.applied = 0
 
     @property
     def ledger(self):
@@ -78,12 +73,10 @@ class LedgerMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(sorted(self.held)))
         some = data.draw(st.sets(st.sampled_from(sorted(self.held[token])), min_size=1))
         said, back = [], []
+        driver = self.driver_of[token]
         if checked and how in ("done", "again") and self.heard < set(STAGES):
-            unheard = tuple(sorted(some))
-            before = self.ledger.account()
-            answer = self.ledger.settle(
-                self.driver_of[token], token, [done(each) for each in unheard], checked_s=self.now_s
-            )
+            before, unheard = self.ledger.account(), sorted(some)
+            answer = self.ledger.settle(driver, token, list(map(done, unheard)), checked_s=self.now_s)
             assert (answer.accepted, answer.unheard) == (0, tuple(map(str, unheard)))
             assert self.ledger.account() == before
             return
@@ -98,7 +91,6 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 said.append(done(each, self.applied))
                 self.done.add(each)
-        driver = self.driver_of[token]
         answer = self.ledger.settle(driver, token, said, back, checked_s=self.now_s if checked else None)
         assert (answer.accepted, answer.repeated, answer.stale, answer.unheard) == (len(some), 0, (), ())
         self.held[token] -= some
@@ -157,15 +149,13 @@ class LedgerMachine(RuleBasedStateMachine):
                 missing = [stage for stage in STAGES if stage not in stages[each]]
                 if not missing:
                     self.done.add(each)
-                elif len(missing) < len(STAGES) or not is_complete:
-                    reason = "driver-lost" if len(missing) < len(STAGES) else "unclear"
-                    self.lost[missing[0], reason] += 1
+                elif stages[each] or not is_complete:
+                    self.lost[missing[0], "driver-lost" if stages[each] else "unclear"] += 1
                     self.lost_ids.add(each)
 
     @rule(alive=st.sets(st.sampled_from(STAGES)))
     def announce(self, alive: set[str]) -> None:
-        seen = [WorkerSeen(stage=stage, incarnation=WORKER[stage]) for stage in sorted(alive)]
-        self.ledger.note_workers(seen, self.now_s)
+        self.ledger.note_workers([each for each in ALIVE if each.stage in alive], self.now_s)
         self.heard |= alive
 
     @rule()
@@ -233,10 +223,3 @@ def test_it_holds_what_a_set_holds_in_the_fewest_runs(steps: list[tuple[str, int
         assert [each in intervals for each in range(32)] == [each in expected for each in range(32)]
         assert intervals.first_gap() == min(set(range(32)) - expected)
         assert list(Intervals(runs)) == runs
-
-
-def test_many_in_order_are_one_run() -> None:
-    intervals = Intervals()
-    for number in range(1, 10**5 + 1):
-        intervals.add(number)
-    assert list(intervals) == [(1, 10**5)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import StageDriver, running_driver
 from tests.support.stage_worker import RunningWorker, WorkerSetup, held, queued, running_worker, until
@@ -44,7 +43,6 @@ def _counts(workers: list[RunningWorker]) -> list[int]:
     return [running.worker.replica.accumulated.num_micro_batches for running in workers]
 
 
-@on_event_loop
 async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place() -> None:
     async with _chain() as (workers, driver), running_worker(SETUPS["tail"]) as other_tail:
         tail = workers[2]
@@ -59,7 +57,6 @@ async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_same_way() -> None:
     async with _chain() as (workers, driver):
         async with held(workers[1]):
@@ -75,7 +72,6 @@ async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_sam
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_counted_behind_and_not_here_is_said_and_a_second_head_finds_the_answers() -> None:
     async with _chain() as (workers, driver), running_worker(SETUPS["head"]) as other_head:
         await driver.applied(workers[0], KEY)
@@ -94,7 +90,6 @@ async def test_counted_behind_and_not_here_is_said_and_a_second_head_finds_the_a
         assert _counts([other_head, *workers[1:]]) == [1, 1, 1]
 
 
-@on_event_loop
 async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
     setups = [SETUPS["head"], SETUPS["body-1"], replace(SETUPS["tail"], worker={"max_request_tokens": 4})]
     async with _chain(setups) as (workers, driver):
@@ -104,10 +99,10 @@ async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
         assert _counts(workers) == [0, 0, 0]
         assert all(running.worker.replica.cached_bytes == 0 for running in workers)
         assert (await _refused(driver, workers, route=())).reason == "malformed"
-        assert (await driver.status(workers[0])).refused == {"hop-size": 1, "malformed": 1}
+        assert (await _refused(driver, workers, apply_within_s=0.0)).reason == "expired"
+        assert (await driver.status(workers[0])).refused == {"hop-size": 1, "malformed": 1, "expired": 1}
 
 
-@on_event_loop
 async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
     async with _chain() as (workers, driver):
         link = workers[1].worker.link
@@ -125,15 +120,7 @@ async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
         assert _counts(workers) == [0, 1, 1]
 
 
-@on_event_loop
-async def test_too_little_time_is_expired_before_anybody_is_asked() -> None:
-    async with _chain() as (workers, driver):
-        assert (await _refused(driver, workers, apply_within_s=0.0)).reason == "expired"
-        assert _counts(workers) == [0, 0, 0]
-
-
 @pytest.mark.slow
-@on_event_loop
 async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_output() -> None:
     outputs: list[weakref.ref[Tensor]] = []
     setups = [replace(SETUPS["head"], worker={"max_received_bytes": 8000}), *list(SETUPS.values())[1:]]
@@ -165,7 +152,6 @@ class _Known:
 
     @asynccontextmanager
     async def chain(self) -> AsyncIterator[tuple[list[RunningWorker], StageDriver]]:
-        """Workers and a driver that have heard of each other."""
         async with AsyncExitStack() as stack:
             workers = [await stack.enter_async_context(self.worker(stage)) for stage in SETUPS]
             driver = await stack.enter_async_context(running_driver())
@@ -174,17 +160,20 @@ class _Known:
 
     @asynccontextmanager
     async def worker(self, stage: str) -> AsyncIterator[RunningWorker]:
-        """One that is announced."""
         async with running_worker(SETUPS[stage], drivers=lambda: self.drivers) as running:
             running.worker.service.workers = lambda stage: self.workers[stage]
             self.workers[stage][running.endpoint.peer_id] = running.peer
             yield running
 
 
-@on_event_loop
 async def test_a_chain_is_passed_on_by_workers_of_the_stage_before_for_a_driver_that_is_known() -> None:
     known = _Known()
-    async with known.chain() as (workers, driver), known.worker("head") as other_head:
+    async with known.chain() as (workers, driver), known.worker("head") as other_head, running_driver() as body:
+        known.workers["body-1"][body.endpoint.peer_id] = body.endpoint.peer
+        for named in ("", "0" * 64):
+            assert (await _refused(body, workers[2:], driver=named)).reason == "not-a-driver"
+        assert (await _refused(body, workers[2:], driver=driver.endpoint.peer_id)).reason == "malformed"  # It has ids.
+        assert _counts(workers) == [0, 0, 0]
         await driver.chain(workers, KEY, IDS, LABELS)
         again = await driver.chain([other_head, *workers[1:]], KEY, IDS, LABELS)
         assert again.body.applied == ("head", "body-1", "tail")
@@ -198,18 +187,6 @@ async def test_a_chain_is_passed_on_by_workers_of_the_stage_before_for_a_driver_
         assert _counts(workers) == [1, 1, 1]
 
 
-@on_event_loop
-async def test_a_worker_of_the_stage_before_names_no_driver_but_those_that_are_known() -> None:
-    known = _Known()
-    async with known.chain() as (workers, driver), running_driver() as body:
-        known.workers["body-1"][body.endpoint.peer_id] = body.endpoint.peer
-        for named in ("", "0" * 64):
-            assert (await _refused(body, workers[2:], driver=named)).reason == "not-a-driver"
-        assert (await _refused(body, workers[2:], driver=driver.endpoint.peer_id)).reason == "malformed"  # It has ids.
-        assert _counts(workers) == [0, 0, 0]
-
-
-@on_event_loop
 async def test_a_worker_connects_only_to_where_announced_workers_are() -> None:
     known = _Known()
     connections: list[object] = []

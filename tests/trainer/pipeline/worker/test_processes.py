@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import StageProcess, WorkerSetup, stage_worker_processes
@@ -30,7 +29,6 @@ def workers() -> Iterator[list[StageProcess]]:
         yield processes
 
 
-@on_event_loop
 async def test_under_stops_what_the_driver_was_told_is_what_is_counted(workers: list[StageProcess]) -> None:
     """Hub and chain alike; each micro-batch is asked for again until it is clear."""
     ids, labels = random_tokens(64, 2, 8)
@@ -63,7 +61,6 @@ async def test_under_stops_what_the_driver_was_told_is_what_is_counted(workers: 
             assert (status.applied, status.num_tokens) == (20, 20 * 16)
 
 
-@on_event_loop
 async def test_what_lay_in_the_socket_of_a_stopped_worker_is_not_counted_late(workers: list[StageProcess]) -> None:
     given = _tail_input()
     async with running_driver() as driver:
@@ -78,7 +75,6 @@ async def test_what_lay_in_the_socket_of_a_stopped_worker_is_not_counted_late(wo
         assert await driver.applied(workers[2], "e1.s0.r0", "e1.s0.r2") == ("e1.s0.r0",)
 
 
-@on_event_loop
 async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProcess]) -> None:
     tail, given = workers[2], _tail_input(rows=32, positions=32)
     spoilt = {**given, "activation": given["activation"] * float("nan")}
@@ -99,7 +95,6 @@ async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProc
         assert (await driver.status(tail)).reply_bytes <= 1 << 20
 
 
-@on_event_loop
 async def test_a_killed_worker_is_not_available_at_once(workers: list[StageProcess]) -> None:
     """The last of these tests: there is no tail afterwards."""
     async with running_driver() as driver:

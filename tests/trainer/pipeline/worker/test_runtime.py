@@ -1,4 +1,4 @@
-"""One thread computes: in what order, for how many at once, and what becomes of those who do not wait."""
+"""Who is let in and who is next, and one thread that computes: what becomes of those who do not wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.support.event_loop import on_event_loop
 from trainer.errors import NonFiniteActivationError, RefusedError, TrainerError
 from trainer.pipeline.worker import Runtime, WorkerConfig
-from trainer.pipeline.worker.admission import Job, Priority
+from trainer.pipeline.worker.received import SuspendDetector
+from trainer.pipeline.worker.runtime import EvaluationBudget, Job, Priority, WaitingJobs
 
 
 @contextmanager
@@ -47,8 +49,8 @@ def _held(runtime: Runtime) -> Iterator[None]:
         released.set()
 
 
-async def _queued(runtime: Runtime, *jobs: Job, owed: bool = False) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.create_task(runtime.compute(job, owed=owed)) for job in jobs]
+async def _queued(runtime: Runtime, *jobs: Job) -> list[asyncio.Task[Any]]:
+    tasks = [asyncio.create_task(runtime.compute(job)) for job in jobs]
     await asyncio.sleep(0)
     return tasks
 
@@ -59,7 +61,6 @@ async def _reason(asked: Awaitable[object], match: str | None = None) -> str:
     return caught.value.reason
 
 
-@on_event_loop
 async def test_jobs_go_by_priority_and_those_of_a_group_in_one_call_and_fail_apart() -> None:
     calls: list[list[int]] = []
 
@@ -82,7 +83,6 @@ async def test_jobs_go_by_priority_and_those_of_a_group_in_one_call_and_fail_apa
     assert isinstance(results[1], NonFiniteActivationError)
 
 
-@on_event_loop
 async def test_a_request_that_is_given_up_or_too_late_leaves_the_queue_and_is_not_computed() -> None:
     computed: list[str] = []
     with _running() as runtime:
@@ -100,7 +100,6 @@ async def test_a_request_that_is_given_up_or_too_late_leaves_the_queue_and_is_no
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_an_error_of_a_job_is_that_jobs_and_an_unforeseen_one_is_internal() -> None:
     def fail(error: Exception) -> None:
         raise error
@@ -112,7 +111,6 @@ async def test_an_error_of_a_job_is_that_jobs_and_an_unforeseen_one_is_internal(
         assert (await runtime.compute(_of(len, item="abc"))).value == 3
 
 
-@on_event_loop
 async def test_a_device_that_is_lost_ends_the_runtime_and_says_so() -> None:
     def break_down(_: object) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -129,7 +127,6 @@ async def test_a_device_that_is_lost_ends_the_runtime_and_says_so() -> None:
             runtime.failure.result()
 
 
-@on_event_loop
 async def test_between_runs_in_the_compute_thread_after_every_job_and_when_woken() -> None:
     threads: list[str] = []
     woken = threading.Event()
@@ -149,7 +146,6 @@ async def test_between_runs_in_the_compute_thread_after_every_job_and_when_woken
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_step_that_cannot_go_on_ends_the_runtime_and_says_so() -> None:
     def between() -> None:
         raise TrainerError("the loss stayed NaN")
@@ -160,7 +156,6 @@ async def test_a_step_that_cannot_go_on_ends_the_runtime_and_says_so() -> None:
         assert await _reason(runtime.compute(_of(str))) == "stopping"
 
 
-@on_event_loop
 async def test_stopping_refuses_what_waits() -> None:
     runtime = Runtime(WorkerConfig())
     runtime.start()
@@ -176,7 +171,6 @@ async def test_stopping_refuses_what_waits() -> None:
     assert runtime.failure.result() is None
 
 
-@on_event_loop
 async def test_figures_say_how_busy_it_is() -> None:
     clock = [100.0]
 
@@ -196,34 +190,187 @@ async def test_figures_say_how_busy_it_is() -> None:
     assert runtime.stop(10)
 
 
-@on_event_loop
 async def test_when_jobs_are_refused_nothing_but_its_own_business_is_computed() -> None:
     done: list[str] = []
     with _running() as runtime:
         with _held(runtime):
             waits = await _queued(runtime, *(_of(done.append, priority, "waits") for priority in list(Priority)[1:]))
-            waits += await _queued(runtime, _of(done.append, item="owed"), owed=True)
+            waits += await _queued(runtime, _of(done.append, item="owed", is_owed=True))
             handed_over = asyncio.create_task(runtime.control(lambda: done.append("control")))
             await asyncio.sleep(0)
             runtime.refuse_jobs()
             assert runtime.figures.queued == 1
             assert {await _reason(refused, "going down") for refused in waits} == {"stopping"}
         await handed_over
-        for owed in (False, True):
-            await _reason(runtime.compute(_of(done.append, item="comes"), owed=owed), "going down")
+        for is_owed in (False, True):
+            await _reason(runtime.compute(_of(done.append, item="comes", is_owed=is_owed)), "going down")
         with pytest.raises(RefusedError, match="going down"):
             runtime.check_room(Priority.BACKWARD, "a", 1)
         await runtime.control(lambda: done.append("control"))
     assert done == ["control", "control"]
 
 
-@on_event_loop
 async def test_jobs_refused_by_the_compute_thread_itself_are_not_computed_afterwards() -> None:
     done: list[str] = []
     with _running() as runtime:
         with _held(runtime):
             last = asyncio.create_task(runtime.control(runtime.refuse_jobs))
-            (waits,) = await _queued(runtime, _of(done.append, Priority.BACKWARD, "waits"), owed=True)
+            (waits,) = await _queued(runtime, _of(done.append, Priority.BACKWARD, "waits", is_owed=True))
         await last
         await _reason(waits, "going down")
     assert not done
+
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def _waits(priority: Priority, owner: str = "a", **changes: Any) -> Job:
+    return Job(priority, owner, None, lambda items: items, **changes)
+
+
+def _waiting(**changes: Any) -> WaitingJobs:
+    return WaitingJobs(WorkerConfig(**changes))
+
+
+def _served(waiting: WaitingJobs, number: int, each_s: float) -> list[str]:
+    """Computes so many jobs, one after another; whose they were."""
+    order = []
+    for _ in range(number):
+        (job,) = waiting.take()
+        waiting.served(job.owner, each_s)
+        order.append(job.owner)
+    return order
+
+
+def _add(waiting: WaitingJobs, *jobs: Job) -> None:
+    for job in jobs:
+        waiting.check_room(job.priority, job.owner, job.size_bytes, 1.0)
+        waiting.add(job, 0.0)
+
+
+@pytest.mark.slow
+@given(st.lists(st.sampled_from(list(Priority)), min_size=1, max_size=30))
+def test_backward_before_tail_before_forward_and_the_oldest_of_each_first(prioritys: list[Priority]) -> None:
+    waiting = _waiting()
+    jobs = [_waits(priority) for priority in prioritys]
+    _add(waiting, *jobs)
+    taken = [waiting.take()[0] for _ in jobs]
+    assert taken == sorted(jobs, key=lambda job: (job.priority, jobs.index(job)))
+    assert waiting.take() == []
+    assert (len(waiting), waiting.size_bytes) == (0, 0)
+
+
+def test_forward_requests_of_one_shape_go_together_up_to_the_batch() -> None:
+    waiting = _waiting(max_batch_size=4)
+    short = [_waits(Priority.FORWARD, group=8, num_rows=2) for _ in range(3)]
+    long = _waits(Priority.FORWARD, group=16, num_rows=1)
+    alone = _waits(Priority.FORWARD, num_rows=1)
+    _add(waiting, short[0], long, short[1], alone, short[2])
+    assert [waiting.take() for _ in range(4)] == [short[:2], [long], [alone], [short[2]]]
+
+
+def test_a_driver_may_have_so_many_requests_waiting_and_forward_requests_do_not_fill_the_queue() -> None:
+    waiting = _waiting(max_queue_per_driver=3, max_queue_bytes=100 * MIB)
+    _add(waiting, *[_waits(Priority.BACKWARD) for _ in range(3)])
+    with pytest.raises(RefusedError, match=r"try again in 1\.0 s") as caught:
+        waiting.check_room(Priority.BACKWARD, "a", 0, 1.0)
+    assert caught.value.reason == "busy"
+    waiting.check_room(Priority.BACKWARD, "b", 0, 1.0)
+    waiting.check_room(Priority.CONTROL, "a", 0, 1.0)
+    _add(waiting, _waits(Priority.FORWARD, "b", size_bytes=70 * MIB))
+    with pytest.raises(RefusedError):
+        waiting.check_room(Priority.FORWARD, "c", 10 * MIB, 1.0)
+    _add(waiting, _waits(Priority.TAIL, "c", size_bytes=10 * MIB))
+
+
+@pytest.mark.parametrize("num_flooding", [1, 2, 5])
+def test_flooding_drivers_leave_room_for_another(num_flooding: int) -> None:
+    waiting = _waiting(max_queue_bytes=100 * MIB, max_queue_per_driver=1000)
+    for owner in [f"flood {number}" for number in range(num_flooding)] * 200:
+        try:
+            _add(waiting, _waits(Priority.BACKWARD, owner, size_bytes=MIB))
+        except RefusedError:
+            continue
+    share = 100 // (num_flooding + 1)
+    assert waiting.size_bytes == pytest.approx(num_flooding * share * MIB, abs=(num_flooding + 1) * MIB)
+    _add(waiting, _waits(Priority.BACKWARD, "another", size_bytes=8 * MIB))
+
+
+def test_a_driver_that_was_served_much_more_waits_whatever_it_asks_for() -> None:
+    waiting = _waiting(max_compute_lead_s=2.0)
+    _add(waiting, *(_waits(Priority.BACKWARD, "flood") for _ in range(20)))
+    _add(waiting, *(_waits(Priority.FORWARD, "meek") for _ in range(5)))
+    order = _served(waiting, 12, 0.5)
+    assert order[:5] == ["flood"] * 5  # The lead, and one more that finds out.
+    assert order[5:].count("meek") >= 3
+
+
+def test_who_comes_back_from_idling_has_no_credit() -> None:
+    waiting = _waiting(max_compute_lead_s=1.0)
+    for _ in range(10):
+        _add(waiting, _waits(Priority.FORWARD, "busy"))
+        assert _served(waiting, 1, 10.0) == ["busy"]
+    _add(waiting, _waits(Priority.FORWARD, "busy"))
+    assert _served(waiting, 1, 0.0) == ["busy"]
+    _add(waiting, *(_waits(Priority.BACKWARD, "late") for _ in range(9)))
+    _add(waiting, *(_waits(Priority.FORWARD, "busy") for _ in range(9)))
+    assert "busy" in _served(waiting, 9, 1.0)[:4]
+
+
+def test_what_nobody_waits_for_is_taken_out() -> None:
+    waiting = _waiting()
+    late, timely = (_waits(Priority.FORWARD, begin_before_s=before_s, size_bytes=7) for before_s in (5.0, 9.0))
+    _add(waiting, late, timely)
+    assert waiting.take_if(lambda job: job.begin_before_s < 6.0) == [late]
+    waiting.remove(late)
+    assert (waiting.size_bytes, waiting.take()) == (7, [timely])
+
+
+def test_drivers_by_the_thousand_do_not_pile_up() -> None:
+    waiting = _waiting()
+    for number in range(5000):
+        _add(waiting, _waits(Priority.FORWARD, f"driver {number}"))
+        _served(waiting, 1, 0.001)
+    assert len(waiting._served_s) <= 1025
+
+
+def test_evaluations_have_a_share_of_the_time_that_is_not_saved_up() -> None:
+    now_s = [1e6]
+    evaluations = EvaluationBudget(lambda: now_s[0])
+    for compute_s in (5.0, 7.0):
+        evaluations.check("a")
+        evaluations.spend("a", compute_s)
+    with pytest.raises(RefusedError, match="took more"):
+        evaluations.check("a")
+    with pytest.raises(RefusedError, match="all drivers"):
+        evaluations.check("another")
+    now_s[0] += 4.1
+    evaluations.check("another")
+    with pytest.raises(RefusedError, match="this driver"):
+        evaluations.check("a")
+    now_s[0] += 4.1
+    evaluations.check("a")
+
+
+@pytest.mark.parametrize(
+    ("beats_s", "now_s", "sent_by_s"),
+    [
+        pytest.param((0.0, 0.25, 1.0, 1.25), 1.4, {0.1: 0.1, 1.0: 1.0, 1.4: 1.4}, id="never suspended"),
+        pytest.param((0.0, 0.25, 60.0), 60.5, {0.1: 0.1, 60.0: 0.25, 60.5: 0.25}, id="read after a suspension"),
+        pytest.param((0.0, 0.25, 60.0, 60.5), 61.5, {61.5: 61.5}, id="read long after one"),
+        pytest.param((0.0, 0.25), 60.0, {60.0: 0.25}, id="read before the beat"),
+        pytest.param((0.0, 60.0, 60.25, 90.0, 90.25), 90.3, {90.3: 0.0}, id="suspended again while still reading"),
+        pytest.param((), 60.0, {59.0: 59.0}, id="no beat yet"),
+    ],
+)
+def test_a_request_may_have_been_sent_when_the_process_was_suspended(
+    beats_s: tuple[float, ...], now_s: float, sent_by_s: dict[float, float]
+) -> None:
+    clock = [0.0]
+    detector = SuspendDetector(lambda: clock[0])
+    for clock[0] in beats_s:
+        detector.beat()
+    clock[0] = now_s
+    assert {received_s: detector.sent_by_s(received_s) for received_s in sent_by_s} == sent_by_s

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from tests.support.event_loop import on_event_loop
 from tests.support.model_configs import random_tokens, small_config
 from tests.support.stage_driver import StageDriver, running_driver
 from tests.support.stage_worker import (
-    FAST,
-    RUN_ID,
+    HEAD_INPUT,
+    TAIL_INPUT,
     RunningWorker,
     WorkerSetup,
-    build_worker,
     held,
     queued,
     running_worker,
@@ -30,7 +28,6 @@ from tests.support.stage_worker import (
 from trainer.errors import RefusedError
 from trainer.model import build_model
 from trainer.model.loss import IGNORED_LABEL
-from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.wire import part_of, wire_ids
@@ -92,7 +89,6 @@ BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_what_is_no_request_of_the_tail_is_malformed_by_name() -> None:
     hidden = torch.randn(2, 8, small_config().dim)
     good = {"activation": hidden, "labels": wire_ids(random_tokens(64, 2, 8)[1])}
@@ -109,62 +105,51 @@ async def test_what_is_no_request_of_the_tail_is_malformed_by_name() -> None:
         status = await driver.status(tail)
         assert status.refused == {"malformed": len(BAD_TAILS), "nonfinite": 2}
         assert (status.queued, status.queued_bytes) == (0, 0)
-
-
-@on_event_loop
-async def test_values_that_overflow_on_the_way_are_nonfinite_and_not_counted(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver:
-        with torch.no_grad():
+        with torch.no_grad():  # Values that overflow on the way.
             tail.worker.replica.module.readout.output.weight[3, 3] = float("inf")
-        assert await _reason(driver.tail(tail, KEY, tail_input)) == "nonfinite"
-        assert tail.worker.replica.accumulated.num_micro_batches == 0
-        assert await driver.applied(tail, KEY) == ()
+        assert await _reason(driver.tail(tail, "e0.s0.r2", good)) == "nonfinite"
+        assert tail.worker.replica.accumulated.num_micro_batches == 1
+        assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
 
 
-@on_event_loop
-async def test_requests_for_others_and_of_any_size_are_refused(head_input: Tensors) -> None:
+async def test_requests_for_others_and_of_any_size_are_refused() -> None:
     setup = WorkerSetup("head", worker={"max_request_tokens": 16})
     async with running_worker(setup) as head, running_driver() as driver:
-        await driver.forward(head, KEY, head_input)
-        assert await _reason(driver.forward(head, KEY, head_input, stage="tail")) == "stage"
-        assert await _reason(driver.forward(head, KEY, {"ids": torch.zeros(2, 9, dtype=torch.int32)})) == "malformed"
-        assert await _reason(driver.forward(head, KEY, {"ids": torch.zeros(64, 512, dtype=torch.int32)})) == "size"
-        too_long = torch.zeros(1, 33, dtype=torch.int32)
-        assert await _reason(driver.forward(head, KEY, {"ids": too_long}, num_rows=1, num_positions=33)) == "malformed"
-        assert await _reason(driver.forward(head, KEY, {"ids": head_input["ids"] - 64})) == "malformed"
-        assert await _reason(driver.tail(head, KEY, head_input)) == "method"
+        await driver.forward(head, KEY, HEAD_INPUT)
+        assert await _reason(driver.forward(head, KEY, HEAD_INPUT, stage="tail")) == "stage"
+        for (rows, positions), reason in {(2, 9): "malformed", (64, 512): "size", (1, 33): "malformed"}.items():
+            assert await _reason(driver.forward(head, KEY, {"ids": wire_ids(torch.zeros(rows, positions))})) == reason
+        assert await _reason(driver.forward(head, KEY, {"ids": HEAD_INPUT["ids"] - 64})) == "malformed"
+        assert await _reason(driver.tail(head, KEY, HEAD_INPUT)) == "method"
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_gradient_needs_its_input_only_where_it_is_not_kept(head_input: Tensors) -> None:
-    async with running_worker(HEAD) as head, running_driver() as driver:
+async def test_a_gradient_needs_its_input_where_it_is_not_kept_and_a_number_of_tokens() -> None:
+    async with running_worker(replace(HEAD, target_tokens=32)) as head, running_driver() as driver:
+        for num_tokens in (17, 2**52):
+            assert await _reason(_backward(head, driver, HEAD_INPUT, num_tokens=num_tokens)) == "malformed"
+        assert head.worker.replica.version == head.worker.replica.accumulated.num_tokens == 0
         assert await _reason(_backward(head, driver, {})) == "no-input"
         assert await _reason(_backward(head, driver, {"gradient": GRADIENT["gradient"] * float("nan")})) == "nonfinite"
-        await driver.forward(head, KEY, head_input)
+        await driver.forward(head, KEY, HEAD_INPUT)
         kept = await _backward(head, driver, {})
-        again = await _backward(head, driver, head_input, "e0.s0.r2")
+        again = await _backward(head, driver, HEAD_INPUT, "e0.s0.r2")
         assert (kept.body.applied_number, again.body.applied_number) == (1, 2)
-        assert await _reason(_backward(head, driver, head_input, "e0.s0.r4", forward_version=51)) == "stale"
+        assert await _reason(_backward(head, driver, HEAD_INPUT, "e0.s0.r4", forward_version=99)) == "stale"
+        async with held(head):  # What is wrong with one request is not held against one that comes with it.
+            (first,) = await queued(head, _backward(head, driver, {}, "e0.s0.r4"))
+            second = asyncio.create_task(_backward(head, driver, HEAD_INPUT, "e0.s0.r4"))
+            await asyncio.sleep(0.1)
+        assert await _reason(first) == "no-input"
+        assert (await second).body.applied == ("head",)
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_gradient_of_more_tokens_than_there_are_is_malformed_and_ends_no_step(head_input: Tensors) -> None:
-    async with running_worker(replace(HEAD, target_tokens=32)) as head, running_driver() as liar:
-        for num_tokens in (17, 2**52):
-            assert await _reason(_backward(head, liar, head_input, num_tokens=num_tokens)) == "malformed"
-        assert head.worker.replica.version == head.worker.replica.accumulated.num_tokens == 0
-        assert (await _backward(head, liar, head_input, num_tokens=16)).body.applied == ("head",)
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of(head_input: Tensors) -> None:
+async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of() -> None:
     async with running_worker(replace(HEAD, target_tokens=10**6)) as head, running_driver() as driver:
 
         async def count(number: int, factor: float) -> float:
-            given = {"gradient": GRADIENT["gradient"] * factor, **head_input}
+            given = {"gradient": GRADIENT["gradient"] * factor, **HEAD_INPUT}
             await _backward(head, driver, given, f"e0.s0.r{2 * number}", num_tokens=16)
             return float(get_total_norm(list(head.worker.replica.state_dict()["sums"].values())))
 
@@ -177,37 +162,37 @@ async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of(head_inp
         assert not status.refused
 
 
-@on_event_loop
-async def test_the_same_request_again_gets_the_same_answer_and_one_gradient(tail_input: Tensors) -> None:
+async def test_the_same_request_again_gets_the_same_answer_and_one_gradient() -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
-        replies = await asyncio.gather(*(driver.tail(tail, KEY, tail_input) for _ in range(4)))
-        replies.append(await driver.tail(tail, KEY, tail_input))
-        replies.append(await driver.ask(tail, messages.CHAIN, messages.ChainAsk, KEY, tail_input, {"route": ()}))
+        replies = await asyncio.gather(*(driver.tail(tail, KEY, TAIL_INPUT) for _ in range(4)))
+        replies.append(await driver.tail(tail, KEY, TAIL_INPUT))
+        replies.append(await driver.ask(tail, messages.CHAIN, messages.ChainAsk, KEY, TAIL_INPUT, {"route": ()}))
         for reply in replies[1:]:
             assert reply.body == replies[0].body
             assert torch.equal(reply.tensors["gradient"], replies[0].tensors["gradient"])
         assert tail.worker.replica.accumulated.num_micro_batches == 1
         assert await driver.applied(tail, "e0.s0.r2", KEY) == (KEY,)
+        ask = messages.AppliedAsk(micro_batches=(KEY,))
+        told = await driver.endpoint.call(tail.peer, messages.APPLIED, ask, messages.AppliedAnswer, timeout_s=20)
+        counted_as = messages.CountedAs(incarnation=replies[0].body.incarnation, applied_number=1)
+        assert told.body.counted_as == counted_as
 
+        async def overflow(gradient: Tensor) -> Tensors:
+            raise RefusedError("nonfinite", "the gradient does not fit into the codec's values")
 
-@on_event_loop
-async def test_what_is_wrong_with_one_request_is_not_held_against_one_that_came_with_it(head_input: Tensors) -> None:
-    async with running_worker(HEAD) as head, running_driver() as driver:
-        async with held(head):
-            (first,) = await queued(head, _backward(head, driver, {}))
-            second = asyncio.create_task(_backward(head, driver, head_input))
-            await asyncio.sleep(0.1)
-        assert await _reason(first) == "no-input"
-        assert (await second).body.applied == ("head",)
+        tail.worker.link.gradient = overflow
+        for _ in range(2):  # Where no answer can be made, it does not say that nothing was counted.
+            assert await _reason(driver.tail(tail, "e0.s0.r4", TAIL_INPUT)) == "already-applied"
+        assert await driver.applied(tail, "e0.s0.r4") == ("e0.s0.r4",)
+        assert tail.worker.replica.accumulated.num_micro_batches == 2
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it(tail_input: Tensors) -> None:
+async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it() -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         async with held(tail):
-            alone, first = await queued(tail, *(driver.tail(tail, key, tail_input) for key in ("e0.s0.r2", KEY)))
-            second = asyncio.create_task(driver.tail(tail, KEY, tail_input))
+            alone, first = await queued(tail, *(driver.tail(tail, key, TAIL_INPUT) for key in ("e0.s0.r2", KEY)))
+            second = asyncio.create_task(driver.tail(tail, KEY, TAIL_INPUT))
             await asyncio.sleep(0.1)
             for task in (alone, first):
                 task.cancel()
@@ -216,11 +201,10 @@ async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays
         assert (await second).body.applied_number == 1
         assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
         assert tail.worker.replica.accumulated.num_micro_batches == 1
-        assert (await driver.tail(tail, "e0.s0.r2", tail_input)).body.applied_number == 2
+        assert (await driver.tail(tail, "e0.s0.r2", TAIL_INPUT)).body.applied_number == 2
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_forward_requests_computed_together_give_what_each_gives_alone() -> None:
     inputs = [{"ids": wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
     recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
@@ -234,23 +218,15 @@ async def test_forward_requests_computed_together_give_what_each_gives_alone() -
             torch.testing.assert_close(reply.tensors["activation"], own.tensors["activation"], rtol=1e-5, atol=1e-6)
 
 
-@on_event_loop
-async def test_late_is_expired_and_nothing_is_counted(tail_input: Tensors) -> None:
+async def test_late_is_expired_and_stopped_while_adding_up_it_drops_all_in_another_incarnation() -> None:
     offset = [0.0]
     async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
         async with held(tail):
-            (late,) = await queued(tail, driver.tail(tail, KEY, tail_input, apply_within_s=5.0))
+            (late,) = await queued(tail, driver.tail(tail, KEY, TAIL_INPUT, apply_within_s=5.0))
             offset[0] = 6.0
         assert await _reason(late) == "expired"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
-        assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
-
-
-@on_event_loop
-async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(tail_input: Tensors) -> None:
-    offset = [0.0]
-    async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
-        before = await driver.tail(tail, "e0.s0.r2", tail_input)
+        before = await driver.tail(tail, "e0.s0.r2", TAIL_INPUT)
         claim = tail.worker.replies.claim
 
         def claim_and_stop(pending: PendingCount) -> None:
@@ -258,84 +234,48 @@ async def test_stopped_while_adding_up_it_drops_all_and_is_another_incarnation(t
             offset[0] += 100.0
 
         tail.worker.replies.claim = claim_and_stop
-        assert await _reason(driver.tail(tail, KEY, tail_input)) == "tainted"
+        assert await _reason(driver.tail(tail, KEY, TAIL_INPUT)) == "tainted"
         assert tail.worker.replica.accumulated.num_tokens == 0
         assert await driver.applied(tail, KEY, "e0.s0.r2") == ()
         tail.worker.replies.claim = claim
-        after = await driver.tail(tail, KEY, tail_input)
+        after = await driver.tail(tail, KEY, TAIL_INPUT)
         assert after.body.incarnation != before.body.incarnation
         assert after.body.applied_number == 1
 
 
-@on_event_loop
-async def test_an_answer_that_cannot_be_made_does_not_say_that_nothing_was_counted(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver:
-
-        async def overflow(gradient: Tensor) -> dict[str, Tensor]:
-            raise RefusedError("nonfinite", "the gradient does not fit into the codec's values")
-
-        tail.worker.link.gradient = overflow
-        for _ in range(2):
-            assert await _reason(driver.tail(tail, KEY, tail_input)) == "already-applied"
-        assert await driver.applied(tail, KEY) == (KEY,)
-        assert tail.worker.replica.accumulated.num_micro_batches == 1
-
-
-@on_event_loop
-async def test_who_asks_about_one_is_told_what_it_was_acknowledged_as(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver:
-        await driver.tail(tail, "e0.s0.r2", tail_input)
-        answered = (await driver.tail(tail, KEY, tail_input)).body
-        ask = messages.AppliedAsk(micro_batches=(KEY,))
-        reply = await driver.endpoint.call(tail.peer, messages.APPLIED, ask, messages.AppliedAnswer, timeout_s=20)
-        assert reply.body.counted_as == messages.CountedAs(incarnation=answered.incarnation, applied_number=2)
-
-
-@on_event_loop
-async def test_only_who_may_has_micro_batches_refused_and_others_are_told_so(tail_input: Tensors) -> None:
-    may: set[str] = set()
-    async with running_worker(TAIL, drivers=lambda: may) as tail, running_driver() as driver, running_driver() as other:
-        may.add(driver.endpoint.peer_id)
-        assert await _reason(other.applied(tail, KEY, refuse_from_now=True)) == "not-a-driver"
-        assert await other.applied(tail, KEY) == ()
-        assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
-        assert await driver.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == (KEY,)
-        may.add(other.endpoint.peer_id)
-        assert await _reason(other.tail(tail, "e0.s0.r2", tail_input)) == "busy"
-
-
-@on_event_loop
-async def test_a_driver_that_is_not_the_keeper_has_only_its_own_refused(tail_input: Tensors) -> None:
+async def test_drivers_have_their_own_micro_batches_refused_and_the_keeper_anybodys() -> None:
     may: set[str] = set()
     keeper: list[str] = []
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         tail = await enter(running_worker(TAIL, drivers=lambda: may, keeper=lambda: keeper[0] if keeper else None))
         driver, impostor = await enter(running_driver()), await enter(running_driver())
-        may |= {driver.endpoint.peer_id, impostor.endpoint.peer_id}
+        may.add(driver.endpoint.peer_id)
+        assert await _reason(impostor.applied(tail, KEY, refuse_from_now=True)) == "not-a-driver"
+        assert await impostor.applied(tail, KEY) == ()
+        may.add(impostor.endpoint.peer_id)
         for _ in range(2):
             assert await impostor.applied(tail, KEY, refuse_from_now=True) == ()
-        assert await _reason(impostor.tail(tail, KEY, tail_input)) == "busy"
-        assert (await driver.tail(tail, KEY, tail_input)).body.applied_number == 1
-        assert await driver.applied(tail, "e0.s0.r2", refuse_from_now=True) == ()
-        assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
+        assert await _reason(impostor.tail(tail, KEY, TAIL_INPUT)) == "busy"
+        assert (await driver.tail(tail, KEY, TAIL_INPUT)).body.applied_number == 1
+        assert await driver.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == (KEY,)
+        assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "busy"
         keeper.append(impostor.endpoint.peer_id)
         assert await impostor.applied(tail, "e0.s0.r4", refuse_from_now=True) == ()
-        assert await _reason(driver.tail(tail, "e0.s0.r4", tail_input)) == "busy"
+        assert await _reason(driver.tail(tail, "e0.s0.r4", TAIL_INPUT)) == "busy"
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_for_strangers_nothing_is_received_computed_or_counted(head_input: Tensors, tail_input: Tensors) -> None:
+async def test_for_strangers_nothing_is_received_computed_or_counted() -> None:
     may: set[str] = set()
     async with AsyncExitStack() as stack:
         head, tail = [await stack.enter_async_context(running_worker(it, drivers=lambda: may)) for it in (HEAD, TAIL)]
         stranger = await stack.enter_async_context(running_driver())
         asked = [
-            stranger.forward(head, KEY, head_input),
-            _backward(head, stranger, head_input),
-            stranger.evaluate(head, head_input),
-            stranger.tail(tail, KEY, tail_input),
+            stranger.forward(head, KEY, HEAD_INPUT),
+            _backward(head, stranger, HEAD_INPUT),
+            stranger.evaluate(head, HEAD_INPUT),
+            stranger.tail(tail, KEY, TAIL_INPUT),
             stranger.chain([tail], KEY, *random_tokens(64, 2, 8)),
         ]
         assert [await _reason(each) for each in asked] == ["not-a-driver"] * 5
@@ -343,50 +283,48 @@ async def test_for_strangers_nothing_is_received_computed_or_counted(head_input:
             assert await _reason(stream.receive()) == "not-a-driver"
         assert head.worker.replica.cached_bytes == 0
         may.add(stranger.endpoint.peer_id)  # Its announcement has come.
-        assert (await stranger.tail(tail, KEY, tail_input)).body.applied_number == 1
+        assert (await stranger.tail(tail, KEY, TAIL_INPUT)).body.applied_number == 1
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_what_was_counted_for_one_driver_is_no_answer_for_another(tail_input: Tensors) -> None:
+async def test_what_was_counted_for_one_driver_is_no_answer_for_another() -> None:
     may: set[str] = set()
     async with running_worker(TAIL, drivers=lambda: may) as tail, running_driver() as liar, running_driver() as driver:
         may |= {liar.endpoint.peer_id, driver.endpoint.peer_id}
-        lie = {**tail_input, "activation": torch.zeros_like(tail_input["activation"])}
+        lie = {**TAIL_INPUT, "activation": torch.zeros_like(TAIL_INPUT["activation"])}
         first = await liar.tail(tail, KEY, lie)
-        assert await _reason(driver.tail(tail, KEY, tail_input)) == "counted-for-another"
+        assert await _reason(driver.tail(tail, KEY, TAIL_INPUT)) == "counted-for-another"
         assert (await liar.tail(tail, KEY, lie)).body == first.body
         async with held(tail):
             (begun,) = await queued(tail, liar.tail(tail, "e0.s0.r2", lie))
-            assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
+            assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "busy"
         await begun
         assert tail.worker.replica.accumulated.num_micro_batches == 2
 
 
-@on_event_loop
-async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes(tail_input: Tensors) -> None:
+async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes() -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
         async with held(tail):
-            (waiting,) = await queued(tail, driver.tail(tail, KEY, tail_input))
+            (waiting,) = await queued(tail, driver.tail(tail, KEY, TAIL_INPUT))
             assert await keeper.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == ()
         assert await _reason(waiting) == "expired"
-        assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "busy"
+        assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "busy"
         assert tail.worker.replica.accumulated.num_micro_batches == 0
 
 
-@on_event_loop
-async def test_gradients_that_wait_at_the_head_take_the_queue_s_room(head_input: Tensors) -> None:
+async def test_gradients_that_wait_at_the_head_take_the_queue_s_room() -> None:
     size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
-    setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
-    async with running_worker(setup) as head, running_driver() as driver:
+    async with (
+        running_worker(replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})) as head,
+        running_driver() as driver,
+    ):
         async with held(head):
-            (first,) = await queued(head, _backward(head, driver, head_input))
+            (first,) = await queued(head, _backward(head, driver, HEAD_INPUT))
             assert head.worker.runtime.figures.queued_bytes == size_bytes
-            assert await _reason(_backward(head, driver, head_input, "e0.s0.r2")) == "busy"
+            assert await _reason(_backward(head, driver, HEAD_INPUT, "e0.s0.r2")) == "busy"
         assert (await first).body.applied == ("head",)
 
 
-@on_event_loop
 async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
     """Strangers announce tensors and send nothing of them."""
     setup = WorkerSetup("tail", worker={"max_received_bytes": 21 << 20})
@@ -401,62 +339,44 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
         await stack.enter_async_context(_opened(second, tail))
         await until(lambda: memory.size_bytes == 12 << 20)
         assert (await first.status(tail)).refused == {"busy": 1}
+        async with _opened(await stack.enter_async_context(running_driver()), tail, answer_within_s=0.2) as stream:
+            assert await _reason(stream.receive()) == "expired"  # It does not send what it wants answered in time.
+        await until(lambda: memory.size_bytes == 12 << 20)
         await stack.pop_all().aclose()
 
 
-@pytest.mark.slow
-@on_event_loop
-async def test_who_does_not_send_in_time_what_it_wants_answered_is_not_waited_for() -> None:
-    async with running_worker(TAIL) as tail, running_driver() as slow:
-        async with _opened(slow, tail, answer_within_s=0.2) as stream:
-            assert await _reason(stream.receive()) == "expired"
-        await until(lambda: tail.worker.service._memory.size_bytes == 0)
-
-
-@on_event_loop
-async def test_what_is_let_in_is_said_apart_from_what_is_announced(head_input: Tensors) -> None:
+async def test_what_is_let_in_is_said_apart_from_what_is_announced() -> None:
     async with running_worker(HEAD) as head, running_driver() as driver:
         service = head.worker.service
         service.status, service.accepts = "serving", "nothing"
-        assert await _reason(driver.forward(head, KEY, head_input)) == "stopping"
+        assert await _reason(driver.forward(head, KEY, HEAD_INPUT)) == "stopping"
         service.status, service.accepts = "joining", "all"
-        await driver.forward(head, KEY, head_input)
+        await driver.forward(head, KEY, HEAD_INPUT)
         assert (await driver.status(head)).status == "joining"
         service.accepts = "begun"
-        assert await _reason(driver.forward(head, "e0.s0.r2", head_input)) == "stopping"
+        assert await _reason(driver.forward(head, "e0.s0.r2", HEAD_INPUT)) == "stopping"
         assert (await _backward(head, driver, {})).body.applied == ("head",)
         assert (await driver.status(head)).refused == {"stopping": 2}
-    new = build_worker(Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST)), HEAD)
-    assert (new.service.status, new.service.accepts) == ("joining", "nothing")
-
-
-@on_event_loop
-async def test_a_call_is_under_way_until_it_is_answered(tail_input: Tensors) -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver:
-        service = tail.worker.service
-        async with held(tail):
-            (waiting,) = await queued(tail, driver.tail(tail, KEY, tail_input))
-            assert service.num_under_way == 1
-            service.accepts = "nothing"
-            assert await _reason(driver.tail(tail, "e0.s0.r2", tail_input)) == "stopping"
-            assert service.num_under_way == 1
-        assert (await waiting).body.applied == ("tail",)
-        await until(lambda: service.num_under_way == 0)
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_stream_is_under_way_from_before_its_tensors_until_it_is_answered() -> None:
+async def test_a_request_is_under_way_from_before_its_tensors_until_it_is_answered() -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         service = tail.worker.service
-        async with _opened(driver, tail) as stream:
+        async with held(tail):
+            (waiting,) = await queued(tail, driver.tail(tail, KEY, TAIL_INPUT))
+            async with _opened(driver, tail) as stream:
+                await until(lambda: service.num_under_way == 2)
+                assert tail.worker.runtime.figures.queued == 1
+                service.accepts = "nothing"
+                assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "stopping"
+                assert service.num_under_way == 2
+                for index in (1, 2):
+                    await stream.send(index, bytes(1 << 20))
+                await stream.end()
+                assert await _reason(stream.receive()) == "stopping"
             await until(lambda: service.num_under_way == 1)
-            assert tail.worker.runtime.figures.queued == 0
-            service.accepts = "nothing"
-            await stream.send(1, bytes(1 << 20))
-            await stream.send(2, bytes(1 << 20))
-            await stream.end()
-            assert await _reason(stream.receive()) == "stopping"
+        assert (await waiting).body.applied == ("tail",)
         await until(lambda: service.num_under_way == 0)
 
 
@@ -473,7 +393,6 @@ async def _three_stages(
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("backward", ["cached", "recompute"])
-@on_event_loop
 async def test_losses_and_gradients_are_the_whole_models(routing: str, backward: str) -> None:
     ids, labels = random_tokens(64, 3, 9)
     labels = labels.clone()
@@ -497,15 +416,14 @@ async def test_losses_and_gradients_are_the_whole_models(routing: str, backward:
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_input: Tensors) -> None:
+async def test_held_out_data_leave_nothing_behind() -> None:
     async with _three_stages() as (workers, driver):
         head, body, tail = workers
-        hidden = await driver.evaluate(head, head_input)
+        hidden = await driver.evaluate(head, HEAD_INPUT)
         hidden = await driver.evaluate(body, hidden.tensors)
-        reply = await driver.evaluate(tail, {**hidden.tensors, "labels": tail_input["labels"]})
+        reply = await driver.evaluate(tail, {**hidden.tensors, "labels": TAIL_INPUT["labels"]})
         with torch.no_grad():
-            given = head_input["ids"].long(), tail_input["labels"].long()
+            given = HEAD_INPUT["ids"].long(), TAIL_INPUT["labels"].long()
             total, count = build_model(small_config(), 0).loss_sum(*given)
         assert reply.body.loss_sum == pytest.approx(float(total), rel=1e-6)
         assert (reply.body.num_tokens, reply.body.applied) == (int(count), ())
@@ -515,7 +433,6 @@ async def test_held_out_data_leave_nothing_behind(head_input: Tensors, tail_inpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp16", "int8", "subspace+int8"])
-@on_event_loop
 async def test_narrow_links_change_little(codec: str) -> None:
     ids, labels = random_tokens(64, 2, 8)
     space: dict[str, Any] = {"subspace_rank": 4, "subspace_free_layers": 1} if codec.startswith("subspace") else {}

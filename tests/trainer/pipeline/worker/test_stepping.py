@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.support.event_loop import on_event_loop
 from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import FAST, RUN_ID, RunningWorker, WorkerSetup, running_worker, until, weights
-from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, RpcConfig
+from tests.support.stage_worker import TAIL_INPUT, RunningWorker, WorkerSetup, running_worker, until, weights
+from trainer.network.rpc import Identity, Peer, Reply, Request
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.protocol.messages import ProgressReport
@@ -77,25 +75,15 @@ async def _stage(
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_others_that_wait_for_a_round_need_not_wait_for_a_step(tail_input: dict[str, Tensor]) -> None:
+async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared() -> None:
+    steps: list[StepInfo] = []
     rounds: list[OuterResult] = []
     strategy = Rounds(others_wait=True)
-    worker = running_worker(TAIL, strategy=strategy, on_round=rounds.append)
+    worker = running_worker(TAIL, identity=OWN, strategy=strategy, on_step=steps.append, on_round=rounds.append)
     async with worker as tail, running_driver() as driver:
-        await until(lambda: bool(rounds))
-        await driver.tail(tail, "e0.s0.r0", tail_input)
+        await until(lambda: bool(rounds))  # Others that wait for a round need not wait for a step.
         assert (len(rounds), strategy.batches, strategy.others_wait) == (1, [], False)
-
-
-@pytest.mark.slow
-@on_event_loop
-async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_input: dict[str, Tensor]) -> None:
-    steps: list[StepInfo] = []
-    strategy = Rounds()
-    worker = running_worker(TAIL, identity=OWN, strategy=strategy, on_step=steps.append)
-    async with worker as tail, running_driver() as driver:
-        replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input) for row in range(6)]
+        replies = [await driver.tail(tail, f"e0.s0.r{2 * row}", TAIL_INPUT) for row in range(6)]
         await until(lambda: len(steps) == 3)
         assert [reply.body.version for reply in replies] == [0, 0, 1, 1, 2, 2]
         assert [(info.num_tokens, info.num_micro_batches, info.applied) for info in steps] == [(32, 2, True)] * 3
@@ -117,26 +105,22 @@ async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared(tail_i
         (Rounds(dropped=((OTHER, "late"),)), 4),
     ],
 )
-@on_event_loop
-async def test_a_round_shares_what_others_hold_of_it_and_no_more(
-    tail_input: dict[str, Tensor], strategy: Rounds, num_shared: int
-) -> None:
+async def test_a_round_shares_what_others_hold_of_it_and_no_more(strategy: Rounds, num_shared: int) -> None:
     mine = replace(strategy, batches=[])
     async with running_worker(TAIL, identity=OWN, strategy=mine) as tail, running_driver() as driver:
         for row in range(4):
-            await driver.tail(tail, f"e0.s0.r{2 * row}", tail_input)
+            await driver.tail(tail, f"e0.s0.r{2 * row}", TAIL_INPUT)
         await until(lambda: len(mine.batches) == 2)
         await tail.worker.runtime.control(lambda: None)  # Behind what follows the round.
         assert (await driver.status(tail)).shared_through == num_shared
 
 
-@on_event_loop
-async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: dict[str, Tensor]) -> None:
+async def test_a_round_on_the_way_out_shares_what_was_handed_over() -> None:
     rounds: list[OuterResult] = []
     strategy = Rounds()
     worker = running_worker(TAIL, identity=OWN, strategy=strategy, on_round=rounds.append)
     async with worker as tail, running_driver() as driver:
-        await driver.tail(tail, "e0.s0.r0", tail_input)
+        await driver.tail(tail, "e0.s0.r0", TAIL_INPUT)
 
         def hand_over() -> None:
             tail.worker.stepper.flush()
@@ -149,16 +133,13 @@ async def test_a_round_on_the_way_out_shares_what_was_handed_over(tail_input: di
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_without_an_update(
-    tail_input: dict[str, Tensor],
-) -> None:
+async def test_workers_step_together_and_who_has_nothing_follows_unchanged() -> None:
     strategies = [Rounds() for _ in range(3)]
     async with _stage(TAIL, strategies) as workers, running_driver() as driver:
         before = weights(workers[2].worker)
-        await driver.tail(workers[0], "e0.s0.r0", tail_input)
+        await driver.tail(workers[0], "e0.s0.r0", TAIL_INPUT)
         await until(lambda: workers[1].worker.stepper._tracker.stage_tokens(0, 16) == 32)
-        await driver.tail(workers[1], "e0.s0.r2", tail_input)
+        await driver.tail(workers[1], "e0.s0.r2", TAIL_INPUT)
         await until(lambda: all(running.worker.replica.version == 1 for running in workers))
         assert [strategy.batches for strategy in strategies] == [[1], [1], [0]]
         assert weights(workers[2].worker) == before != weights(workers[1].worker)
@@ -166,24 +147,22 @@ async def test_workers_of_a_stage_step_together_and_who_has_nothing_follows_with
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(tail_input: dict[str, Tensor]) -> None:
+async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing() -> None:
     setup = replace(TAIL, worker={"auto_step_s": 0.2})
     async with running_worker(setup) as tail, running_worker(setup) as idle, running_driver() as driver:
-        await driver.tail(tail, "e0.s0.r0", tail_input)
+        await driver.tail(tail, "e0.s0.r0", TAIL_INPUT)
         await until(lambda: tail.worker.replica.version == 1)
-        await until(lambda: idle.worker.runtime._clock() - idle.worker.stepper._counted_s > 1.0)
+        await until(lambda: idle.worker.runtime.now_s - idle.worker.stepper._counted_s > 1.0)
         assert tail.worker.replica.version == 1
         assert idle.worker.replica.version == 0
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_joining_worker_neither_steps_nor_counts(tail_input: dict[str, Tensor]) -> None:
+async def test_a_joining_worker_neither_steps_nor_counts() -> None:
     async with _stage(TAIL) as (first, joining), running_driver() as driver:
         joining.worker.stepper.joining = True
         for row in range(4):
-            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+            await driver.tail(first, f"e0.s0.r{2 * row}", TAIL_INPUT)
         await until(lambda: first.worker.replica.version == 2)
         assert joining.worker.replica.version == 0
         state = first.worker.replica.state_dict()
@@ -193,17 +172,16 @@ async def test_a_joining_worker_neither_steps_nor_counts(tail_input: dict[str, T
         joining.worker.stepper.joining = False
         assert joining.worker.replies.incarnation != incarnation
         for row in range(4, 6):
-            await driver.tail(first, f"e0.s0.r{2 * row}", tail_input)
+            await driver.tail(first, f"e0.s0.r{2 * row}", TAIL_INPUT)
         await until(lambda: joining.worker.replica.version == 3)
 
 
-@on_event_loop
-async def test_who_is_no_worker_of_the_stage_moves_nothing(tail_input: dict[str, Tensor]) -> None:
+async def test_who_is_no_worker_of_the_stage_moves_nothing() -> None:
     async with running_worker(TAIL) as tail, running_driver() as stranger:
         report = ProgressReport(incarnation="0" * 16, version=7, num_tokens=1 << 40)
         answer = await stranger.endpoint.call(tail.peer, "stage/progress", report, ProgressReport, timeout_s=10)
         assert (answer.body.version, answer.body.num_tokens) == (0, 0)
-        await stranger.tail(tail, "e0.s0.r0", tail_input)
+        await stranger.tail(tail, "e0.s0.r0", TAIL_INPUT)
         assert tail.worker.replica.version == 0
 
 
@@ -211,27 +189,26 @@ def _report(version: int, num_tokens: int, *, joining: bool = False) -> Progress
     return ProgressReport(incarnation="0" * 16, version=version, num_tokens=num_tokens, joining=joining)
 
 
-def _progress() -> tuple[ProgressTracker, list[float]]:
+def _progress(*heard: tuple[int, int]) -> tuple[ProgressTracker, list[float]]:
+    """What heard of others, by number: their versions and tokens."""
     now_s = [100.0]
-    return ProgressTracker(1.0, 50, lambda: now_s[0]), now_s
+    progress = ProgressTracker(1.0, 50, lambda: now_s[0])
+    for number, (version, num_tokens) in enumerate(heard):
+        progress.hear(str(number), _report(version, num_tokens))
+    return progress, now_s
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(1, 2**50))
 def test_a_liar_makes_the_others_step_with_a_share_of_the_target_at_least(honest: list[int], lie: int) -> None:
-    progress, _ = _progress()
     own, *others = honest
-    for number, num_tokens in enumerate(others):
-        progress.hear(f"honest {number}", _report(3, num_tokens))
-    progress.hear("liar", _report(3, lie))
+    progress, _ = _progress(*((3, num_tokens) for num_tokens in (*others, lie)))
     assert progress.stage_tokens(3, own) <= sum(honest) + 4 * max(honest)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=6))
 def test_who_has_the_most_knows_of_all(tokens: list[int]) -> None:
-    progress, _ = _progress()
     *others, most = sorted(tokens)
-    for number, num_tokens in enumerate(others):
-        progress.hear(f"peer {number}", _report(0, num_tokens))
+    progress, _ = _progress(*((0, num_tokens) for num_tokens in others))
     assert progress.stage_tokens(0, most) == sum(tokens)
 
 
@@ -269,14 +246,11 @@ def test_liars_that_are_fewer_than_half_of_the_others_lead_nobody_away(
 
 
 def test_one_of_five_that_is_ahead_leads_by_a_step_and_not_at_once() -> None:
-    progress, now_s = _progress()
-    for name in "abcd":
-        progress.hear(name, _report(7, 0))
-    progress.hear("liar", _report(7, 2**50))
-    progress.hear("liar", _report(57, 2**50))
+    progress, now_s = _progress(*[(7, 0)] * 4, (7, 2**50))
+    progress.hear("4", _report(57, 2**50))
     assert progress.version_to_follow(7, 0, 1000, 0.0) == 7
     assert progress.version_to_follow(7, 0, 1000, 2.1) == 8
-    for name in "ab":
+    for name in "01":
         progress.hear(name, _report(9, 0))
     assert progress.version_to_follow(7, 0, 1000, 0.0) == 9
     now_s[0] += 10.0
@@ -284,50 +258,41 @@ def test_one_of_five_that_is_ahead_leads_by_a_step_and_not_at_once() -> None:
 
 
 def test_what_a_worker_stepped_with_is_remembered() -> None:
-    progress, _ = _progress()
-    progress.hear("idle", _report(3, 0))
-    progress.hear("idle too", _report(3, 0))
-    progress.hear("ahead", _report(3, 700))
-    progress.hear("ahead", _report(4, 0))
+    progress, _ = _progress((3, 0), (3, 0), (3, 700))
+    progress.hear("2", _report(4, 0))
     assert progress.stage_tokens(3, 300) == 1000
     assert progress.version_to_follow(3, 300, 1000, 0.0) == 4
 
 
 def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
-    progress, now_s = _progress()
-    progress.hear("a", _report(5, 10))
-    progress.hear("b", _report(9, 0))
-    progress.hear("c", _report(5 + 51, 10))
-    progress.hear("d", _report(5, 10, joining=True))
+    progress, now_s = _progress((5, 10), (9, 0), (5 + 51, 10))
+    progress.hear("3", _report(5, 10, joining=True))
     assert progress.stage_tokens(5, 10) == 20
     assert progress.version_to_follow(5, 10, 40, 0.0) == 9  # Most of the others are there, or further.
     assert not progress.is_left_behind(5)
-    progress.hear("a", _report(99, 10))
+    progress.hear("0", _report(99, 10))
     assert progress.is_left_behind(5)
-    progress.keep({"b"})
+    progress.keep({"1"})
     assert not progress.is_left_behind(5)
     now_s[0] += 10.0
     assert progress.version_to_follow(5, 40, 40, 3600.0) == 5
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_a_worker_that_does_not_answer_holds_up_nobody(tail_input: dict[str, Tensor]) -> None:
+async def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
     async with AsyncExitStack() as stack:
         driver = await stack.enter_async_context(running_driver())
-        silent = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
+        silent = (await stack.enter_async_context(running_driver())).endpoint
         silent.register("stage/progress", ProgressReport, _never)
-        await silent.start()
-        stack.push_async_callback(silent.stop)
         # A step is told at once; what a busy machine would lose to a stall is told again an hour later only.
         setup = replace(TAIL, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
         first, second = await stack.enter_async_context(_stage(setup, others=[silent.peer]))
         progress = second.worker.stepper._tracker
         for step in range(4):
-            await driver.tail(first, f"e0.s0.r{4 * step}", tail_input)
+            await driver.tail(first, f"e0.s0.r{4 * step}", TAIL_INPUT)
             # Who has not heard of half a step follows two intervals later only.
             await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))
-            await driver.tail(first, f"e0.s0.r{4 * step + 2}", tail_input)
+            await driver.tail(first, f"e0.s0.r{4 * step + 2}", TAIL_INPUT)
             await until(lambda step=step: second.worker.replica.version == step + 1)
 
 
@@ -337,14 +302,13 @@ async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
 
 
 @pytest.mark.slow
-@on_event_loop
-async def test_short_steps_are_not_overshot_between_two_exchanges(tail_input: dict[str, Tensor]) -> None:
+async def test_short_steps_are_not_overshot_between_two_exchanges() -> None:
     """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
     setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
     async with _stage(setup) as (first, second), running_driver() as driver:
-        await driver.tail(first, "e0.s0.r0", tail_input)
+        await driver.tail(first, "e0.s0.r0", TAIL_INPUT)
         await until(lambda: second.worker.stepper._tracker.stage_tokens(0, 16) == 32)
         for row in range(1, 4):
             assert second.worker.replica.version == 0
-            await driver.tail(second, f"e0.s0.r{2 * row}", tail_input)
+            await driver.tail(second, f"e0.s0.r{2 * row}", TAIL_INPUT)
         await until(lambda: first.worker.replica.version == second.worker.replica.version == 1)
