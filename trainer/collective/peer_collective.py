@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from trainer.aggregation import RuleConfig
-from trainer.collective.config import CollectiveConfig
+from trainer.collective.config import CollectiveConfig, Directory, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms
-from trainer.collective.service import Directory, RoundService, RoundSettings
+from trainer.collective.service import RoundService
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.network.rpc import Endpoint
@@ -60,17 +60,18 @@ class PeerCollective:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
         self._stopping = stopping
-        self._settings = RoundSettings(
-            run_id=run_id,
-            terms=terms,
-            rule=rule,
-            codec=codec_named(config.compression),
-            config=config,
-            endpoint=endpoint,
-            directory=directory,
+        self._timeout_s = config.round_timeout_s + _SLACK_S
+        self._service = RoundService(
+            RoundSettings(
+                run_id=run_id,
+                terms=terms,
+                rule=rule,
+                codec=codec_named(config.compression),
+                config=config,
+                endpoint=endpoint,
+                directory=directory,
+            )
         )
-        self._service = RoundService(self._settings)
-        self._service.register()
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False
@@ -78,13 +79,10 @@ class PeerCollective:
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
-        vector = contribution.vector
-        if contribution.residual is not None:
-            vector = vector + contribution.residual
-        member = RoundMember(self._settings, self._service, contribution, vector, self._vocabulary_rows())
+        member = RoundMember(self._service, contribution, self._vocabulary_rows())
         future = asyncio.run_coroutine_threadsafe(self._run(member, contribution.round_index), self._loop)
         try:
-            result = future.result(self._settings.config.round_timeout_s + _SLACK_S)
+            result = future.result(self._timeout_s)
         except TimeoutError as error:
             future.cancel()
             raise RoundFailedError(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.round_actor import agreement_of
+from tests.support.round_actor import agreement_of, settings_of
 from trainer.collective.commit_vote import CommitVote, decide_round
 from trainer.collective.messages import Commit, CommitDecision, MemberReason, Plan, TaskDigest, Vote
 from trainer.collective.planning import check_commit, first_plan, next_plan
@@ -192,9 +192,7 @@ def commit_vote(own_id: str, outcome_at: Callable[[str], CommitDecision | None],
     async def probe(peer_id: str) -> tuple[bool, CommitDecision | None]:
         return True, outcome_at(peer_id)
 
-    return CommitVote(
-        AGREEMENT, own_id, probe, lambda _sums: (), max_passes=4, timeout_s=timeout_s, patience_s=timeout_s
-    )
+    return CommitVote(AGREEMENT, settings_of(own_id, stall_timeout_s=timeout_s / 4), probe)
 
 
 @pytest.mark.parametrize(

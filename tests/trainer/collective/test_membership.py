@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from trainer.collective import CollectiveConfig
-from trainer.collective.membership import GatheringRules, LatecomerBackoff, MembershipGathering
+from tests.support.round_actor import settings_of
+from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Terms
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
@@ -98,17 +98,9 @@ class Meeting(LatecomerBackoff):
         self._fetched_after = fetched_after
         self._invited = 0
         self._coming: set[asyncio.Task[Agreement]] = set()
-        config = CollectiveConfig(invite_after_s=0.0, gather_timeout_s=gather_timeout_s, stall_timeout_s=2.0)
-        rules = GatheringRules(
-            own_id=OWN,
-            config=config,
-            values_per_part=1 << 18,
-            peers=lambda: {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)},
-            invite=self._invite,
-            precedes=lambda peer_id, _round: peer_id not in (OWN, OTHER, LATE),
-            latecomers=self,
-        )
-        self._gathering = MembershipGathering(4, rules)
+        peers = {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)}
+        settings = settings_of(OWN, peers, invite_after_s=0.0, gather_timeout_s=gather_timeout_s, stall_timeout_s=2.0)
+        self._gathering = MembershipGathering(4, settings, self, self._invite)
 
     def may_wait(self, peer: Peer, round_index: int) -> bool:
         return self._waits

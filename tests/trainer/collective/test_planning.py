@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.round_actor import PEER_IDS, agreement_of
-from trainer.collective.messages import Agreement, Task
+from trainer.collective.messages import Agreement, JoinRequest, Task, Terms
 from trainer.collective.planning import (
     check_agreement,
     check_plan,
@@ -75,18 +75,20 @@ def test_coordinators_change_from_round_to_round():
 
 
 def check(agreement: Agreement, **changes) -> None:
-    facts = {
-        "own_id": AGREEMENT.peer_ids[1],
-        "round_index": 3,
-        "state_digest": "0" * 64,
-        "num_values": 100_000,
-        "own_weight": 1.0,
-        "own_progress": 1.0,
-        "vocabulary_rows": 1024,
-        "values_per_part": 1 << 18,
-        "max_weight_ratio": 3.0,
-    }
-    check_agreement(agreement, **(facts | changes))
+    request = JoinRequest(
+        round_index=3,
+        terms=Terms(architecture={}, tokenizer_lineage="", synchronisation={}),
+        state_digest="0" * 64,
+        num_values=100_000,
+        num_batches=1,
+        age_s=0.0,
+        vocabulary_rows=1024,
+        address="127.0.0.1:9",
+        certificate=None,
+        tried=(),
+    ).model_copy(update=changes)
+    own_id = AGREEMENT.peer_ids[1]
+    check_agreement(agreement, request, own_id=own_id, values_per_part=1 << 18, max_weight_ratio=3.0)
 
 
 def weighing(*weights: float) -> Agreement:
@@ -99,7 +101,7 @@ def weighing(*weights: float) -> Agreement:
 def test_a_fair_agreement_is_accepted():
     check(AGREEMENT)
     check(weighing(3.0, 1.0, 1.0, 1.0))
-    check(weighing(1.0, 3.0, 1.0, 1.0), own_weight=50.0)
+    check(weighing(1.0, 3.0, 1.0, 1.0), num_batches=2500)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_an_unfair_weight_is_refused(weights):
 
 def test_another_progress_than_claimed_is_refused():
     with pytest.raises(RefusedError, match="progress"):
-        check(AGREEMENT, own_progress=0.25)
+        check(AGREEMENT, progress=0.25)
 
 
 PLAN = first_plan(AGREEMENT)

@@ -12,7 +12,7 @@ import torch
 from tests.support.event_loop import on_event_loop
 from tests.support.round_actor import agreement_of
 from trainer.aggregation import RuleConfig, decide
-from trainer.collective.arithmetic import Arithmetic, HeldResults, Payload
+from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult
 from trainer.collective.planning import first_plan
 from trainer.collective.reduction import Reduction
 from trainer.compression.vectors import codec_named
@@ -51,16 +51,16 @@ def contributions(codec: str = "fp32", rule: str = "mean", num_members: int = 5)
 def test_all_parts_together_are_the_mean_of_what_was_sent(codec):
     members, by_id = contributions(codec)
     own = members[0]
-    results = HeldResults(own)
+    result = torch.zeros(NUM_VALUES)
     for task in first_plan(own.agreement).tasks:
-        held = results.begin(task)
+        held = TaskResult(task, own, result)
         for part in range(task.first_part, task.last_part):
             payloads = {peer_id: member.encode_own(part) for peer_id, member in by_id.items()}
             held.add(part, own.reduce(part, payloads, None, measured=False).payload)
         assert held.complete
     mean = torch.stack([member.vector for member in members]).mean(0)
     tolerance = {"fp32": 1e-6, "fp16": 2e-3, "int8": 6e-2}[codec]
-    assert float((results.values - mean).abs().max()) < tolerance
+    assert float((result - mean).abs().max()) < tolerance
 
 
 @pytest.mark.parametrize("bad", [b"", b"\x00" * 7, b"\xff" * 4096, torch.full((1024,), torch.nan).numpy().tobytes()])
@@ -143,7 +143,7 @@ def test_a_part_that_was_sent_to_nobody_is_unsaid_altogether():
 def test_parts_of_a_result_come_in_order_or_not_at_all():
     own = arithmetic_of()
     task = first_plan(own.agreement).tasks[0]
-    held = HeldResults(own).begin(task)
+    held = TaskResult(task, own, torch.zeros(NUM_VALUES))
     with pytest.raises(CodecError, match="expected part"):
         held.add(task.first_part + 1, own.encode_own(task.first_part + 1))
     assert held.digest is None

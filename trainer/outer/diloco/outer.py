@@ -1,26 +1,21 @@
 """The outer step: Nesterov momentum on the anchor, with the pseudo-gradient in the gradient's place.
 
 With ``δ = anchor − replica`` (averaged over the replicas), ``v ← μ·v + δ`` and ``anchor ← anchor − lr·(μ·v + δ)``: what
-``torch.optim.SGD(nesterov=True)`` does to the anchor. The step is subtracted, and starts at the anchor. The other
-reading (spec T-12) adds it to the drifted replica, which leaves it further behind at each round. With lr 1 and momentum
-0 the new anchor is the mean of the replicas.
+``torch.optim.SGD(nesterov=True)`` does to the anchor. The step is subtracted, and starts at the anchor (spec T-12).
 
 A round may be requested early, with a share ``p`` of its planned inner steps. Its pseudo-gradient is smaller by itself;
 the velocity is not, and Nesterov's full step would apply a whole round's momentum to a little work. So a step of
 progress ``p`` is ``anchor ← anchor − lr·(δ + p·μ·(μ·v + δ))`` and ``v ← (1 − p·(1 − μ))·v + δ``:
 
 - where inner steps go straight on (``δ`` is ``p`` of a full round's), the anchor moves by at most ``p`` of a full step;
-- the work itself keeps its weight ``lr``: scaling that too would discard all but ``p`` of the inner steps done, and a
-  node that requests a round after every step would stop training;
-- ``1/p`` such rounds decay and fill the velocity as much as one full round does (its fixed point is ``δ/(1 − μ)`` of a
-  full round's ``δ`` for every ``p``), and only basic arithmetic is used, which is alike on all machines.
+- the work itself keeps its weight ``lr``, or a node that requests a round after every step would stop training;
+- ``1/p`` such rounds decay and fill the velocity as much as one full round does (fixed point ``δ/(1 − μ)``).
 
 ``p = 0`` moves nothing; ``p = 1`` is the step above, bit for bit.
 
-Every product and every sum is rounded separately. PyTorch's optimizers use fused multiply-add where processor and
-position in the vector allow it: one rounding less, and another last bit on another machine. Members compute this step
-each for themselves and must agree in every bit. The price is a last bit's difference from ``SGD``. Blocks of 1 MiB stay
-in the cache: 0.1 s for 125M parameters on two cores, where ``SGD`` takes 0.4 s.
+Every product and every sum is rounded separately: members compute this step each for themselves and must agree in every
+bit, and fused multiply-add, which PyTorch's optimizers use, gives another last bit on another machine. Blocks of 1 MiB
+stay in the cache.
 """
 
 from __future__ import annotations
@@ -37,12 +32,7 @@ _BLOCK_VALUES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """Applies agreed pseudo-gradients to the anchor; the caller keeps the momentum.
-
-    Args:
-        lr: outer learning rate.
-        momentum: Nesterov momentum, 0 for none.
-    """
+    """Applies agreed pseudo-gradients to the anchor; the caller keeps the momentum."""
 
     lr: float = 0.7
     momentum: float = 0.9

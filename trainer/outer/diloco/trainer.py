@@ -2,20 +2,14 @@
 
 Every outer step is a transaction. *Prepare*: pseudo-gradient = anchor − parameters. *Collective*: the members agree on
 one aggregate. *Commit*: outer step on a copy of the anchor, new state installed by one assignment, parameters set. If
-the collective fails, nothing has changed: training goes on from the drifted parameters, and the next pseudo-gradient,
-again measured from the old anchor, contains the work of the failed round. Only a node that missed a round, and so has
-to :meth:`~DiLoCoTrainer.adopt` the others' state, loses its work since the last one. A round that others request early
-has the work of the inner steps done so far, and its outer step weighs no more than that (``outer.py``).
-
-After a commit all members have bit-identical anchors, momenta and references; without overlap also bit-identical
-parameters. Host memory: 12 bytes a parameter permanently, 12 to 16 more during a round.
+the collective fails, nothing has changed, and the next pseudo-gradient, again measured from the old anchor, contains
+the work of the failed round. After a commit all members have bit-identical anchors, momenta and references.
 
 **Fragments and overlap** follow Streaming DiLoCo (arXiv 2501.18512, algorithm 2). Fragment ``f`` takes its turn at its
 offset in every ``inner_steps``. With ``overlap_steps`` τ > 0 the round runs in a thread while τ more inner steps are
-done; then ``parameters ← α·parameters + (1 − α)·new anchor`` with α = ``merge_alpha`` (the paper's α, and its default
-0.5). As in the paper the anchor gets no share of those local steps: what α keeps of them is part of the next
-pseudo-gradient, and what 1 − α discards is lost. τ = 0 sets parameters to the anchor, the paper's α = 0. At most one
-round is under way (τ < inner_steps / num_fragments), unlike in the paper: it simplifies restarts.
+done; then ``parameters ← α·parameters + (1 − α)·new anchor`` with α = ``merge_alpha``. As in the paper the anchor gets
+no share of those local steps: what α keeps of them is part of the next pseudo-gradient, and what 1 − α discards is
+lost. At most one round is under way, unlike in the paper: it simplifies restarts.
 """
 
 from __future__ import annotations
@@ -31,11 +25,9 @@ from torch import Tensor, nn
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 from trainer.outer.diloco.config import DiLoCoConfig
-from trainer.outer.diloco.flat import is_finite
-from trainer.outer.diloco.fragments import FragmentPlan, synchronised_parameters
+from trainer.outer.diloco.flat import FragmentPlan, is_finite, synchronised_parameters
 from trainer.outer.diloco.outer import OuterOptimizer
-from trainer.outer.diloco.saved import SavedDiLoCo, SavedRound
-from trainer.outer.diloco.state import FragmentState, ReplicaState, SharedState, grown_state
+from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
@@ -47,27 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _BackgroundRound:
-    """A round under way in a thread, which works on the round's own tensors only.
-
-    The training thread alone touches parameters and state, when it takes the result. A round that is given up ends by
-    itself, and its result is dropped.
-    """
+    """A round under way in a thread, which works on the round's own tensors only."""
 
     contribution: Contribution
     result: Future[RoundResult]
     steps_left: int
     """Inner steps until its result is merged."""
-
-    def saved(self) -> SavedRound:
-        """Returns what a checkpoint needs to begin this round again."""
-        contribution = self.contribution
-        return SavedRound(
-            vector=contribution.vector,
-            num_batches=contribution.num_batches,
-            age_s=contribution.age_s,
-            steps_left=self.steps_left,
-            progress=contribution.progress,
-        )
 
 
 class DiLoCoTrainer:
@@ -130,15 +107,9 @@ class DiLoCoTrainer:
         return self._digest.result(self._config.round_timeout_s)
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Counts an inner step; begins, finishes or tries a round when it is time.
+        """Counts an inner step; begins, finishes or tries a round when it is time, and returns the one that ended.
 
         A round is due every ``inner_steps / num_fragments`` steps, and at once if others wait for this node.
-
-        Args:
-            num_batches: batches that changed the parameters in this step; 0 for a skipped step.
-
-        Returns:
-            The round that ended now, if one did; a failed one says why.
 
         Raises:
             TrainerError: the collective raised anything but a failed round; the state is as before the round.
@@ -163,20 +134,11 @@ class DiLoCoTrainer:
         return None if self._background is None else self._finish(self._background)
 
     def answer_others(self) -> OuterResult | None:
-        """Takes part in a round that others wait for, between two inner steps, unless one is under way here.
-
-        For a node whose inner steps depend on others that wait in that round.
-        """
+        """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
         return None if self._is_under_way() or not self._collective.requested() else self._begin()
 
     def share(self) -> OuterResult | None:
-        """Tries a round now and waits for it: for a node that leaves with work that the others do not have.
-
-        The round comes early, and its outer step weighs as little as the work in it.
-
-        Returns:
-            The round that ended last; None: there was nothing to share.
-        """
+        """Tries a round now and waits for it: for a node that leaves with work that the others do not have."""
         drained = self.drain()
         if not self._steps_since_round:
             return drained
@@ -188,12 +150,7 @@ class DiLoCoTrainer:
         return self._state.shared(self._layout_digest)
 
     def adopt(self, shared: SharedState) -> None:
-        """Replaces the state by another member's: parameters become the anchor.
-
-        Local work since the last round is dropped, and so is a round under way.
-
-        Args:
-            shared: the state; its tensors are copied.
+        """Replaces the state by a copy of another member's; local work and a round under way are dropped.
 
         Raises:
             IncompatiblePeerError: it does not belong to this model. Nothing was changed.
@@ -207,13 +164,7 @@ class DiLoCoTrainer:
             layout.scatter(fragment.anchor, self._parameters)
 
     def grow(self, model: nn.Module, vocab_rows: int) -> None:
-        """Continues with a model that has more rows in some tensors, just grown and not yet trained (`state`).
-
-        Work since the last round is kept: it is in the model's old rows.
-
-        Args:
-            model: the grown model; the same as before or another, with the same names.
-            vocab_rows: its rows now.
+        """Continues with a model just grown to ``vocab_rows`` (`state`), and keeps the work since the last round.
 
         Raises:
             TrainerUsageError: a round is under way (:meth:`drain` first), names differ, or a tensor shrank or changed
@@ -228,21 +179,19 @@ class DiLoCoTrainer:
         self._install(state)
 
     def state_dict(self) -> dict[str, StateValue]:
-        """Returns everything to go on from here, also in the middle of an inner loop and with a round under way.
+        """Returns everything to go on from here; a round under way is stored as its contribution, and begins again.
 
-        The tensors never change afterwards: a checkpoint may be written from another thread without a copy. A round
-        under way is stored as its contribution, and begins again with the next inner step after loading. If the others
-        have committed it meanwhile, the round fails and the node catches up as one that missed a round.
+        The tensors never change afterwards: a checkpoint may be written from another thread without a copy.
         """
-        saved_round = self._saved_round if self._background is None else self._background.saved()
+        saved_round = self._saved_round
+        if self._background is not None:
+            saved_round = SavedRound.of(self._background.contribution, self._background.steps_left)
         return SavedDiLoCo.of(
             self._state, self._layout_digest, self._steps_since_round, self._pending, saved_round
         ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on from a saved state; the caller restores the model's parameters.
-
-        Nobody is contacted: a round that was under way begins again with the next inner step, or :meth:`drain`.
+        """Goes on from a saved state, without contacting anybody; the caller restores the model's parameters.
 
         Raises:
             CheckpointMismatchError: another version or another model. Nothing was changed.
@@ -276,8 +225,7 @@ class DiLoCoTrainer:
     def _prepare(self) -> Contribution:
         """Measures the pseudo-gradient of the next fragment.
 
-        Parameters that are not finite are not worth sending and would never recover: they become the anchor again, and
-        the node takes part without a contribution.
+        Parameters that are not finite would never recover: they become the anchor again, and nothing is contributed.
         """
         fragment = self._state.fragment
         layout, anchor = self._plan.layouts[fragment], self._state.fragments[fragment].anchor

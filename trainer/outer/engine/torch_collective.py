@@ -6,8 +6,7 @@ decodes to, so all ranks end bit-identical under any codec. Each rank sends its 
 ``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions instead of sums.
 
 Weights, validation, rules and report are those of the rounds among strangers (``trainer/aggregation``). Deaths are not
-tolerated: a rank that dies ends the job. Moments of all contributions are always taken, in about as much time as the
-exchange over the loopback, so that all ranks leave out the same contributions.
+tolerated: a rank that dies ends the job. All ranks leave out the same contributions, by the moments of all.
 """
 
 from __future__ import annotations
@@ -16,13 +15,18 @@ import hashlib
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Buffer
 
 from trainer.aggregation import (
     DEFAULT_MAX_RATIO,
@@ -37,11 +41,10 @@ from trainer.aggregation import (
     reduce_part,
 )
 from trainer.compression.vectors import BLOCK_VALUES, Codec
-from trainer.errors import CodecError, RoundFailedError, TrainerError
+from trainer.errors import CodecError, PeerUnavailableError, RoundFailedError, TrainerError, TrainerUsageError
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult, member_findings
-from trainer.outer.engine.process_group import RankedBytes
 
-__all__ = ["TorchCollective", "rank_slices"]
+__all__ = ["RankedBytes", "TorchCollective", "rank_slices"]
 
 logger = logging.getLogger(__name__)
 
@@ -257,3 +260,74 @@ def rank_slices(num_values: int, num_ranks: int) -> list[slice]:
     num_blocks = -(-num_values // BLOCK_VALUES)
     borders = [min(num_values, BLOCK_VALUES * (rank * num_blocks // num_ranks)) for rank in range(num_ranks)]
     return [slice(start, stop) for start, stop in zip(borders, [*borders[1:], num_values], strict=True)]
+
+
+class RankedBytes:
+    """Sends and receives bytes in a process group (None: of all ranks), without pickling; gloo and NCCL.
+
+    A group cannot lose a member: if a rank dies or falls silent, the others get `PeerUnavailableError` within the
+    group's timeout (``init_process_group``), and the job has to be started again, as torchrun does.
+
+    Raises:
+        TrainerUsageError: there is no process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise TrainerUsageError("expected a process group, found none: start the ranks with torchrun")
+        self._group = group
+        needs_cuda = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if needs_cuda else torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        """This process in the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in the group."""
+        return dist.get_world_size(self._group)
+
+    def exchange(self, outgoing: Sequence[Buffer], incoming_bytes: int) -> list[memoryview]:
+        """Sends each rank its own bytes; returns what each has for this one, ``incoming_bytes`` of each."""
+        sizes = [memoryview(buffer).nbytes for buffer in outgoing]
+        sent = torch.from_numpy(np.concatenate([_bytes(buffer) for buffer in outgoing]))
+        received = torch.empty(self.num_ranks * incoming_bytes, dtype=torch.uint8, device=self._device)
+        with _rank_errors():
+            dist.all_to_all_single(
+                received,
+                sent.to(self._device),
+                output_split_sizes=[incoming_bytes] * self.num_ranks,
+                input_split_sizes=sizes,
+                group=self._group,
+            )
+            return self._by_rank(received, incoming_bytes)
+
+    def gather(self, own: Buffer, size_bytes: int) -> list[memoryview]:
+        """Sends this rank's bytes to all; returns each rank's, padded to ``size_bytes`` with zeros."""
+        padded = torch.zeros(size_bytes, dtype=torch.uint8)
+        padded.numpy()[: memoryview(own).nbytes] = _bytes(own)
+        received = torch.empty(self.num_ranks * size_bytes, dtype=torch.uint8, device=self._device)
+        rows = list(received.view(self.num_ranks, size_bytes).unbind(0))
+        with _rank_errors():
+            dist.all_gather(rows, padded.to(self._device), group=self._group)
+            return self._by_rank(received, size_bytes)
+
+    def _by_rank(self, received: Tensor, size_bytes: int) -> list[memoryview]:
+        view = received.cpu().numpy().data
+        return [view[rank * size_bytes : (rank + 1) * size_bytes] for rank in range(self.num_ranks)]
+
+
+def _bytes(buffer: Buffer) -> NDArray[np.uint8]:
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+
+
+@contextmanager
+def _rank_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what every backend raises, DistBackendError included
+        raise PeerUnavailableError(
+            f"a rank of the process group is gone or silent; start the job again from its checkpoints: {error}"
+        ) from error

@@ -79,10 +79,7 @@ def _numpy_step(anchor: Tensor, velocity: Tensor, delta: Tensor) -> tuple[Tensor
 
 @pytest.mark.slow
 @given(
-    progress=st.floats(0.0, 1.0),
-    momentum=st.floats(0.0, 0.95),
-    seed=st.integers(0, 2**31),
-    num_full=st.integers(0, 5),
+    progress=st.floats(0.0, 1.0), momentum=st.floats(0.0, 0.95), seed=st.integers(0, 2**31), num_full=st.integers(0, 5)
 )
 @settings(deadline=None)
 def test_a_step_of_part_of_a_rounds_work_moves_the_anchor_by_no_more_than_that_part(

@@ -12,8 +12,7 @@ from tests.support.rank_scenarios import DILOCO, LIAR, NUM_VALUES, ROUNDS, all_r
 from trainer.aggregation import cap_weights, contribution_weight, decide, moments, reduce_part
 from trainer.compression.vectors import BLOCK_VALUES, codec_named
 from trainer.errors import TrainerUsageError
-from trainer.outer.engine.process_group import RankedBytes
-from trainer.outer.engine.torch_collective import rank_slices
+from trainer.outer.engine.torch_collective import RankedBytes, rank_slices
 
 GROUP_SIZES = [1, 2, 4]
 

@@ -16,7 +16,7 @@ from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.engine.collective import RoundReport, RoundResult
 from trainer.outer.sparta import SpartaConfig, schedule_digest, slice_index, slice_of
-from trainer.outer.sparta.slices import check_kept_axes, merged
+from trainer.outer.sparta.slices import check_slices, merged
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -121,7 +121,7 @@ def test_the_digest_tells_schedules_apart() -> None:
 @pytest.mark.parametrize("kept", [{"b": 0}, {"a": 2}, {"a": -1}, {"v": 0}])
 def test_axes_that_are_not_there_are_refused(kept: dict[str, int]) -> None:
     with pytest.raises(TrainerUsageError, match="kept axis"):
-        check_kept_axes(FlatLayout.from_shapes({"a": (5, 4), "v": (3,)}), kept)
+        check_slices({}, FlatLayout.from_shapes({"a": (5, 4), "v": (3,)}), 2, kept)
 
 
 VALUES = st.floats(-1e6, 1e6, width=32)

@@ -194,11 +194,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 @pytest.mark.parametrize(
     ("trains_on", "joins_on"),
-    [
-        ("cpu", "cpu"),
-        pytest.param("cuda", "cuda", marks=ON_GPU),
-        pytest.param("cuda", "cpu", marks=ON_GPU),
-    ],
+    [("cpu", "cpu"), pytest.param("cuda", "cuda", marks=ON_GPU), pytest.param("cuda", "cpu", marks=ON_GPU)],
 )
 def test_a_state_moves_between_devices(trains_on: str, joins_on: str) -> None:
     config = SpartaConfig(every_steps=1, num_slices=5, background=False)

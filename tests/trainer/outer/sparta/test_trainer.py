@@ -406,8 +406,7 @@ def test_the_vocabulary_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
+    "options", [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}]
 )
 def test_options_that_make_no_sense(options) -> None:
     with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
