@@ -85,11 +85,7 @@ class Arithmetic:
         return payload
 
     def decode_result(self, part: int, payload: Payload, out: torch.Tensor) -> None:
-        """Writes a decoded result to its place in ``out``, fp32[num_values].
-
-        Raises:
-            CodecError: it does not decode, or is not finite.
-        """
+        """Writes a decoded result to its place in ``out``, fp32[num_values]; CodecError if it is no finite one."""
         values = self.codec.decode(payload, self._num_values(part), out=out[self._place(part)])
         if not finite_rows([values])[0]:
             raise CodecError(f"part {part}: expected finite results, found NaN or infinity")
@@ -98,22 +94,14 @@ class Arithmetic:
         """Returns sums over a part for the rules that look at whole vectors; a missing member counts as not finite."""
         return self._moments(part, self._decode(part, payloads)[0])
 
-    def reduce(
-        self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None, *, measured: bool
-    ) -> ReducedPart:
-        """Reduces all contributions to one part.
-
-        Args:
-            part: its number.
-            payloads: contributions by sender; members of the round only.
-            decision: over the whole vectors, for the rules that need one.
-            measured: also sum what the report says about the contributions.
-        """
+    def reduce(self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None = None) -> ReducedPart:
+        """Reduces the contributions to one part, by sender; rules over whole vectors need a decision on those."""
         rows, dropped = self._decode(part, payloads)
         everyone, weights = self.agreement.peer_ids, self.agreement.weights
         positions = [everyone.index(sender) for sender in rows]
         judges = needs_decision(self.rule) and not needs_moments(self.rule)
-        sums = self._moments(part, rows) if measured or judges else None
+        is_measured = self.rule.validation != "off" and not needs_moments(self.rule)
+        sums = self._moments(part, rows) if is_measured or judges else None
         odd: Mapping[int, str] = {}
         if judges and sums is not None:
             decision = decide(sums, weights, self.rule)
@@ -184,11 +172,7 @@ class TaskResult:
         return self._sha256.hexdigest() if self.complete else None
 
     def add(self, part: int, payload: Payload) -> None:
-        """Takes the next part.
-
-        Raises:
-            CodecError: it is not the next part, does not decode, or is not finite.
-        """
+        """Takes the next part; raises CodecError if it is another, does not decode, or is not finite."""
         if part != self._next_part or self.complete:
             raise CodecError(f"expected part {self._next_part} of task {self._task.key}, found {part}")
         self._arithmetic.decode_result(part, payload, self._values)
@@ -209,11 +193,7 @@ def measured_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig)
 
 
 def split_sums(reply: MomentsReply, payload: bytes) -> list[bytes]:
-    """Returns the sums of several reducers in message and payload.
-
-    Raises:
-        ValueError: the sizes do not add up.
-    """
+    """Returns the sums of several reducers in message and payload; raises ValueError if the sizes do not add up."""
     if sum(reply.sizes_bytes) != len(payload):
         raise ValueError(f"expected {sum(reply.sizes_bytes)} bytes of sums, found {len(payload)}")
     ends = list(accumulate(reply.sizes_bytes))

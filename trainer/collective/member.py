@@ -13,27 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule, needs_moments
+from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule
+from trainer.collective import messages
 from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
-from trainer.collective.messages import (
-    MAX_ROUND_MEMBERS,
-    Acknowledge,
-    AcknowledgeReply,
-    Agreement,
-    Commit,
-    CommitDecision,
-    JoinRequest,
-    MemberReason,
-    MomentsOpen,
-    MomentsReply,
-    Plan,
-    StatusReply,
-    StatusRequest,
-    Task,
-    TaskDigest,
-    Vote,
-    short,
-)
+from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, Commit, CommitDecision, Plan, Task, Vote, short
 from trainer.collective.planning import check_agreement, check_commit, check_plan, coordinator_order, first_plan
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.collective.service import KnownRound, RoundService
@@ -145,7 +128,7 @@ class RoundMember:
         if peer is None:
             return None
         contribution = self._contribution
-        request = JoinRequest(
+        request = messages.JoinRequest(
             round_index=contribution.round_index,
             terms=self._settings.terms,
             state_digest=contribution.state_digest,
@@ -200,10 +183,10 @@ class RoundMember:
 
     async def _acknowledge(self, coordinator: Peer, agreement: Agreement) -> Agreement | None:
         """Returns None once all have acknowledged an agreement, or the one that replaces it."""
-        body = Acknowledge(round_index=agreement.round_index, agreement=agreement.fingerprint())
+        body = messages.Acknowledge(round_index=agreement.round_index, agreement=agreement.fingerprint())
         timeout_s = 4 * self._config.stall_timeout_s
         return (
-            await self._service.ask(coordinator, "round/acknowledge", body, AcknowledgeReply, timeout_s)
+            await self._service.ask(coordinator, "round/acknowledge", body, messages.AcknowledgeReply, timeout_s)
         ).body.agreement
 
     def _is_final(self, error: RefusedError, ahead: set[str]) -> bool:
@@ -273,19 +256,20 @@ class RoundMember:
             plan.members,
             arithmetic,
             self._own_id,
-            decide_rule=decide_rule if needs_moments(rule) else None,
-            measured=rule.validation != "off" and not needs_moments(rule),
+            decide_rule=decide_rule,
             stall_timeout_s=self._config.stall_timeout_s,
             deadline_s=deadline_s,
         )
 
     async def _all_reduced(self, agreement: Agreement, task: Task, sums: Moments) -> list[Moments]:
         """All reducers' sums, from the first member in succession that answers; if none does, only this node's."""
-        body, payload = MomentsOpen(agreement=agreement.fingerprint(), task=task.key), sums.to_bytes()
+        body, payload = messages.MomentsOpen(agreement=agreement.fingerprint(), task=task.key), sums.to_bytes()
         timeout_s = self._config.round_timeout_s
         for member in agreement.succession():
             try:
-                reply = await self._service.ask(member.peer, "round/moments", body, MomentsReply, timeout_s, payload)
+                reply = await self._service.ask(
+                    member.peer, "round/moments", body, messages.MomentsReply, timeout_s, payload
+                )
                 pieces = split_sums(reply.body, bytes(reply.payload))
                 if not pieces:
                     raise CodecError("expected the sums of one reducer or more, found none")
@@ -305,7 +289,7 @@ class RoundMember:
             plan=plan,
             term=0,
             digests=tuple(
-                TaskDigest(
+                messages.TaskDigest(
                     key=task.key,
                     digest=self._digest(task.key),
                     num_included=own[task.key].num_included if task.key in own else None,
@@ -314,7 +298,8 @@ class RoundMember:
             ),
             failed=tuple(sorted(failed)),
             dropped=tuple(
-                MemberReason(peer_id=peer_id, reason=short(reason)) for peer_id, reason in sorted(dropped.items())
+                messages.MemberReason(peer_id=peer_id, reason=short(reason))
+                for peer_id, reason in sorted(dropped.items())
             ),
         )
         for term, coordinator in enumerate(agreement.succession()):
@@ -339,8 +324,8 @@ class RoundMember:
             except RpcError as error:
                 logger.info("no decision: %s", error)
                 try:
-                    status = StatusRequest(agreement=vote.plan.agreement)
-                    await ask(peer, "round/status", status, StatusReply, config.stall_timeout_s)
+                    status = messages.StatusRequest(agreement=vote.plan.agreement)
+                    await ask(peer, "round/status", status, messages.StatusReply, config.stall_timeout_s)
                 except RpcError:
                     return None
             await asyncio.sleep(_RETRY_S)

@@ -55,13 +55,9 @@ def first_plan(agreement: Agreement) -> Plan:
 
 
 def next_plan(plan: Plan, lost: Collection[str], members: Sequence[str], reducers: Sequence[str]) -> Plan:
-    """Returns the pass after this one, in which the lost tasks are shared among reducers.
+    """Returns the pass after this one, in which the lost tasks (keys) are shared among the reducers.
 
-    Args:
-        plan: the last one.
-        lost: keys of its tasks whose result some members lack.
-        members: those who are left.
-        reducers: the reliable ones of them.
+    Members are those who are left, reducers the reliable ones of them.
     """
     kept = [task for task in plan.tasks if task.key not in lost]
     parts = [part for task in plan.tasks if task.key in lost for part in range(task.first_part, task.last_part)]
@@ -96,11 +92,7 @@ def is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
 def check_agreement(
     agreement: Agreement, request: JoinRequest, *, own_id: str, values_per_part: int, max_weight_ratio: float
 ) -> None:
-    """Refuses an agreement that is not about the state this node joined with, or not fair.
-
-    Raises:
-        RefusedError: ``agreement``, and what is wrong with it.
-    """
+    """Raises RefusedError (``agreement``) for one that is not about the state this node joined with, or not fair."""
     round_index = request.round_index
     peer_ids = list(agreement.peer_ids)
     facts = ("round_index", "state_digest", "num_values")
@@ -124,11 +116,7 @@ def check_agreement(
 
 
 def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:
-    """Refuses a plan that does not give every part to one member.
-
-    Raises:
-        RefusedError: ``plan``, and what is wrong with it.
-    """
+    """Raises RefusedError (``plan``) for a plan that does not give every part to one member."""
     members = set(agreement.peer_ids)
     parts = sorted((task.first_part, task.last_part) for task in plan.tasks)
     ends = [0, *(last for _, last in parts)]
@@ -145,11 +133,7 @@ def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:
 
 
 def check_commit(commit: Commit, agreement: Agreement, *, max_passes: int) -> None:
-    """Refuses a commit that no coordinator can have made from the members' votes.
-
-    Raises:
-        RefusedError: ``commit`` or ``plan``, and what is wrong with it.
-    """
+    """Raises RefusedError (``commit``, ``plan``) for a commit that cannot have been made from the members' votes."""
     check_plan(commit.plan, agreement, max_passes=max_passes)
     keys = [entry.key for entry in commit.digests if entry.digest is not None]
     members = list(commit.members)

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trainer.aggregation import Moments, RuleDecision
+from trainer.aggregation import Moments, RuleDecision, needs_moments
 from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult
 from trainer.collective.changes import Changes
 from trainer.collective.messages import Plan, ReductionOpen, Task
@@ -44,8 +44,7 @@ class Reduction:
         members: whose contributions are expected, this node's included.
         arithmetic: of the round.
         own_id: this node.
-        decide_rule: decides from all reducers' sums; None for rules that do not need whole vectors.
-        measured: sum for the report.
+        decide_rule: decides from all reducers' sums, for rules that look at whole vectors.
         stall_timeout_s: see above.
         deadline_s: `time.monotonic` at which the pass ends whatever is missing.
     """
@@ -57,8 +56,7 @@ class Reduction:
         arithmetic: Arithmetic,
         own_id: str,
         *,
-        decide_rule: DecideRule | None,
-        measured: bool,
+        decide_rule: DecideRule,
         stall_timeout_s: float,
         deadline_s: float,
     ) -> None:
@@ -73,7 +71,6 @@ class Reduction:
         self._arithmetic = arithmetic
         self._own_id = own_id
         self._decide_rule = decide_rule
-        self._measured = measured
         self._stall_timeout_s = stall_timeout_s
         self._deadline_s = deadline_s
         self._arrived: dict[int, dict[str, Payload]] = {}
@@ -91,11 +88,11 @@ class Reduction:
         try:
             for part in self.parts:
                 self._put(self._own_id, part, await asyncio.to_thread(self._arithmetic.encode_own, part))
-            if self._decide_rule is None:
-                for part in self.parts:
-                    await self._reduce(part, await self._complete(part), None, measured=self._measured)
+            if needs_moments(self._arithmetic.rule):
+                await self._reduce_whole_vectors()
             else:
-                await self._reduce_whole_vectors(self._decide_rule)
+                for part in self.parts:
+                    await self._reduce(part, await self._complete(part), None)
         except BaseException:
             self._failed = True
             self._changes.notify()
@@ -123,11 +120,7 @@ class Reduction:
             self._drop(sender, reason)
 
     async def result(self, part: int) -> Payload:
-        """Waits for a part's result.
-
-        Raises:
-            ConnectionAbortedError: this node has given up reducing.
-        """
+        """Waits for a part's result; raises ConnectionAbortedError once this node has given up reducing."""
         await self._changes.wait_for(lambda: part in self._results or self._failed)
         if part not in self._results:
             raise ConnectionAbortedError(f"part {part} is not reduced here any more")
@@ -185,20 +178,18 @@ class Reduction:
             return []
         return [sender for sender in missing if now_s > self._last_arrival_s[sender] + self._stall_timeout_s]
 
-    async def _reduce_whole_vectors(self, decide_rule: DecideRule) -> None:
+    async def _reduce_whole_vectors(self) -> None:
         payloads = {part: await self._complete(part) for part in self.parts}
         for part, arrived in payloads.items():
             self._add_sums(await asyncio.to_thread(self._arithmetic.measure, part, arrived))
         if self.sums is None:
             return
-        decision = await decide_rule(self.task, self.sums)
+        decision = await self._decide_rule(self.task, self.sums)
         for part, arrived in payloads.items():
-            await self._reduce(part, arrived, decision, measured=False)
+            await self._reduce(part, arrived, decision)
 
-    async def _reduce(
-        self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None, *, measured: bool
-    ) -> None:
-        reduced = await asyncio.to_thread(self._arithmetic.reduce, part, payloads, decision, measured=measured)
+    async def _reduce(self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None) -> None:
+        reduced = await asyncio.to_thread(self._arithmetic.reduce, part, payloads, decision)
         self.num_included += reduced.num_included
         self._add_sums(reduced.sums)
         self.dropped = {**reduced.dropped, **self.dropped}

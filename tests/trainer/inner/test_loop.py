@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.ddp_steps import SKIPPED, odd_steps
 from tests.support.rank_group import run_ranks
+from tests.support.rank_scenarios import SKIPPED, odd_steps
 from tests.support.small_model import VOCAB_SIZE, batches, small_model
 from trainer.errors import NonFiniteTrainingError, TrainerUsageError
 from trainer.inner import InnerConfig, InnerLoop, lr_at, make_optimizer

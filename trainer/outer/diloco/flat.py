@@ -59,11 +59,7 @@ class FlatLayout:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:
-        """Lays out tensors by names and shapes, in the mapping's order.
-
-        Raises:
-            TrainerUsageError: the mapping is empty.
-        """
+        """Lays out tensors by names and shapes, in the mapping's order; raises TrainerUsageError if there are none."""
         if not shapes:
             raise TrainerUsageError("a flat layout needs at least one tensor, found none: has the model parameters?")
         offsets = accumulate(map(math.prod, shapes.values()), initial=0)
@@ -78,19 +74,6 @@ class FlatLayout:
         """Yields each tensor's name, shape and place in the vector, in order."""
         for name, shape, (start, stop) in zip(self.names, self.shapes, pairwise(self.offsets), strict=True):
             yield name, shape, slice(start, stop)
-
-    def select(self, names: Iterable[str]) -> FlatLayout:
-        """Returns the layout of some of the tensors, in the given order.
-
-        Raises:
-            TrainerUsageError: a name is not in this layout.
-        """
-        shapes = dict(zip(self.names, self.shapes, strict=True))
-        wanted = tuple(names)
-        missing = [name for name in wanted if name not in shapes]
-        if missing:
-            raise TrainerUsageError(f"the layout has no tensor named {missing[0]!r}; it has {len(shapes)} others")
-        return FlatLayout.from_shapes({name: shapes[name] for name in wanted})
 
     @torch.no_grad()
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -124,11 +107,7 @@ class FlatLayout:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def require_same(self, digest: str, whose: str) -> None:
-        """Refuses the digest of another layout.
-
-        Raises:
-            IncompatiblePeerError: the digests differ.
-        """
+        """Raises IncompatiblePeerError for the digest of another layout."""
         if digest != self.digest():
             raise IncompatiblePeerError(
                 f"expected the layout {self.digest()[:12]} ({len(self.names)} tensors, {self.num_values} values), "
@@ -179,7 +158,8 @@ class FragmentPlan:
             raise TrainerUsageError(
                 f"diloco.num_fragments: expected at most {filled} for this model, found {num_fragments}"
             )
-        return cls(tuple(whole.select(group) for group in groups))
+        shapes = dict(zip(whole.names, whole.shapes, strict=True))
+        return cls(tuple(FlatLayout.from_shapes({name: shapes[name] for name in group}) for group in groups))
 
     def slices(self) -> list[slice]:
         """Returns the place of each fragment in the whole vector."""

@@ -39,12 +39,12 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self, anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, progress: float = 1.0) -> None:
-        """Moves the anchor, in place.
+        """Moves anchor and momentum, in place; all are [P] fp32.
 
         Args:
-            anchor: [P] fp32, changed in place.
-            momentum: [P] fp32, changed in place; zeros before the first step.
-            pseudo_gradient: [P] fp32, anchor − replica; only read.
+            anchor: changed.
+            momentum: changed; zeros before the first step.
+            pseudo_gradient: anchor − replica.
             progress: share of the round's planned work that is in it, 0 to 1.
         """
         kept = self.momentum if progress == 1.0 else 1.0 - progress * (1.0 - self.momentum)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -272,42 +272,27 @@ class SavedDiLoCo(_Saved):
     fragments: list[_SavedFragment]
     flight: SavedRound | None = None
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         state: ReplicaState,
         layout_digest: str,
-        steps_since_round: int,
+        inner_step: int,
         pending: list[PendingWork],
         saved_round: SavedRound | None,
-    ) -> SavedDiLoCo:
-        """Collects what a checkpoint holds; tensors are not copied."""
-        return cls(
-            layout_digest=layout_digest,
-            round_index=state.round_index,
-            outer_step=state.outer_step,
-            num_inner_steps=state.num_inner_steps,
-            vocab_rows=state.vocab_rows,
-            inner_step=steps_since_round,
-            fragments=[
-                _SavedFragment(
-                    anchor=fragment.anchor,
-                    momentum=fragment.momentum,
-                    reference=fragment.reference,
-                    residual=fragment.residual,
-                    num_batches=work.num_batches,
-                    since_s=work.since_s,
-                    num_steps=work.num_steps,
-                )
-                for fragment, work in zip(state.fragments, pending, strict=True)
-            ],
-            flight=saved_round,
-        )
-
-    def to_dict(self) -> dict[str, StateValue]:
+    ) -> dict[str, StateValue]:
         """Returns the values of a checkpoint; tensors are not copied."""
-        flight = None if self.flight is None else dict(self.flight)
-        return {**dict(self), "fragments": [dict(fragment) for fragment in self.fragments], "flight": flight}
+        works = zip(state.fragments, pending, strict=True)
+        return {
+            "version": _VERSION,
+            "layout_digest": layout_digest,
+            "round_index": state.round_index,
+            "outer_step": state.outer_step,
+            "num_inner_steps": state.num_inner_steps,
+            "vocab_rows": state.vocab_rows,
+            "inner_step": inner_step,
+            "fragments": [{**_values(fragment), **_values(work)} for fragment, work in works],
+            "flight": None if saved_round is None else dict(saved_round),
+        }
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, StateValue], plan: FragmentPlan) -> SavedDiLoCo:
@@ -354,6 +339,10 @@ class SavedDiLoCo(_Saved):
             PendingWork(it.num_batches, it.since_s, self.inner_step if it.num_steps is None else it.num_steps)
             for it in self.fragments
         ]
+
+
+def _values(it: FragmentState | PendingWork) -> dict[str, StateValue]:
+    return {field.name: getattr(it, field.name) for field in fields(it)}
 
 
 def _copied(saved: _SavedT, layout: FlatLayout) -> _SavedT:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -67,20 +67,17 @@ class DiLoCoTrainer:
         self._collective = collective
         self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
         self._parameters = synchronised_parameters(model)
-        self._plan = FragmentPlan.of(self._parameters, config.num_fragments)
-        self._layout_digest = self._plan.digest()
-        self._steps_since_round = 0
-        self._pending = [PendingWork() for _ in self._plan.layouts]
+        self.plan = FragmentPlan.of(self._parameters, config.num_fragments)
+        """Which parameters are synchronised together, and their places in the flat vectors."""
+        self._layout_digest = self.plan.digest()
+        self.inner_step = 0
+        """Inner steps since the last round was tried."""
+        self._pending = [PendingWork() for _ in self.plan.layouts]
         self._saved_round: SavedRound | None = None
         self._background: _BackgroundRound | None = None
         self._last_call: Future[RoundResult] | None = None
-        fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self._plan.layouts)
+        fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self.plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
-
-    @property
-    def plan(self) -> FragmentPlan:
-        """Which parameters are synchronised together, and their places in the flat vectors."""
-        return self._plan
 
     @property
     def round_index(self) -> int:
@@ -91,11 +88,6 @@ class DiLoCoTrainer:
     def outer_step(self) -> int:
         """Outer steps in which every fragment was synchronised."""
         return self._state.outer_step
-
-    @property
-    def inner_step(self) -> int:
-        """Inner steps since the last round was tried."""
-        return self._steps_since_round
 
     @property
     def unshared(self) -> tuple[int, int]:
@@ -114,7 +106,7 @@ class DiLoCoTrainer:
         Raises:
             TrainerError: the collective raised anything but a failed round; the state is as before the round.
         """
-        self._steps_since_round += 1
+        self.inner_step += 1
         for work in self._pending:
             work.add(num_batches)
         self._relaunch()
@@ -123,7 +115,7 @@ class DiLoCoTrainer:
             # Merged when it is time, or when others wait for the next round already.
             early = self._background.result.done() and self._collective.requested()
             return self._finish(self._background) if self._background.steps_left <= 0 or early else None
-        due = self._steps_since_round >= self._config.steps_before(self._state.fragment)
+        due = self.inner_step >= self._config.steps_before(self._state.fragment)
         if not due and not self._collective.requested():
             return None
         return self._begin()
@@ -140,7 +132,7 @@ class DiLoCoTrainer:
     def share(self) -> OuterResult | None:
         """Tries a round now and waits for it: for a node that leaves with work that the others do not have."""
         drained = self.drain()
-        if not self._steps_since_round:
+        if not self.inner_step:
             return drained
         result = self._begin()
         return result if result is not None else self.drain()
@@ -155,12 +147,12 @@ class DiLoCoTrainer:
         Raises:
             IncompatiblePeerError: it does not belong to this model. Nothing was changed.
         """
-        adopted = ReplicaState.adopted(shared, self._plan)
+        adopted = ReplicaState.adopted(shared, self.plan)
         self._background = self._saved_round = None
         self._install(adopted)
-        self._steps_since_round = 0
-        self._pending = [PendingWork() for _ in self._plan.layouts]
-        for layout, fragment in zip(self._plan.layouts, adopted.fragments, strict=True):
+        self.inner_step = 0
+        self._pending = [PendingWork() for _ in self.plan.layouts]
+        for layout, fragment in zip(self.plan.layouts, adopted.fragments, strict=True):
             layout.scatter(fragment.anchor, self._parameters)
 
     def grow(self, model: nn.Module, vocab_rows: int) -> None:
@@ -174,8 +166,8 @@ class DiLoCoTrainer:
             raise TrainerUsageError("expected no round under way while the vocabulary grows, found one; drain() first")
         parameters = synchronised_parameters(model)
         plan = FragmentPlan.of(parameters, self._config.num_fragments)
-        state = grown_state(self._state, self._plan, plan, parameters, vocab_rows)
-        self._parameters, self._plan, self._layout_digest = parameters, plan, plan.digest()
+        state = grown_state(self._state, self.plan, plan, parameters, vocab_rows)
+        self._parameters, self.plan, self._layout_digest = parameters, plan, plan.digest()
         self._install(state)
 
     def state_dict(self) -> dict[str, StateValue]:
@@ -186,9 +178,7 @@ class DiLoCoTrainer:
         saved_round = self._saved_round
         if self._background is not None:
             saved_round = SavedRound.of(self._background.contribution, self._background.steps_left)
-        return SavedDiLoCo.of(
-            self._state, self._layout_digest, self._steps_since_round, self._pending, saved_round
-        ).to_dict()
+        return SavedDiLoCo.of(self._state, self._layout_digest, self.inner_step, self._pending, saved_round)
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Goes on from a saved state, without contacting anybody; the caller restores the model's parameters.
@@ -196,10 +186,10 @@ class DiLoCoTrainer:
         Raises:
             CheckpointMismatchError: another version or another model. Nothing was changed.
         """
-        saved = SavedDiLoCo.from_dict(state, self._plan)
+        saved = SavedDiLoCo.from_dict(state, self.plan)
         self._background, self._saved_round = None, saved.flight
         self._install(saved.state())
-        self._steps_since_round = saved.inner_step
+        self.inner_step = saved.inner_step
         self._pending = saved.pending()
 
     def _is_under_way(self) -> bool:
@@ -214,13 +204,13 @@ class DiLoCoTrainer:
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
         contribution = self._prepare()
-        self._steps_since_round = 0
+        self.inner_step = 0
         if self._last_call is not None and not self._last_call.done():
             return self._failed(contribution, "the round that was given up before has not ended yet")
         if self._config.overlap_steps:
             self._launch(contribution, self._config.overlap_steps)
             return None
-        return self._conclude(contribution, lambda: self._collective.reduce(contribution), keep=0.0)
+        return self._conclude(contribution)
 
     def _prepare(self) -> Contribution:
         """Measures the pseudo-gradient of the next fragment.
@@ -228,7 +218,7 @@ class DiLoCoTrainer:
         Parameters that are not finite would never recover: they become the anchor again, and nothing is contributed.
         """
         fragment = self._state.fragment
-        layout, anchor = self._plan.layouts[fragment], self._state.fragments[fragment].anchor
+        layout, anchor = self.plan.layouts[fragment], self._state.fragments[fragment].anchor
         vector = layout.gather(self._parameters)
         torch.sub(anchor, vector, out=vector)
         if not is_finite(vector):
@@ -267,22 +257,14 @@ class DiLoCoTrainer:
     def _finish(self, background: _BackgroundRound) -> OuterResult:
         """Waits for a background round and merges its result."""
         self._background = None
-        timeout_s = self._config.round_timeout_s
+        return self._conclude(background.contribution, background.result)
 
-        def obtain() -> RoundResult:
-            try:
-                return background.result.result(timeout_s)
-            except TimeoutError as error:
-                raise RoundFailedError(f"the round in the background is not back after {timeout_s:.0f} s") from error
-
-        return self._conclude(background.contribution, obtain, keep=self._config.merge_alpha)
-
-    def _conclude(self, contribution: Contribution, obtain: Callable[[], RoundResult], *, keep: float) -> OuterResult:
-        """Commits what ``obtain`` returns, or reports why there is nothing to commit."""
+    def _conclude(self, contribution: Contribution, call: Future[RoundResult] | None = None) -> OuterResult:
+        """Commits the result of a round, of one in the background with a share of the own parameters."""
         started_s, fragment = time.monotonic(), self._state.fragment
         try:
-            result = obtain()
-            self._commit(contribution, result, keep)
+            result = self._collective.reduce(contribution) if call is None else self._awaited(call)
+            self._commit(contribution, result, 0.0 if call is None else self._config.merge_alpha)
         except RoundFailedError as error:
             return self._failed(contribution, error, waited_s=time.monotonic() - started_s)
         return OuterResult(
@@ -293,8 +275,15 @@ class DiLoCoTrainer:
             num_batches=contribution.num_batches,
             waited_s=time.monotonic() - started_s,
             report=result.report,
-            contributed_steps_ago=self._steps_since_round if contribution.num_batches else None,
+            contributed_steps_ago=self.inner_step if contribution.num_batches else None,
         )
+
+    def _awaited(self, call: Future[RoundResult]) -> RoundResult:
+        timeout_s = self._config.round_timeout_s
+        try:
+            return call.result(timeout_s)
+        except TimeoutError as error:
+            raise RoundFailedError(f"the round in the background is not back after {timeout_s:.0f} s") from error
 
     def _failed(
         self, contribution: Contribution, error: RoundFailedError | str, *, waited_s: float = 0.0
@@ -318,7 +307,7 @@ class DiLoCoTrainer:
     def _commit(self, contribution: Contribution, result: RoundResult, keep: float) -> None:
         """Applies an agreed pseudo-gradient. Every check comes before the first change."""
         fragment = self._state.fragment
-        layout, current = self._plan.layouts[fragment], self._state.fragments[fragment]
+        layout, current = self.plan.layouts[fragment], self._state.fragments[fragment]
         if result.vector.shape != current.anchor.shape or not is_finite(result.vector):
             raise RoundFailedError(
                 f"expected {current.anchor.numel()} finite values as the round's result, "
@@ -338,6 +327,6 @@ class DiLoCoTrainer:
         new = FragmentState(anchor, momentum, result.vector, result.residual)
         self._install(self._state.committed(new, num_inner_steps))
         layout.scatter(parameters, self._parameters)
-        self._pending[fragment].settle(contribution.num_batches, self._steps_since_round)
+        self._pending[fragment].settle(contribution.num_batches, self.inner_step)
         if progress < 1.0:
             logger.info("round %d: requested with %.0f %% of its work", contribution.round_index, 100 * progress)

@@ -46,13 +46,10 @@ class OuterStrategy(Protocol):
     """Keeps a node's model in step with the others'."""
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Counts an inner step and synchronises when it is time.
+        """Counts an inner step and synchronises when it is time; returns the outer step that ended now, if one did.
 
         Args:
             num_batches: batches that changed the parameters: 0 for a step that was skipped.
-
-        Returns:
-            The outer step that ended now, if one did.
         """
         ...
 
@@ -74,16 +71,13 @@ class PendingWork:
     """Batches trained since the last committed round of a fragment or slice: a contribution's weight and progress.
 
     Ages are wall-clock time, because they must mean something after a restart; a clock set back counts as no age.
-
-    Args:
-        num_batches: batches that wait for a round.
-        since_s: Unix time of the oldest of them; 0 if there is none.
-        num_steps: inner steps that they took, those included that changed nothing.
     """
 
     num_batches: int = 0
     since_s: float = 0.0
+    """Unix time of the oldest batch; 0 if there is none."""
     num_steps: int = 0
+    """Inner steps that they took, those included that changed nothing."""
 
     def add(self, num_batches: int) -> None:
         """Counts an inner step and its batches."""

@@ -65,15 +65,6 @@ class _RankHeader:
     terms: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _EncodedContribution:
-    """This rank's contribution as it is sent: a slice for each rank, and what encoding leaves out."""
-
-    slices: tuple[memoryview, ...]
-    residual: Tensor | None
-    usable: bool
-
-
 class TorchCollective:
     """Aggregates over the ranks of the default process group; for one thread at a time, all ranks in the same order.
 
@@ -101,18 +92,25 @@ class TorchCollective:
         """
         started_s = time.monotonic()
         places = rank_slices(contribution.vector.numel(), self._ranks.num_ranks)
-        own = self._encode(contribution, places)
-        headers = self._agree(contribution, own.usable)
+        own_place = places[self._ranks.rank]
+        reference = contribution.reference[own_place]
+        slices, residual, usable = self._encode(contribution, places)
+        headers = self._agree(contribution, usable)
         weights = cap_weights(
             [contribution_weight(header.num_batches, header.age_s) if header.usable else 0.0 for header in headers],
             self._max_weight_ratio,
         )
-        rows = self._exchange(own, places)
-        decision = self._decide(rows, contribution.reference[places[self._ranks.rank]], weights)
-        vector = self._collect(self._reduce_own(rows, weights, decision, contribution, places), places)
+        rows = self._exchange(slices, own_place.stop - own_place.start)
+        decision = self._decide(rows, reference, weights)
+        try:
+            own = _OK + self._codec.encode(reduce_part(rows, weights, self._rule, decision, reference))
+        except TrainerError as error:
+            # The others wait for this rank's slice: they are told, and all ranks fail the round together.
+            logger.warning("round %d: this rank cannot reduce its slice: %s", contribution.round_index, error)
+            own = _FAILED
         return RoundResult(
-            vector=vector,
-            residual=own.residual,
+            vector=self._collect(own, places),
+            residual=residual,
             progress=common_progress([header.progress for header in headers], weights),
             report=self._report(contribution, places, weights, decision, time.monotonic() - started_s),
         )
@@ -124,32 +122,33 @@ class TorchCollective:
     def close(self) -> None:
         """Does nothing: the process group belongs to its creator."""
 
-    def _encode(self, contribution: Contribution, places: Sequence[slice]) -> _EncodedContribution:
-        """Encodes vector plus residual by slice; zeros if that is not finite, so that no rank waits in vain."""
+    def _encode(
+        self, contribution: Contribution, places: Sequence[slice]
+    ) -> tuple[list[memoryview], Tensor | None, bool]:
+        """A slice of vector plus residual for each rank, what encoding leaves out, and whether it counts.
+
+        Zeros that do not count if it is not finite, so that no rank waits in vain.
+        """
         carried = contribution.vector
         if contribution.residual is not None:
             carried = carried + contribution.residual
-        usable = True
+        is_lossless = self._codec.name == "fp32"
         try:
-            encoded = tuple(self._codec.encode(carried[place]) for place in places)
+            slices = [self._codec.encode(carried[place]) for place in places]
         except CodecError as error:
             logger.warning("round %d: this rank contributes nothing: %s", contribution.round_index, error)
-            encoded, usable = tuple(self._codec.encode(torch.zeros_like(carried[place])) for place in places), False
-        if self._codec.name == "fp32":
-            return _EncodedContribution(encoded, None, usable)
-        if not usable:
-            return _EncodedContribution(encoded, contribution.residual, usable)
+            zeros = torch.zeros_like(carried)
+            slices = [self._codec.encode(zeros[place]) for place in places]
+            return slices, None if is_lossless else contribution.residual, False
+        if is_lossless:
+            return slices, None, True
         residual = carried.clone()
-        for place, piece in zip(places, encoded, strict=True):
+        for place, piece in zip(places, slices, strict=True):
             residual[place].sub_(self._codec.decode(piece, place.stop - place.start))
-        return _EncodedContribution(encoded, residual, usable)
+        return slices, residual, True
 
     def _agree(self, contribution: Contribution, usable: bool) -> list[_RankHeader]:
-        """Returns the headers of all ranks.
-
-        Raises:
-            RoundFailedError: they differ; every rank sees the same headers and raises it.
-        """
+        """Returns the headers of all ranks; every rank sees the same, and fails if they differ."""
         terms = f"{contribution.state_digest}|{self._codec.name}|{self._rule}|{self._max_weight_ratio}"
         own = _HEADER.pack(
             contribution.round_index,
@@ -169,22 +168,16 @@ class TorchCollective:
                 raise RoundFailedError(f"expected one {what} at all ranks, found {found}; restart from one checkpoint")
         return headers
 
-    def _exchange(self, own: _EncodedContribution, places: Sequence[slice]) -> Tensor:
+    def _exchange(self, slices: Sequence[memoryview], num_values: int) -> Tensor:
         """Returns all contributions to this rank's slice, fp32[n, values of the slice]."""
-        place = places[self._ranks.rank]
-        num_values = place.stop - place.start
-        pieces = self._ranks.exchange(own.slices, self._codec.encoded_bytes(num_values))
+        pieces = self._ranks.exchange(slices, self._codec.encoded_bytes(num_values))
         rows = torch.empty(len(pieces), num_values)
         for row, piece in zip(rows, pieces, strict=True):
             self._codec.decode(piece, num_values, out=row)
         return rows
 
     def _decide(self, rows: Tensor, reference: Tensor, weights: Sequence[float]) -> RuleDecision:
-        """Returns the same decision at every rank, from the moments of all slices added in the order of the ranks.
-
-        Raises:
-            RoundFailedError: no contribution is usable; every rank raises it.
-        """
+        """Returns the same decision at every rank, from the moments of all slices added in the order of the ranks."""
         own = moments(rows, reference).to_bytes()
         found = [Moments.from_bytes(theirs, len(rows)) for theirs in self._ranks.gather(own, len(own))]
         decision = decide(reduce(add, found), weights, self._rule)
@@ -192,29 +185,8 @@ class TorchCollective:
             raise RoundFailedError(f"expected a usable contribution of {len(rows)} ranks, found none: {decision.note}")
         return decision
 
-    def _reduce_own(
-        self,
-        rows: Tensor,
-        weights: Sequence[float],
-        decision: RuleDecision,
-        contribution: Contribution,
-        places: Sequence[slice],
-    ) -> bytes:
-        """Returns a byte that says whether this rank has a result, followed by its slice of it, encoded."""
-        reference = contribution.reference[places[self._ranks.rank]]
-        try:
-            return _OK + self._codec.encode(reduce_part(rows, weights, self._rule, decision, reference))
-        except TrainerError as error:
-            # The others wait for this rank's slice: they are told, and all ranks fail the round together.
-            logger.warning("round %d: this rank cannot reduce its slice: %s", contribution.round_index, error)
-            return _FAILED
-
     def _collect(self, own: bytes, places: Sequence[slice]) -> Tensor:
-        """Returns the whole result, from all ranks' slices.
-
-        Raises:
-            RoundFailedError: a rank has none; every rank raises it.
-        """
+        """Returns the whole result, from all ranks' slices."""
         sizes = [len(_OK) + self._codec.encoded_bytes(place.stop - place.start) for place in places]
         pieces = self._ranks.gather(own, max(sizes))
         failed = [rank for rank, piece in enumerate(pieces) if bytes(piece[:1]) != _OK]

@@ -22,9 +22,6 @@ from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco.flat import FlatLayout
 from trainer.outer.engine.strategy import StateValue, first_problem
 
-__all__ = ["SavedPendingWork", "SavedSparta", "SpartaFit", "SpartaState", "check_meta", "check_optimizer"]
-__all__ += ["from_snapshot", "gather_moments", "install_moments"]
-
 _VECTORS = ("parameters", "exp_avg", "exp_avg_sq")
 _STEPS = "steps"
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
@@ -47,15 +44,11 @@ class SpartaState:
     parameters: Tensor
     """[P] fp32."""
     exp_avg: Tensor
-    """[P] fp32, AdamW's first moments."""
+    """[P] fp32, AdamW's."""
     exp_avg_sq: Tensor
-    """[P] fp32, AdamW's second moments; 0 or more."""
+    """[P] fp32, AdamW's; 0 or more."""
     steps: Tensor
     """[T] fp32, AdamW's steps of each tensor of the layout, whole numbers."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by name, as in a snapshot."""
-        return {name: getattr(self, name) for name in (*_VECTORS, _STEPS)}
 
     def check(self, layout: FlatLayout, *, vocab_rows: int) -> None:
         """Refuses a state that does not belong to a model of this layout, or is not sound.
@@ -90,11 +83,7 @@ def _check(tensor: Tensor, num_values: int, name: str) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Refuses an optimizer whose state cannot be handed on.
-
-    Raises:
-        TrainerUsageError: it is not a plain Adam or AdamW, or a parameter is not in it.
-    """
+    """Raises TrainerUsageError for an optimizer that is no plain Adam or AdamW, or lacks a parameter."""
     if not isinstance(optimizer, Adam) or any(group.get("amsgrad") for group in optimizer.param_groups):
         raise TrainerUsageError(f"async_sparta: expected AdamW without amsgrad, found {type(optimizer).__name__}")
     groups = _group_of(optimizer)
@@ -159,11 +148,7 @@ class SpartaMeta(_Strict):
 
 
 def check_meta(meta: Mapping[str, Any]) -> SpartaMeta:
-    """Reads what a descriptor says of a state.
-
-    Raises:
-        IncompatiblePeerError: it does not describe one.
-    """
+    """Reads what a descriptor says of a state; raises IncompatiblePeerError if it does not describe one."""
     try:
         return SpartaMeta.model_validate(dict(meta))
     except ValidationError as error:
@@ -172,30 +157,12 @@ def check_meta(meta: Mapping[str, Any]) -> SpartaMeta:
         ) from error
 
 
-def from_snapshot(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SpartaState:
-    """Returns the state in a snapshot; `SpartaState.check` says whether it fits a model.
-
-    Raises:
-        IncompatiblePeerError: it is not a snapshot of one.
-    """
-    found = check_meta(meta)
-    if set(tensors) != {*_VECTORS, _STEPS}:
-        raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)} and {_STEPS}, found others")
-    fields: dict[str, Any] = found.model_dump(exclude={"kind", "version"}) | dict(tensors)
-    return SpartaState(**fields)
-
-
 @dataclass(frozen=True, slots=True)
 class SpartaFit:
     """The form of a replica's state on the network side (a ``StateForm``): which states a node can take up."""
 
     layout: FlatLayout
     vocab_rows: int = 0
-
-    @property
-    def max_bytes(self) -> int:
-        """Size of a state: 12 bytes a parameter, 4 a tensor."""
-        return 12 * self.layout.num_values + 4 * len(self.layout.names)
 
     def outer_step(self, shared: SpartaState) -> int:
         """Returns the state's round, by which `choose_recent_state` chooses."""
@@ -211,24 +178,19 @@ class SpartaFit:
             vocab_rows=shared.vocab_rows,
             layout_digest=shared.layout_digest,
         )
-        return meta.model_dump(), shared.tensors()
+        return meta.model_dump(), {name: getattr(shared, name) for name in (*_VECTORS, _STEPS)}
 
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SpartaState:
-        """Returns the state in a snapshot, every value checked.
-
-        Raises:
-            IncompatiblePeerError: it is not a snapshot of one, or does not fit.
-        """
-        shared = from_snapshot(meta, tensors)
+        """Returns the state in a snapshot; raises IncompatiblePeerError if it is none, or does not fit."""
+        found = check_meta(meta).model_dump(exclude={"kind", "version"})
+        if set(tensors) != {*_VECTORS, _STEPS}:
+            raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)} and {_STEPS}, found others")
+        shared = SpartaState(**{**found, **tensors})
         shared.check(self.layout, vocab_rows=self.vocab_rows)
         return shared
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
-        """Returns what a state of this descriptor has to be, before a tensor is fetched.
-
-        Raises:
-            IncompatiblePeerError: this node cannot take it up.
-        """
+        """Returns what a state has to be, before it is fetched; IncompatiblePeerError if it cannot be taken up."""
         meta = check_meta(descriptor.meta)
         self.layout.require_same(meta.layout_digest, "the state to adopt")
         if meta.vocab_rows != self.vocab_rows:
@@ -242,7 +204,8 @@ class SpartaFit:
                 f"expected a state of {', '.join(expected)} over {self.layout.num_values} values, "
                 f"found other tensors or shapes"
             )
-        return Expectation(max_bytes=self.max_bytes, tensors=expected)
+        max_bytes = 12 * self.layout.num_values + 4 * len(self.layout.names)
+        return Expectation(max_bytes=max_bytes, tensors=expected)
 
 
 class SavedPendingWork(_Strict):

@@ -102,29 +102,25 @@ class SpartaTrainer:
         self._kept_axes = dict(kept_axes or {})
         self._vocab_rows = vocab_rows
         self._parameters = synchronised_parameters(model)
-        self._layout = FlatLayout.of(self._parameters)
+        self.layout = FlatLayout.of(self._parameters)
+        """Layout of the vectors of :meth:`shared_state`."""
         check_optimizer(optimizer, self._parameters)
-        check_slices(self._parameters, self._layout, config.num_slices, self._kept_axes)
-        self._digest = schedule_digest(self._layout, config.num_slices, config.salt, self._kept_axes)
-        self._standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
+        check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)
+        self._digest = schedule_digest(self.layout, config.num_slices, config.salt, self._kept_axes)
+        self.standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
         self._pending = [PendingWork() for _ in range(config.num_slices)]
-        self._steps_since_round = 0
-        self._num_inner_steps = 0
+        self.inner_step = 0
+        """Steps since the last round was begun."""
+        self.num_inner_steps = 0
+        """Steps behind the parameters, for schedules; a joiner takes up those of the state."""
         self._begin_again = False
         self._background: _Round | None = None
         self._last_call: Future[RoundResult] | None = None
 
-    # -- standing -----------------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Layout of the vectors of :meth:`shared_state`."""
-        return self._layout
-
     @property
     def round_index(self) -> int:
         """The next round: rounds committed by the run, as far as this node knows."""
-        return self._standing.round_index
+        return self.standing.round_index
 
     @property
     def outer_step(self) -> int:
@@ -132,35 +128,18 @@ class SpartaTrainer:
         return self.round_index // self._config.num_slices
 
     @property
-    def inner_step(self) -> int:
-        """Steps since the last round was begun."""
-        return self._steps_since_round
-
-    @property
-    def num_inner_steps(self) -> int:
-        """Steps behind the parameters, for schedules; a joiner takes up those of the state."""
-        return self._num_inner_steps
-
-    @property
-    def standing(self) -> RoundStanding:
-        """Counters of rounds, failures and missed rounds; read-only."""
-        return self._standing
-
-    @property
     def behind(self) -> bool:
         """Whether the others' state has to be taken up; until then this node counts for nothing in the average."""
-        return self._standing.must_adopt
+        return self.standing.must_adopt
 
     @property
     def must_rejoin(self) -> bool:
         """Behind, or ``max_failed_rounds`` failed in a row while the others went on."""
-        return self._standing.must_rejoin
+        return self.standing.must_rejoin
 
     def state_digest(self) -> str:
         """Returns the SHA-256 of what members of a round have alike: the parameters' layout and slices."""
         return self._digest
-
-    # -- training ------------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Counts an inner step; begins a round, or applies one that is back, and returns the one that ended.
@@ -171,13 +150,13 @@ class SpartaTrainer:
         Raises:
             TrainerError: the collective raised anything but a failed round; parameters are as before the round.
         """
-        self._steps_since_round += 1
-        self._num_inner_steps += 1
+        self.inner_step += 1
+        self.num_inner_steps += 1
         for work in self._pending:
             work.add(num_batches)
         if self._background is not None:
             return self.drain() if self._background.is_over() else None
-        if self._standing.see(self._others.frontier()):
+        if self.standing.see(self._others.frontier()):
             if self.behind:
                 return self._failed(
                     "the others have made more rounds than may be missed; their state has to be taken up"
@@ -185,8 +164,8 @@ class SpartaTrainer:
             self._move()
         if self._last_call is not None and not self._last_call.done():
             return None  # A round that was given up still runs, and the collective allows one at a time.
-        due = self._steps_since_round >= self._config.every_steps or self._begin_again
-        if self._standing.damaged or not (due or self._collective.requested()):
+        due = self.inner_step >= self._config.every_steps or self._begin_again
+        if self.standing.damaged or not (due or self._collective.requested()):
             return None
         return self._begin()
 
@@ -195,17 +174,15 @@ class SpartaTrainer:
         background, self._background = self._background, None
         return None if background is None else self._conclude(background)
 
-    # -- joining and resuming ------------------------------------------------------------------------------------------
-
     def shared_state(self) -> SpartaState:
         """Returns what a joiner adopts: a copy of 12 bytes a parameter, for any thread."""
         return SpartaState(
             round_index=self.round_index,
-            num_inner_steps=self._num_inner_steps,
+            num_inner_steps=self.num_inner_steps,
             vocab_rows=self._vocab_rows,
-            layout_digest=self._layout.digest(),
-            parameters=self._layout.gather(self._parameters),
-            **gather_moments(self._layout, self._parameters, self._optimizer),
+            layout_digest=self.layout.digest(),
+            parameters=self.layout.gather(self._parameters),
+            **gather_moments(self.layout, self._parameters, self._optimizer),
         )
 
     def adopt(self, shared: SpartaState) -> None:
@@ -214,14 +191,14 @@ class SpartaTrainer:
         Raises:
             IncompatiblePeerError: it does not belong to this model, or is not sound. Nothing was changed.
         """
-        shared.check(self._layout, vocab_rows=self._vocab_rows)
+        shared.check(self.layout, vocab_rows=self._vocab_rows)
         self._background = None
-        self._layout.scatter(shared.parameters, self._parameters)
-        install_moments(shared, self._layout, self._parameters, self._optimizer)
-        self._standing.adopted(shared.round_index, self._config.ghost_rounds)
+        self.layout.scatter(shared.parameters, self._parameters)
+        install_moments(shared, self.layout, self._parameters, self._optimizer)
+        self.standing.adopted(shared.round_index, self._config.ghost_rounds)
         self._pending = [PendingWork() for _ in self._pending]
-        self._num_inner_steps = shared.num_inner_steps
-        self._steps_since_round, self._begin_again = 0, False
+        self.num_inner_steps = shared.num_inner_steps
+        self.inner_step, self._begin_again = 0, False
         if self._after_average is not None:
             self._after_average(self._model)
         self._others.move_to(self.round_index)
@@ -240,9 +217,9 @@ class SpartaTrainer:
         """Returns everything to go on from here beside parameters and optimizer, also with a round under way."""
         return SavedSparta(
             schedule_digest=self._digest,
-            **self._standing.counters(),
-            num_inner_steps=self._num_inner_steps,
-            steps_since_round=self._steps_since_round,
+            **self.standing.counters(),
+            num_inner_steps=self.num_inner_steps,
+            steps_since_round=self.inner_step,
             begin_again=self._begin_again or self._background is not None,
             progress=[SavedPendingWork(num_batches=it.num_batches, since_s=it.since_s) for it in self._pending],
         ).model_dump()
@@ -255,32 +232,30 @@ class SpartaTrainer:
         """
         saved = SavedSparta.from_dict(state, self._digest, self._config.num_slices)
         self._background = None
-        self._standing = replace(self._standing, **{name: getattr(saved, name) for name in self._standing.counters()})
-        self._num_inner_steps = saved.num_inner_steps
-        self._steps_since_round = saved.steps_since_round
+        self.standing = replace(self.standing, **{name: getattr(saved, name) for name in self.standing.counters()})
+        self.num_inner_steps = saved.num_inner_steps
+        self.inner_step = saved.steps_since_round
         self._begin_again = saved.begin_again
         self._pending = [PendingWork(it.num_batches, it.since_s) for it in saved.progress]
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _next_slice(self) -> ParameterSlice:
         config = self._config
-        return slice_of(self.round_index, self._layout, config.num_slices, config.salt, self._kept_axes)
+        return slice_of(self.round_index, self.layout, config.num_slices, config.salt, self._kept_axes)
 
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
-        self._steps_since_round, self._begin_again = 0, False
+        self.inner_step, self._begin_again = 0, False
         values = self._next_slice()
         vector = values.gather(self._parameters)
         if not is_finite(vector):
             # There is no anchor to restart from: what is not finite came with a step, and is in the moments too.
-            self._standing.damaged = True
+            self.standing.damaged = True
             return self._failed("parameters are not finite; the others' state has to be taken up")
         work = self._pending[values.index]
         contribution = Contribution(
             round_index=self.round_index,
             vector=vector,
-            num_batches=work.num_batches if self._standing.counts else 0,
+            num_batches=work.num_batches if self.standing.counts else 0,
             age_s=work.age_s(),
             reference=torch.zeros_like(vector),
             state_digest=self._digest,
@@ -311,16 +286,16 @@ class SpartaTrainer:
         except RoundFailedError as error:
             failed = self._failed(error, num_batches, waited_s=time.monotonic() - started_s)
             if isinstance(error, StateBehindError):
-                self._standing.missed(self._others.frontier())
+                self.standing.missed(self._others.frontier())
                 self._move()
             else:
-                self._standing.failed()
+                self.standing.failed()
             return failed
         begun.values.scatter(new, self._parameters)
         if self._after_average is not None:
             self._after_average(self._model)
-        self._pending[begun.values.index].settle(begun.num_batches, self._steps_since_round)
-        self._standing.committed()
+        self._pending[begun.values.index].settle(begun.num_batches, self.inner_step)
+        self.standing.committed()
         return OuterResult(
             round_index=begun.contribution.round_index,
             fragment=begun.values.index,
@@ -329,7 +304,7 @@ class SpartaTrainer:
             num_batches=num_batches,
             waited_s=time.monotonic() - started_s,
             report=result.report,
-            contributed_steps_ago=self._steps_since_round if num_batches else None,
+            contributed_steps_ago=self.inner_step if num_batches else None,
         )
 
     def _failed(self, error: RoundFailedError | str, num_batches: int = 0, *, waited_s: float = 0.0) -> OuterResult:

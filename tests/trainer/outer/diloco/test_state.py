@@ -98,39 +98,31 @@ def test_neither_saved_nor_loaded_tensors_change_with_the_others() -> None:
     assert other.trainer.shared_state().digest() == loaded
 
 
-def spoiled(change):
-    def make() -> dict:
-        state = Run(CONFIGS["whole"]).trainer.state_dict()
-        change(state)
-        return state
-
-    return make
-
-
 @pytest.mark.parametrize(
-    "make",
+    "spoil",
     [
-        dict,
-        spoiled(lambda state: state.update(version=2)),
-        spoiled(lambda state: state.pop("fragments")),
-        spoiled(lambda state: state.update(round_index=-1)),
-        spoiled(lambda state: state.update(inner_step="3")),
-        spoiled(lambda state: state["fragments"].append(state["fragments"][0])),
-        spoiled(lambda state: state["fragments"][0].pop("momentum")),
-        spoiled(lambda state: state["fragments"][0].update(anchor=torch.zeros(3))),
-        spoiled(lambda state: state["fragments"][0].update(residual=torch.zeros(3))),
-        spoiled(lambda state: state["fragments"][0].update(num_batches=1.5)),
-        spoiled(lambda state: state.update(flight={"vector": torch.zeros(2)})),
-        lambda: DiLoCoTrainer(Quadratic(0), CONFIGS["whole"], LocalCollective()).state_dict(),
-        lambda: Run(CONFIGS["fragments"]).trainer.state_dict(),
+        lambda state: state.clear(),
+        lambda state: state.update(version=2),
+        lambda state: state.pop("fragments"),
+        lambda state: state.update(round_index=-1),
+        lambda state: state.update(inner_step="3"),
+        lambda state: state["fragments"].append(state["fragments"][0]),
+        lambda state: state["fragments"][0].pop("momentum"),
+        lambda state: state["fragments"][0].update(anchor=torch.zeros(3)),
+        lambda state: state["fragments"][0].update(residual=torch.zeros(3)),
+        lambda state: state["fragments"][0].update(num_batches=1.5),
+        lambda state: state.update(flight={"vector": torch.zeros(2)}),
+        lambda state: state.update(DiLoCoTrainer(Quadratic(0), DiLoCoConfig(), LocalCollective()).state_dict()),
+        lambda state: state.update(Run(CONFIGS["fragments"]).trainer.state_dict()),
     ],
 )
-def test_anothers_state_is_refused_and_changes_nothing(make) -> None:
-    run = Run(CONFIGS["whole"])
+def test_anothers_state_is_refused_and_changes_nothing(spoil) -> None:
+    run, state = Run(CONFIGS["whole"]), Run(CONFIGS["whole"]).trainer.state_dict()
+    spoil(state)
     run.train(0, 7)
     before, at = run.trainer.state_digest(), run.trainer.inner_step
     with pytest.raises(CheckpointMismatchError, match="expected"):
-        run.trainer.load_state_dict(make())
+        run.trainer.load_state_dict(state)
     assert (run.trainer.state_digest(), run.trainer.inner_step) == (before, at)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup
-from tests.support.sparta_replicas import Replica
+from tests.support.replica_group import MeetingCollective, Replica, ReplicaGroup
 from tests.support.toy_models import parameter_bits
 from trainer.model import ModelConfig, build_model
 from trainer.outer.sparta import SpartaConfig

@@ -34,11 +34,7 @@ def digest(state: str) -> str:
 )
 def test_a_minority_of_liars_moves_nobody(rounds: list[int], expected: int) -> None:
     assert frontier_of(rounds) == expected
-
-
-def test_nobody_is_known() -> None:
     assert isinstance(NOBODY, OtherRounds) and NOBODY.frontier() == 0
-    NOBODY.move_to(3)
 
 
 def test_a_joiner_takes_a_state_of_those_that_are_where_the_others_are() -> None:
@@ -46,11 +42,8 @@ def test_a_joiner_takes_a_state_of_those_that_are_where_the_others_are() -> None
     chosen = choose_recent_state((0, ""), others)
     assert chosen in {digest("a"), digest("b")}
     assert choose_recent_state((0, ""), reversed(others)) == chosen
-
-
-def test_a_state_held_by_several_has_several_donors() -> None:
     others = [announced("a", 40), announced("b", 41), announced("c", 40, "a")]
-    assert choose_recent_state((0, ""), others) == digest("a")
+    assert choose_recent_state((0, ""), others) == digest("a"), "held by several: several donors"
 
 
 def test_a_node_keeps_its_own_while_it_is_current() -> None:
@@ -95,16 +88,12 @@ def test_two_rounds_failed_while_the_others_went_on() -> None:
 
 def test_rounds_missed_are_borne_up_to_a_limit() -> None:
     it = standing(round_index=10, reached=10)
+    assert not it.see(10) and not it.see(3) and it.round_index == 10
     assert it.see(15) and (it.round_index, it.missed_rounds) == (15, 5)
     assert not it.must_adopt and it.counts and it.failed_in_a_row == 0
     assert it.see(16) and it.behind and it.must_rejoin and not it.counts
     assert it.round_index == 15, "a state has to be taken up; rounds are not counted on"
     assert not it.see(17), "found behind only once"
-
-
-def test_what_the_others_were_at_before_is_nothing_new() -> None:
-    it = standing(round_index=10, reached=10)
-    assert not it.see(10) and not it.see(3) and it.round_index == 10
 
 
 def test_ghosts_count_after_their_rounds() -> None:
