@@ -28,7 +28,7 @@ from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import RoundSettings
 from trainer.collective.member import RoundMember
-from trainer.collective.messages import Agreement, Member
+from trainer.collective.messages import Agreement, JoinRequest, Member
 from trainer.collective.planning import cut_values
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.compression.vectors import codec_named
@@ -67,16 +67,31 @@ def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) 
     )
 
 
-def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES) -> torch.Tensor:
+def contribution_of(number: int, round_index: int) -> torch.Tensor:
     """What a member brings to a round."""
-    generator = torch.Generator().manual_seed(1000 * round_index + number)
-    return torch.randn(num_values, generator=generator)
+    return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(1000 * round_index + number))
 
 
 def terms(**changes: Any) -> Terms:
     """Returns the terms of all, with changes."""
     synchronisation = {"inner_steps": 20, **changes}
     return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
+
+
+def join_request(**changes: Any) -> JoinRequest:
+    """A node's request to join round 5, with changes."""
+    return JoinRequest(
+        round_index=5,
+        terms=terms(),
+        state_digest="ab" * 32,
+        num_values=5_000,
+        num_batches=10,
+        age_s=1.0,
+        vocabulary_rows=1024,
+        address="127.0.0.1:9",
+        certificate=None,
+        tried=(),
+    ).model_copy(update=changes)
 
 
 class KnownPeers:
@@ -175,36 +190,19 @@ def main() -> None:
     _install(fault)
     loop = LoopThread("actor")
     loop.start()
-    endpoint = Endpoint(
-        identity_of(number),
-        RUN_ID,
-        RpcConfig(
-            host="127.0.0.1",
-            port=settings["port"],
-            tls=settings.get("tls", False),
-            heartbeat_s=0.25,
-            stall_timeout_s=settings["stall_timeout_s"],
-            stop_grace_s=0.2,
-        ),
-    )
+    stall_timeout_s = settings["stall_timeout_s"]
+    rpc = {"heartbeat_s": 0.25, "stall_timeout_s": stall_timeout_s, "stop_grace_s": 0.2}
+    endpoint = Endpoint(identity_of(number), RUN_ID, RpcConfig(host="127.0.0.1", tls=settings.get("tls", False), **rpc))
     others = KnownPeers()
     config = CollectiveConfig(
-        stall_timeout_s=settings["stall_timeout_s"],
-        invite_after_s=settings.get("invite_after_s", 0.5),
+        stall_timeout_s=stall_timeout_s,
+        invite_after_s=0.5,
         gather_timeout_s=10.0,
         round_timeout_s=60.0,
         compression=settings.get("compression", "fp32"),
     )
-    collective = PeerCollective(
-        endpoint,
-        loop.loop,
-        RUN_ID,
-        terms(**settings.get("terms", {})),
-        RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {})),
-        config,
-        others,
-        lambda: settings.get("vocabulary_rows", 1024),
-    )
+    rule = RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {}))
+    collective = PeerCollective(endpoint, loop.loop, RUN_ID, terms(), rule, config, others, lambda: 1024)
     loop.run(endpoint.start(), 10)
     _say(address=endpoint.address, certificate=endpoint.certificate.decode() if endpoint.certificate else None)
     for line in sys.stdin:
@@ -226,7 +224,7 @@ def main() -> None:
 
 def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) -> dict[str, Any]:
     round_index = command["round"]
-    vector = contribution_of(number, round_index, command.get("num_values", NUM_VALUES)) * command.get("factor", 1.0)
+    vector = contribution_of(number, round_index)
     try:
         result = collective.reduce(
             Contribution(
@@ -251,9 +249,7 @@ def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) 
         "completeness": report.completeness,
         "num_passes": report.num_passes,
         "seconds": report.seconds,
-        "rule": report.rule,
         "weights": list(report.weights),
-        "note": report.note,
         "vocabulary_rows": collective.agreed_vocabulary_rows,
     }
 

@@ -197,7 +197,8 @@ def decide_round(
         findings: of gradient validation, for the report.
     """
     held = _digests_of(votes)
-    lost = {task.key for task in plan.tasks if not _is_agreed(task.key, held)}
+    digests = {task.key: {found.get(task.key) for found in held.values()} for task in plan.tasks}
+    lost = {key for key, found in digests.items() if len(found) != 1 or None in found}
     if not lost:
         if is_majority(votes, peer_ids):
             return _commit(plan, votes, tuple(sorted(votes)), peer_ids, findings)
@@ -218,11 +219,6 @@ def decide_round(
 
 def _digests_of(votes: Mapping[str, Vote]) -> _Held:
     return {peer_id: {entry.key: entry.digest for entry in vote.digests} for peer_id, vote in votes.items()}
-
-
-def _is_agreed(key: str, held: _Held) -> bool:
-    digests = {digests.get(key) for digests in held.values()}
-    return len(digests) == 1 and None not in digests
 
 
 def _largest_party(plan: Plan, held: _Held) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -212,7 +213,15 @@ class RoundMember:
         deadline_s = time.monotonic() + self._config.round_timeout_s / 2
         while True:
             own = {
-                task.key: self._reduction(task, plan, arithmetic, deadline_s)
+                task.key: Reduction(
+                    task,
+                    plan.members,
+                    arithmetic,
+                    self._own_id,
+                    decide_rule=partial(self._decide_rule, agreement),
+                    stall_timeout_s=self._config.stall_timeout_s,
+                    deadline_s=deadline_s,
+                )
                 for task in plan.fresh
                 if task.reducer == self._own_id
             }
@@ -241,25 +250,12 @@ class RoundMember:
             if self._own_id not in plan.members:
                 raise StateBehindError(f"round {agreement.round_index}: the others have gone on without this node")
 
-    def _reduction(self, task: Task, plan: Plan, arithmetic: Arithmetic, deadline_s: float) -> Reduction:
-        agreement, rule = arithmetic.agreement, self._settings.rule
-
-        async def decide_rule(task: Task, sums: Moments) -> RuleDecision:
-            """Decides from all reducers' sums; the decision holds for later passes too."""
-            if self._rule_decision is None:
-                self._sums_of_all = await self._all_reduced(agreement, task, sums)
-                self._rule_decision = decide(add_sums(self._sums_of_all), agreement.weights, rule)
-            return self._rule_decision
-
-        return Reduction(
-            task,
-            plan.members,
-            arithmetic,
-            self._own_id,
-            decide_rule=decide_rule,
-            stall_timeout_s=self._config.stall_timeout_s,
-            deadline_s=deadline_s,
-        )
+    async def _decide_rule(self, agreement: Agreement, task: Task, sums: Moments) -> RuleDecision:
+        """Decides from all reducers' sums; the decision holds for later passes too."""
+        if self._rule_decision is None:
+            self._sums_of_all = await self._all_reduced(agreement, task, sums)
+            self._rule_decision = decide(add_sums(self._sums_of_all), agreement.weights, self._settings.rule)
+        return self._rule_decision
 
     async def _all_reduced(self, agreement: Agreement, task: Task, sums: Moments) -> list[Moments]:
         """All reducers' sums, from the first member in succession that answers; if none does, only this node's."""

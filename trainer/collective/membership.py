@@ -202,7 +202,11 @@ class MembershipGathering:
     async def _gather(self) -> None:
         inviting = asyncio.create_task(self._invite_missing())
         try:
-            await self._wait_for_members()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.gather_timeout_s):
+                    while not self.over and not self._is_complete():
+                        # Expected peers change as discovery learns of them: looked at again from time to time.
+                        await self._changes.wait(_LOOK_EVERY_S)
         finally:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
@@ -214,13 +218,6 @@ class MembershipGathering:
             self._fail("late", "most of the others have gone on to a later round; fetch the state first")
         if not self.over:
             await self._agree()
-
-    async def _wait_for_members(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.gather_timeout_s):
-                while not self.over and not self._is_complete():
-                    # Expected peers change as discovery learns of them: looked at again from time to time.
-                    await self._changes.wait(_LOOK_EVERY_S)
 
     def _is_complete(self) -> bool:
         missing = self._known() - self._joins.keys() - self._silent

@@ -132,7 +132,6 @@ class Member(_Message):
     certificate: Certificate | None
     weight: Annotated[float, Ge(0)]
     progress: Share = 1.0
-    """As claimed in its `JoinRequest`."""
 
     @property
     def peer(self) -> Peer:
@@ -276,7 +275,7 @@ class Commit(_Message):
     dropped: Annotated[tuple[MemberReason, ...], MaxLen(2 * MAX_ROUND_MEMBERS)]
     completeness: Annotated[float, Ge(0), Le(1)]
     findings: Annotated[tuple[MemberReason, ...], MaxLen(MAX_ROUND_MEMBERS)]
-    """Findings of gradient validation (spec T-20)."""
+    """Of gradient validation (spec T-20)."""
 
 
 class CommitDecision(_Message):

@@ -1,7 +1,6 @@
 """`PeerCollective`: the collective among strangers, as the training thread sees it.
 
-The rest of this package lives in the event loop of the node's endpoint. What a lossy encoding leaves out is returned
-with the result, and added to the next contribution.
+The rest of this package lives in the event loop of the node's endpoint.
 """
 
 from __future__ import annotations
@@ -111,12 +110,13 @@ class PeerCollective:
 
     async def _run(self, member: RoundMember, round_index: int) -> RoundResult:
         self._service.move_to(round_index)
-        self.behind = False
+        self.behind, next_round = False, round_index
         try:
             result = await self._until_stopped(member)
+            next_round = round_index + 1
+            return result
         except StateBehindError:
-            self._move_on(round_index, -1)
-            self.behind = True
+            self.behind, next_round = True, -1
             raise
         except RoundFailedError:
             raise
@@ -124,13 +124,9 @@ class PeerCollective:
             # Nothing others send may end this node: an unforeseen error costs a round.
             logger.exception("round %d", round_index)
             raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
-        self._move_on(round_index, round_index + 1)
-        return result
-
-    def _move_on(self, round_index: int, next_round: int) -> None:
-        """Moves on, unless the node has taken up another state while this round ran."""
-        if self._service.next_round == round_index:
-            self._service.move_to(next_round)
+        finally:
+            if next_round != round_index and self._service.next_round == round_index:
+                self._service.move_to(next_round)  # Unless the node has taken up another state meanwhile.
 
     async def _until_stopped(self, member: RoundMember) -> RoundResult:
         """Goes through the round; leaves it some time after the node was asked to stop, which harms no other round."""

@@ -114,7 +114,7 @@ class DiLoCoTrainer:
             self._background.steps_left -= 1
             # Merged when it is time, or when others wait for the next round already.
             early = self._background.result.done() and self._collective.requested()
-            return self._finish(self._background) if self._background.steps_left <= 0 or early else None
+            return self.drain() if self._background.steps_left <= 0 or early else None
         due = self.inner_step >= self._config.steps_before(self._state.fragment)
         if not due and not self._collective.requested():
             return None
@@ -123,7 +123,8 @@ class DiLoCoTrainer:
     def drain(self) -> OuterResult | None:
         """Waits for the round under way, if there is one, and merges it now instead of some steps later."""
         self._relaunch()
-        return None if self._background is None else self._finish(self._background)
+        background = self._background
+        return None if background is None else self._conclude(background.contribution, background.result)
 
     def answer_others(self) -> OuterResult | None:
         """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
@@ -254,13 +255,9 @@ class DiLoCoTrainer:
             contribution = self._contribution(saved.vector, saved.num_batches, saved.age_s, saved.progress)
             self._launch(contribution, saved.steps_left)
 
-    def _finish(self, background: _BackgroundRound) -> OuterResult:
-        """Waits for a background round and merges its result."""
-        self._background = None
-        return self._conclude(background.contribution, background.result)
-
     def _conclude(self, contribution: Contribution, call: Future[RoundResult] | None = None) -> OuterResult:
         """Commits the result of a round, of one in the background with a share of the own parameters."""
+        self._background = None
         started_s, fragment = time.monotonic(), self._state.fragment
         try:
             result = self._collective.reduce(contribution) if call is None else self._awaited(call)

@@ -84,7 +84,7 @@ class RoundReport:
     received_bytes: int = 0
     seconds: float = 0.0
     rule: str = "mean"
-    """The aggregation rule used, possibly a fallback of the configured one."""
+    """The one used, possibly a fallback of the configured one."""
     num_passes: int = 1
     """1, plus one for each time slices of dead reducers were reduced again."""
     weights: tuple[float, ...] = ()
@@ -95,7 +95,7 @@ class RoundReport:
     """For each member, in the agreed order, if validation is on and this node has reduced anything. Judge a member by
     these: ``validation`` and ``dropped`` are partly the word of others."""
     note: str = ""
-    """Anything else a reader of the log must know, such as that too few members took part for a robust rule."""
+    """Anything else a reader of the log must know."""
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""

@@ -248,18 +248,9 @@ class RankedBytes:
         if not (dist.is_available() and dist.is_initialized()):
             raise TrainerUsageError("expected a process group, found none: start the ranks with torchrun")
         self._group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         needs_cuda = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if needs_cuda else torch.device("cpu")
-
-    @property
-    def rank(self) -> int:
-        """This process in the group."""
-        return dist.get_rank(self._group)
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes in the group."""
-        return dist.get_world_size(self._group)
 
     def exchange(self, outgoing: Sequence[Buffer], incoming_bytes: int) -> list[memoryview]:
         """Sends each rank its own bytes; returns what each has for this one, ``incoming_bytes`` of each."""
