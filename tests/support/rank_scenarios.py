@@ -74,11 +74,6 @@ def all_rounds(rank: int, num_ranks: int) -> dict:
     for name, (codec, rule, num_values, odd) in ROUNDS.items():
         collective = TorchCollective(codec_named(codec), rule)
         results[name] = _flat(collective.reduce(contribution_of(rank, num_values, odd)))
-    results["refused"] = _refusals(rank)
-    return results
-
-
-def _refusals(rank: int) -> dict[str, str]:
     collective = TorchCollective(codec_named("fp32"), MEAN)
     usual = contribution_of(rank)
     apart = {
@@ -87,7 +82,7 @@ def _refusals(rank: int) -> dict[str, str]:
         "nothing": replace(usual, vector=torch.full((NUM_VALUES,), torch.nan)),
         "length": replace(usual, vector=usual.vector[rank:], reference=usual.reference[rank:]),
     }
-    refused = {}
+    refused = results["refused"] = {}
     for name, contribution in apart.items():
         try:
             result = collective.reduce(contribution)
@@ -95,7 +90,7 @@ def _refusals(rank: int) -> dict[str, str]:
         except RoundFailedError as error:
             refused[name] = str(error)
     refused["afterwards"] = str(len(collective.reduce(usual).report.members))
-    return refused
+    return results
 
 
 def _flat(result: RoundResult) -> dict:
@@ -120,22 +115,19 @@ def diloco(rank: int, num_ranks: int) -> dict:
     for name, config in DILOCO.items():
         model = Regression(rank)
         trainer = DiLoCoTrainer(model, config, TorchCollective(codec_named("int8"), MEAN))
-        digests = [trainer.state_digest()]
-        start = held_out_loss(model)
+        digests, start = [trainer.state_digest()], held_out_loss(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(200):
             optimizer.zero_grad()
             model(step).backward()
             optimizer.step()
-            outer = trainer.after_inner_step()
-            if outer is not None:
+            if trainer.after_inner_step() is not None:
                 digests.append(trainer.state_digest())
         trainer.drain()
-        residual = trainer.state_dict()["fragments"][0]["residual"]
         results[name] = {
             "digests": digests,
-            "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
-            "residual": residual,
+            "parameters": _parameters(model),
+            "residual": trainer.state_dict()["fragments"][0]["residual"],
             "losses": [start, held_out_loss(model)],
         }
     return results
@@ -168,7 +160,7 @@ def every_step(rank: int, num_ranks: int) -> dict:
     return {"parameters": _parameters(model), "state": strategy.state_dict()}
 
 
-def _parameters(model: Regression) -> Tensor:
+def _parameters(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -186,9 +178,7 @@ def one_dies(rank: int, num_ranks: int) -> dict:
         error = "none"
     except PeerUnavailableError as raised:
         error = str(raised)
-    saved = {"error": error, "unchanged": trainer.state_digest() == before, "rounds": trainer.round_index}
-    # The group is broken: leave without its farewell.
-    return saved
+    return {"error": error, "unchanged": trainer.state_digest() == before, "rounds": trainer.round_index}
 
 
 CONFIG = InnerConfig(lr=1e-2, warmup_steps=0, max_grad_norm=2.0, accumulation_steps=2)
@@ -241,5 +231,5 @@ def odd_steps(rank: int, num_ranks: int) -> dict[str, object]:
     skipped, parameters = [], []
     for _ in STEPS:
         skipped.append(loop.step().skipped)
-        parameters.append(torch.cat([value.detach().flatten() for value in model.parameters()]))
+        parameters.append(_parameters(model))
     return {"skipped": skipped, "parameters": parameters}

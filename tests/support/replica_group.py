@@ -5,10 +5,11 @@ Sums of the latter are in fp64 in the order of the ranks, so the mean of a few f
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +181,6 @@ class Replica:
         return self.keep(self.trainer.after_inner_step(num_batches))
 
     def drain(self) -> OuterResult | None:
-        """Waits for the round in flight."""
         return self.keep(self.trainer.drain())
 
     def keep(self, result: OuterResult | None) -> OuterResult | None:
@@ -200,3 +200,17 @@ class Replica:
             for parameter, state in self.optimizer.state.items()
             for kind, value in state.items()
         }
+
+
+def to_bytes(**parts: Any) -> bytes:
+    """The states of some parts, as a checkpoint has them."""
+    buffer = io.BytesIO()
+    torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
+    return buffer.getvalue()
+
+
+def restore(saved: bytes, **parts: Any) -> None:
+    """Gives the parts the states of `to_bytes`."""
+    contents = torch.load(io.BytesIO(saved), weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(contents[name])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.replica_group import Scripted
+from tests.support.replica_group import Scripted, restore, to_bytes
 from tests.support.toy_models import Quadratic, Regression, drift, parameter_bits
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.model import Transformer, grow_vocabulary, preset
@@ -26,7 +26,7 @@ NUM_STEPS = 16
 
 
 class Run:
-    """A node from its own parts, and back from bytes."""
+    """A node from its own parts."""
 
     def __init__(self, config: DiLoCoConfig) -> None:
         self.model = Regression(0)
@@ -43,30 +43,21 @@ class Run:
                 self.committed.append(step)
                 assert result.committed
 
-    def to_bytes(self) -> bytes:
-        buffer = io.BytesIO()
-        parts = {"model": self.model, "optimizer": self.optimizer, "diloco": self.trainer}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
-        return buffer.getvalue()
-
-    def restore(self, saved: bytes) -> None:
-        contents = torch.load(io.BytesIO(saved), weights_only=True)
-        self.model.load_state_dict(contents["model"])
-        self.optimizer.load_state_dict(contents["optimizer"])
-        self.trainer.load_state_dict(contents["diloco"])
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "diloco": self.trainer}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_restart_at_any_step_goes_on_bit_for_bit(config: DiLoCoConfig) -> None:
     undisturbed = Run(config)
-    saved = [undisturbed.to_bytes()]
+    saved = [to_bytes(**undisturbed.parts())]
     for step in range(NUM_STEPS):
         undisturbed.train(step, step + 1)
-        saved.append(undisturbed.to_bytes())
+        saved.append(to_bytes(**undisturbed.parts()))
     for step in range(NUM_STEPS + 1):
         restarted = Run(config)
-        restarted.restore(saved[step])
+        restore(saved[step], **restarted.parts())
         restarted.train(step, NUM_STEPS)
         assert parameter_bits(restarted.model) == parameter_bits(undisturbed.model), f"from step {step}"
         assert restarted.trainer.state_digest() == undisturbed.trainer.state_digest()
@@ -74,14 +65,12 @@ def test_a_restart_at_any_step_goes_on_bit_for_bit(config: DiLoCoConfig) -> None
 
 
 def test_what_is_restored_is_what_was_saved() -> None:
-    run = Run(CONFIGS["whole"])
+    run, again = Run(CONFIGS["whole"]), Run(CONFIGS["whole"])
     run.train(0, 8)
-    state = run.trainer.state_dict()
-    again = Run(CONFIGS["whole"])
-    again.restore(run.to_bytes())
+    restore(to_bytes(**run.parts()), **again.parts())
     assert (again.trainer.inner_step, again.trainer.outer_step, again.trainer.shared_state().vocab_rows) == (3, 1, 7)
-    assert again.trainer.state_dict()["fragments"][0]["num_batches"] == 3
-    assert again.trainer.state_dict()["fragments"][0]["since_s"] == state["fragments"][0]["since_s"]
+    (fragment,), (was,) = (it.trainer.state_dict()["fragments"] for it in (again, run))
+    assert (fragment["num_batches"], fragment["since_s"]) == (3, was["since_s"])
 
 
 def test_neither_saved_nor_loaded_tensors_change_with_the_others() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.replica_group import Frontier, Replica, Scripted
+from tests.support.replica_group import Frontier, Replica, Scripted, restore, to_bytes
 from tests.support.toy_models import Quadratic, parameter_bits
 from trainer.errors import CheckpointMismatchError, IncompatiblePeerError, StateTransferError
 from trainer.inner import InnerConfig, make_optimizer
@@ -216,20 +216,14 @@ CONFIGS = {
 NUM_STEPS = 14
 
 
-def saved(replica: Replica) -> bytes:
-    buffer = io.BytesIO()
-    parts = {"model": replica.model, "optimizer": replica.optimizer, "sparta": replica.trainer}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
-    return buffer.getvalue()
+def parts(replica: Replica) -> dict[str, Any]:
+    return {"model": replica.model, "optimizer": replica.optimizer, "sparta": replica.trainer}
 
 
 def restored(contents: bytes, config: SpartaConfig) -> Replica:
     replica = Replica(config, number=5)
     replica.model.replica = 0
-    parts = torch.load(io.BytesIO(contents), weights_only=True)
-    replica.model.load_state_dict(parts["model"])
-    replica.optimizer.load_state_dict(parts["optimizer"])
-    replica.trainer.load_state_dict(parts["sparta"])
+    restore(contents, **parts(replica))
     return replica
 
 
@@ -237,10 +231,10 @@ def restored(contents: bytes, config: SpartaConfig) -> Replica:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_restart_at_any_step_goes_on_bit_for_bit(config: SpartaConfig) -> None:
     undisturbed = Replica(config)
-    at = [saved(undisturbed)]
+    at = [to_bytes(**parts(undisturbed))]
     for step in range(NUM_STEPS):
         undisturbed.train(step, step + 1)
-        at.append(saved(undisturbed))
+        at.append(to_bytes(**parts(undisturbed)))
     undisturbed.drain()
     for step in range(NUM_STEPS + 1):
         again = restored(at[step], config)
@@ -271,7 +265,7 @@ def test_where_it_stood_is_where_it_stands() -> None:
     donor.train(0, 8)
     replica.trainer.adopt(donor.trainer.shared_state())
     replica.train(8, 13)
-    again = restored(saved(replica), CONFIGS["waiting"])
+    again = restored(to_bytes(**parts(replica)), CONFIGS["waiting"])
     assert again.trainer.state_dict() == replica.trainer.state_dict()
     assert not again.trainer.standing.counts and again.trainer.round_index == 3 and again.trainer.inner_step == 2
     assert again.trainer.shared_state().num_inner_steps == 13

@@ -1,7 +1,8 @@
-"""Rounds of replicas: what they change, and what they leave alone."""
+"""Rounds of replicas: what they change and leave alone, and what a node believes of the others' rounds and states."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 
@@ -24,9 +25,11 @@ from tests.support.replica_group import (
 )
 from tests.support.toy_models import parameter_bits
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
+from trainer.network.discovery import Announcement
 from trainer.outer.engine.collective import Contribution, LocalCollective
 from trainer.outer.engine.strategy import OuterStrategy
-from trainer.outer.sparta import SpartaConfig, SpartaTrainer
+from trainer.outer.sparta import NOBODY, OtherRounds, SpartaConfig, SpartaTrainer, choose_recent_state, frontier_of
+from trainer.outer.sparta.rounds import RoundStanding
 from trainer.pipeline.worker.replies import SharedThrough
 
 EACH_STEP = SpartaConfig(every_steps=1, num_slices=4, background=False)
@@ -219,7 +222,10 @@ def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_o
 
 def test_a_failed_round_is_tried_again_with_the_same_slice() -> None:
     _, replicas = group_of(2, SpartaConfig(every_steps=1, num_slices=3), failing=[1, 2])
-    take_turns(replicas, 6)
+    take_turns(replicas, 3)
+    assert all(it.trainer.standing.failed_in_a_row == 2 and it.trainer.standing.counts for it in replicas)
+    assert not any(it.trainer.must_rejoin for it in replicas), "no node is sent away for what happened to all"
+    take_turns(replicas, 3)
     for replica in replicas:
         assert [result.committed for result in replica.results] == [True, False, False, True, True, True]
         assert [result.fragment for result in replica.results] == [0, 1, 1, 1, 2, 0]
@@ -263,6 +269,8 @@ def test_rounds_made_by_others_are_skipped_up_to_five() -> None:
     frontier.at = 5
     result = replica.turn()
     assert result is not None and (result.round_index, result.fragment, result.committed) == (5, 1, True)
+    frontier.at = 3
+    assert replica.turn() is None and replica.trainer.round_index == 6, "what they were at before is nothing new"
     frontier.at = 12
     result = replica.turn()
     assert result is not None and not result.committed and "their state has to be taken up" in result.error
@@ -385,3 +393,93 @@ def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
 def test_options_that_make_no_sense(options) -> None:
     with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
         SpartaConfig(**options)
+
+
+def announced(name: str, round_index: int, state: str = "") -> Announcement:
+    return Announcement(
+        peer_id=hashlib.sha256(name.encode()).hexdigest(),
+        node_id=name,
+        run_id="r",
+        address="127.0.0.1:1",
+        outer_step=round_index,
+        state_digest=hashlib.sha256((state or name).encode()).hexdigest(),
+    )
+
+
+def digest(state: str) -> str:
+    return hashlib.sha256(state.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [([], 0), ([7], 7), ([7, 8], 7), ([7, 7, 8], 7), ([7, 8, 10**12], 8), ([0, 7, 8], 7), ([7, 8, 9, 10**12], 8)],
+)
+def test_a_minority_of_liars_moves_nobody(rounds: list[int], expected: int) -> None:
+    assert frontier_of(rounds) == expected
+    assert isinstance(NOBODY, OtherRounds) and NOBODY.frontier() == 0
+
+
+def test_a_joiner_takes_a_state_of_those_that_are_where_the_others_are() -> None:
+    others = [announced("a", 40), announced("b", 41), announced("old", 3), announced("ahead", 10**9)]
+    chosen = choose_recent_state((0, ""), others)
+    assert chosen in {digest("a"), digest("b")}
+    assert choose_recent_state((0, ""), reversed(others)) == chosen
+    others = [announced("a", 40), announced("b", 41), announced("c", 40, "a")]
+    assert choose_recent_state((0, ""), others) == digest("a"), "held by several: several donors"
+
+
+def test_a_node_keeps_its_own_while_it_is_current() -> None:
+    others = [announced("a", 40), announced("b", 41), announced("c", 40)]
+    own = digest("own")
+    assert choose_recent_state((36, own), others) is None
+    assert choose_recent_state((34, own), others) is not None
+    assert choose_recent_state((36, ""), others) is not None
+    assert choose_recent_state((0, ""), []) is None
+    assert choose_recent_state((0, ""), [announced("a", 4).model_copy(update={"state_digest": ""})]) is None
+
+
+def standing(**fields: int) -> RoundStanding:
+    return RoundStanding(max_staleness_rounds=5, max_failed_rounds=2, **fields)
+
+
+def test_two_rounds_failed_while_the_others_went_on() -> None:
+    it = standing(round_index=4, reached=4)
+    it.failed()
+    it.missed()
+    assert (it.round_index, it.failed_in_a_row) == (5, 1), "to be refused with a round that failed is no new failure"
+    assert not it.must_rejoin
+    it.missed()
+    assert (it.round_index, it.failed_in_a_row) == (6, 2)
+    assert it.must_rejoin and not it.behind
+
+
+@pytest.mark.parametrize("field", ["behind", "damaged"])
+def test_only_a_state_of_others_helps_the_damaged(field: str) -> None:
+    it = standing()
+    setattr(it, field, True)
+    it.committed()
+    assert it.must_adopt == (field == "damaged")
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["committed", "failed", "missed", "see", "adopted"]), st.integers(0, 30)), max_size=40
+)
+
+
+@given(EVENTS)
+def test_whatever_happens_the_counters_make_sense(events: list[tuple[str, int]]) -> None:
+    it = standing()
+    for kind, number in events:
+        before = it.round_index
+        match kind:
+            case "see":
+                it.see(number)
+            case "missed":
+                it.missed(number)
+            case "adopted":
+                it.adopted(number, 5)
+            case _:
+                getattr(it, kind)()
+        assert kind == "adopted" or it.round_index >= before
+        assert 0 <= it.missed_rounds <= it.max_staleness_rounds
+        assert it.ghost_rounds_left >= 0 and it.failed_in_a_row >= 0
