@@ -1,15 +1,9 @@
 """The coordinator's second half: the commit vote, and the decision that goes out to all who voted.
 
-A round commits only what every voter holds with one digest (after further passes: what most of them hold),
-and only with a majority of the agreed members. A task that a member lacks, or holds with another digest, is lost and
-reduced again by others. A member that does not vote is gone: its contribution stays in what was reduced before it went,
-and it has to fetch the state when it comes back.
-
-That makes it safe to lose the coordinator. Before it can have told a member to commit, all remaining members held all
-of it; the next coordinator hears the same digests from them and can only decide the same (`decide_round` is pure).
-
-A member whose vote is missing is asked whether it is there. One that does not answer is not waited for, and one that
-already knows the outcome (from a coordinator that is gone) settles it for all.
+A round commits only what every voter holds with one digest (after further passes: what most of them hold), and only
+with a majority of the agreed members; what a member lacks is reduced again by others. `decide_round` is pure, and
+before a member can have been told to commit, all who are left held all of it: so the next coordinator can only decide
+the same. A member that does not answer is not waited for, and one that already knows the outcome settles it for all.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The coordinator's first half: the membership of a round, and the agreement that all members acknowledge.
 
-Gathering begins with the first node that joins, and ends when every expected node has come. Late nodes are asked to
-come with what they have. Nodes that say they are coming, or are fetching the state, are waited for (that state is the
-newest and does not change meanwhile); nodes that do not answer are not. The members are those that hold the same state
-as most; the others are told to fetch it. Only peers that discovery knows decide which state that is, and they precede
-strangers where places are few: identities cost nothing, and discovery bounds how many of a host it knows. Then all must
-acknowledge the agreement; a node that does not is left out of the next attempt.
+Gathering begins with the first node that joins, and ends when every expected node has come; those that say they are
+coming, or are fetching the state, are waited for. The members are those that hold the same state as most; the others
+fetch it. Only peers that discovery knows decide which state that is, and they precede strangers where places are few:
+identities cost nothing. Who does not acknowledge the agreement is left out of the next attempt.
 """
 
 from __future__ import annotations

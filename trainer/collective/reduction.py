@@ -1,13 +1,9 @@
 """One pass of a round: each member reduces its own tasks, and trades parts for results with all other reducers.
 
-`Reduction` is the reducer's side of one task: contributions come in by part, results go out to all members. A part is
-reduced as soon as it has come from all who are expected, whatever else is still on its way. A rule that looks at whole
-vectors (Krum, centred clip) needs a barrier: all parts in, sums exchanged, then results. Every member of the plan is
-waited for, until its stream or the pass ends. Once half of the members have delivered, one that sends nothing for
-``stall_timeout_s`` after three times as long as those took is left out.
-
-`ReductionPass` is the member's side of all tasks, whose streams run at once. A reducer that does not deliver costs the
-member only that task; the vote says what is missing.
+A part is reduced as soon as it has come from all who are expected. A rule that looks at whole vectors (Krum, centred
+clip) needs a barrier: all parts in, sums exchanged, then results. Every member of the plan is waited for, until its
+stream or the pass ends; once half of them have delivered, one that sends nothing for ``stall_timeout_s`` after three
+times as long as those took is left out. A reducer that does not deliver costs a member only that task.
 """
 
 from __future__ import annotations

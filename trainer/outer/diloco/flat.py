@@ -1,11 +1,9 @@
 """Named tensors as flat fp32 vectors on the CPU, and which of them are synchronised together.
 
-Everything that is synchronised is exchanged, summed and stored as vectors; only this file knows which of their values
-belongs to which tensor. fp32 tensors come back bit for bit; narrower ones (bf16) are rounded once on the way back.
-
-Fragments take turns (Streaming DiLoCo, arXiv 2501.18512). Layer ``i`` goes to fragment ``i mod n``. What comes before
-the layers (the embedding) and after them (last norm, output) counts as one layer each and goes to the smallest
-fragments, two different ones if there are two. Sizes in bytes play no part, so that a growing vocabulary moves nothing.
+Only this file knows which value of a vector belongs to which tensor. fp32 tensors come back bit for bit; narrower ones
+(bf16) are rounded once. Layer ``i`` goes to fragment ``i mod n`` (Streaming DiLoCo, arXiv 2501.18512); what comes
+before the layers (the embedding) and after them (last norm, output) counts as one layer each and goes to the smallest
+fragments, whatever their sizes in bytes, so that a growing vocabulary moves nothing.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
-"""The outer step: Nesterov momentum on the anchor, with the pseudo-gradient in the gradient's place.
+"""The outer step: Nesterov momentum on the anchor, with the pseudo-gradient in the gradient's place (spec T-12).
 
-With ``δ = anchor − replica`` (averaged over the replicas), ``v ← μ·v + δ`` and ``anchor ← anchor − lr·(μ·v + δ)``: what
-``torch.optim.SGD(nesterov=True)`` does to the anchor. The step is subtracted, and starts at the anchor (spec T-12).
+With ``δ = anchor − replica`` (averaged) and the share ``p`` of the round's planned work that is in it, the step is
+``anchor ← anchor − lr·(δ + p·μ·(μ·v + δ))`` and ``v ← (1 − p·(1 − μ))·v + δ``. For ``p = 1`` that is
+``torch.optim.SGD(nesterov=True)``; a round requested early moves the anchor by at most ``p`` of a full step, the work
+itself keeps its weight ``lr``, and ``1/p`` such rounds decay and fill the velocity as one full round does.
 
-A round may be requested early, with a share ``p`` of its planned inner steps. Its pseudo-gradient is smaller by itself;
-the velocity is not, and Nesterov's full step would apply a whole round's momentum to a little work. So a step of
-progress ``p`` is ``anchor ← anchor − lr·(δ + p·μ·(μ·v + δ))`` and ``v ← (1 − p·(1 − μ))·v + δ``:
-
-- where inner steps go straight on (``δ`` is ``p`` of a full round's), the anchor moves by at most ``p`` of a full step;
-- the work itself keeps its weight ``lr``, or a node that requests a round after every step would stop training;
-- ``1/p`` such rounds decay and fill the velocity as much as one full round does (fixed point ``δ/(1 − μ)``).
-
-``p = 0`` moves nothing; ``p = 1`` is the step above, bit for bit.
-
-Every product and every sum is rounded separately: members compute this step each for themselves and must agree in every
-bit, and fused multiply-add, which PyTorch's optimizers use, gives another last bit on another machine. Blocks of 1 MiB
-stay in the cache.
+Every product and sum is rounded separately, in blocks that stay in the cache: members compute this step each for
+themselves and must agree in every bit, and fused multiply-add gives another last bit on another machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """What all members of a run share between rounds: compared, handed on, grown, and saved in a checkpoint.
 
 The state of each fragment is immutable: a round makes new tensors and replaces the old ones by a single assignment. So
-a round is a transaction, and checkpoints, digests and late joiners read it from other threads without a copy or a lock.
-The price is 8 bytes a parameter of the fragment while old and new exist side by side.
-
-A model whose vocabulary grew has rows appended to some tensors. Old rows stay bit for bit; new rows of the anchor are
-the grown model's, the same at all members (they are seeded by their number), and zeros in the other vectors.
+a round is a transaction, and checkpoints, digests and late joiners read it from other threads without a copy or a lock;
+the price is 8 bytes a parameter meanwhile. When the vocabulary grows, old rows stay bit for bit; new rows of the anchor
+are the grown model's, the same at all members (they are seeded by their number), and zeros in the other vectors.
 """
 
 from __future__ import annotations

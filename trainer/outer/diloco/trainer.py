@@ -1,15 +1,10 @@
 """DiLoCo: nodes train alone for many steps, then move a common anchor by what they agree on.
 
-Every outer step is a transaction. *Prepare*: pseudo-gradient = anchor − parameters. *Collective*: the members agree on
-one aggregate. *Commit*: outer step on a copy of the anchor, new state installed by one assignment, parameters set. If
-the collective fails, nothing has changed, and the next pseudo-gradient, again measured from the old anchor, contains
-the work of the failed round. After a commit all members have bit-identical anchors, momenta and references.
-
-**Fragments and overlap** follow Streaming DiLoCo (arXiv 2501.18512, algorithm 2). Fragment ``f`` takes its turn at its
-offset in every ``inner_steps``. With ``overlap_steps`` τ > 0 the round runs in a thread while τ more inner steps are
-done; then ``parameters ← α·parameters + (1 − α)·new anchor`` with α = ``merge_alpha``. As in the paper the anchor gets
-no share of those local steps: what α keeps of them is part of the next pseudo-gradient, and what 1 − α discards is
-lost. At most one round is under way, unlike in the paper: it simplifies restarts.
+An outer step is a transaction: prepare (pseudo-gradient = anchor − parameters), collective, commit (outer step on a
+copy of the anchor, installed by one assignment). If it fails, nothing has changed, and the next pseudo-gradient,
+measured from the old anchor, contains its work. Fragments and overlap are those of Streaming DiLoCo (arXiv 2501.18512,
+algorithm 2): ``parameters ← α·parameters + (1 − α)·new anchor``, the anchor without a share of the steps done
+meanwhile; but at most one round is under way, which simplifies restarts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """A round inside a trusted cluster: the ranks of a torch process group, each reducing one slice.
 
-Headers are compared, contributions are cut into a slice a rank and exchanged all to all, each rank reduces its slice
-with the configured rule, and the encoded results go to all ranks. Every rank, the reducer included, takes what a result
-decodes to, so all ranks end bit-identical under any codec. Each rank sends its vector about once and receives it once,
-``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions instead of sums.
-
-Weights, validation, rules and report are those of the rounds among strangers (``trainer/aggregation``). Deaths are not
-tolerated: a rank that dies ends the job. All ranks leave out the same contributions, by the moments of all.
+Headers are compared, slices exchanged all to all, each rank reduces its own with the configured rule, and the encoded
+results go to all ranks, which take what they decode to: all end bit-identical under any codec. A rank sends
+``2·(n−1)/n`` vectors, as in an all-reduce, but the rule sees single contributions, and all ranks leave out the same
+ones. Rules and report are those of the rounds among strangers. A rank that dies ends the job.
 """
 
 from __future__ import annotations

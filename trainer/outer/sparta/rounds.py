@@ -1,9 +1,8 @@
 """Which round a node is at, what it knows of the others' rounds, and how far it is behind.
 
-A round's number advances when the round is committed, here or, as far as is known, by others; never by a failure. A
-round that fails for all members is thus tried again by all, and one that failed for this node alone is over. No node
-has to rejoin because of failures that all members had (spec P-41): it rejoins only if rounds failed for it *and* the
-others have committed some since it last did. The others' announcements name the round each is at; their lower median is
+A round's number advances when the round is committed, here or, as far as is known, by others; never by a failure: one
+that fails for all members is tried again by all. A node rejoins only if rounds failed for it *and* the others have
+committed some since it last did (spec P-41). The others' announcements name the round each is at; their lower median is
 believed: a minority of liars moves nobody.
 """
 

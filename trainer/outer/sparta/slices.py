@@ -1,12 +1,9 @@
 """Which values a round averages, and what they become.
 
 Value ``i`` of all values laid end to end belongs to slice ``i mod num_slices``, and round ``r`` averages slice
-``(r + salt) mod num_slices``. So any ``num_slices`` rounds in a row touch each value exactly once; slices differ by one
-value at most; and a slice of a tensor is a strided view of it, on any device alike.
-
-**Kept axes.** Where a constraint binds the values along an axis of a matrix (subspace networks: each column of an
-output projection lies in span(U)), averaging some of them breaks it, and projecting back undoes most of the average.
-Tensors with a kept axis are therefore cut into whole columns or rows, whose averages satisfy the constraint.
+``(r + salt) mod num_slices``; a slice of a tensor is a strided view of it. Where a constraint binds the values along an
+axis of a matrix (subspace networks: each column of an output projection lies in span(U)), averaging some of them breaks
+it: tensors with a kept axis are cut into whole columns or rows, whose averages satisfy the constraint.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Async SPARTA: a slice of the parameters is averaged in the background while local steps go on.
 
-A round is a transaction. *Prepare*: the slice's values are copied. *Collective*: the replicas agree on one average of
-them, in a thread. *Commit*, between two steps: the slice becomes the average with the node's own progress since
-(`slices.merged`). A result that fails, is late, damaged or no longer wanted leaves every bit as it was.
-
-A replica's weight follows from the batches its slice has taken in since that slice's last round; a joiner counts for
-nothing in its first ``ghost_rounds``. It still sends its slice: values are absolute, so if all members were newcomers,
-zeros would be averaged. The collective's rules work on parameters as on any vectors; validation between two members
-alone needs a reference that both share, which replicas that may miss rounds do not have. Parameters are best sent as
-fp32 or fp16: int8 leaves replicas some 1/250 of a block's largest value apart.
+A round is a transaction: the slice's values are copied, the replicas agree on one average of them in a thread, and
+between two steps the slice becomes the average with the node's own progress since (`slices.merged`). A joiner counts
+for nothing in its first ``ghost_rounds``, but sends its slice: values are absolute, so zeros would be averaged if all
+were newcomers. Validation between two members alone needs a reference that both share, which replicas do not have;
+int8 leaves replicas some 1/250 of a block's largest value apart.
 """
 
 from __future__ import annotations
