@@ -53,11 +53,7 @@ class EveryStepStrategy:
         return {"version": _VERSION, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on counting.
-
-        Raises:
-            CheckpointMismatchError: another version, or another strategy's state.
-        """
+        """Goes on counting; raises CheckpointMismatchError (another version, or another strategy's state)."""
         num_steps = state.get("num_steps")
         if state.get("version") != _VERSION or not isinstance(num_steps, int):
             raise CheckpointMismatchError(
