@@ -23,8 +23,7 @@ from trainer.collective.planning import cut_values
 from trainer.errors import NonFiniteTrainingError, RoundFailedError
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
 from trainer.model import ModelConfig, build_model
-from trainer.outer.diloco.flat import FlatLayout
-from trainer.outer.diloco.fragments import synchronised_parameters
+from trainer.outer.diloco.flat import FlatLayout, synchronised_parameters
 from trainer.outer.diloco.outer import OuterOptimizer
 
 __all__ = ["LIES", "RULES", "Setting", "bench_liars", "held_out_ratio", "trained_loss"]

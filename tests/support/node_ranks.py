@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainer.collective import CollectiveConfig
 from trainer.outer.engine.collective import Contribution
-from trainer.outer.engine.process_group import RankedBytes
+from trainer.outer.engine.torch_collective import RankedBytes
 from trainer.run.config import RunConfig
 from trainer.run.node.cluster import Ranks, cluster_collective
 from trainer.run.node.stopping import StopRequest

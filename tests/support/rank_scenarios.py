@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tests.support.small_model import batches, small_model
 from tests.support.toy_models import Regression
 from trainer.aggregation import RuleConfig
 from trainer.compression.vectors import codec_named
 from trainer.errors import PeerUnavailableError, RoundFailedError
+from trainer.inner import InnerConfig, InnerLoop, make_optimizer
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
@@ -70,11 +74,6 @@ def all_rounds(rank: int, num_ranks: int) -> dict:
     for name, (codec, rule, num_values, odd) in ROUNDS.items():
         collective = TorchCollective(codec_named(codec), rule)
         results[name] = _flat(collective.reduce(contribution_of(rank, num_values, odd)))
-    results["refused"] = _refusals(rank)
-    return results
-
-
-def _refusals(rank: int) -> dict[str, str]:
     collective = TorchCollective(codec_named("fp32"), MEAN)
     usual = contribution_of(rank)
     apart = {
@@ -83,7 +82,7 @@ def _refusals(rank: int) -> dict[str, str]:
         "nothing": replace(usual, vector=torch.full((NUM_VALUES,), torch.nan)),
         "length": replace(usual, vector=usual.vector[rank:], reference=usual.reference[rank:]),
     }
-    refused = {}
+    refused = results["refused"] = {}
     for name, contribution in apart.items():
         try:
             result = collective.reduce(contribution)
@@ -91,7 +90,7 @@ def _refusals(rank: int) -> dict[str, str]:
         except RoundFailedError as error:
             refused[name] = str(error)
     refused["afterwards"] = str(len(collective.reduce(usual).report.members))
-    return refused
+    return results
 
 
 def _flat(result: RoundResult) -> dict:
@@ -116,22 +115,19 @@ def diloco(rank: int, num_ranks: int) -> dict:
     for name, config in DILOCO.items():
         model = Regression(rank)
         trainer = DiLoCoTrainer(model, config, TorchCollective(codec_named("int8"), MEAN))
-        digests = [trainer.state_digest()]
-        start = held_out_loss(model)
+        digests, start = [trainer.state_digest()], held_out_loss(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(200):
             optimizer.zero_grad()
             model(step).backward()
             optimizer.step()
-            outer = trainer.after_inner_step()
-            if outer is not None:
+            if trainer.after_inner_step() is not None:
                 digests.append(trainer.state_digest())
         trainer.drain()
-        residual = trainer.state_dict()["fragments"][0]["residual"]
         results[name] = {
             "digests": digests,
-            "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
-            "residual": residual,
+            "parameters": _parameters(model),
+            "residual": trainer.state_dict()["fragments"][0]["residual"],
             "losses": [start, held_out_loss(model)],
         }
     return results
@@ -164,7 +160,7 @@ def every_step(rank: int, num_ranks: int) -> dict:
     return {"parameters": _parameters(model), "state": strategy.state_dict()}
 
 
-def _parameters(model: Regression) -> Tensor:
+def _parameters(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -182,6 +178,58 @@ def one_dies(rank: int, num_ranks: int) -> dict:
         error = "none"
     except PeerUnavailableError as raised:
         error = str(raised)
-    saved = {"error": error, "unchanged": trainer.state_digest() == before, "rounds": trainer.round_index}
-    # The group is broken: leave without its farewell.
-    return saved
+    return {"error": error, "unchanged": trainer.state_digest() == before, "rounds": trainer.round_index}
+
+
+CONFIG = InnerConfig(lr=1e-2, warmup_steps=0, max_grad_norm=2.0, accumulation_steps=2)
+INFINITE, EMPTY, BAD_GRADIENT = "infinite loss", "no label", "bad gradient"
+STEPS: list[tuple[str, str]] = [
+    ("", ""),
+    ("", INFINITE),
+    ("", EMPTY),
+    (EMPTY, EMPTY),
+    (BAD_GRADIENT, ""),
+    (EMPTY, INFINITE),
+    ("", ""),
+]
+"""What is odd about a step, at rank 0 and at rank 1."""
+SKIPPED = [False, True, False, True, True, True, False]
+
+
+class Odd(nn.Module):
+    """A model whose loss alone is infinite where the first id is -1, and its gradient alone where it is -2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small_model()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids.clamp(min=0), labels)
+        if input_ids[0, 0] == -1:
+            return loss + math.inf
+        if input_ids[0, 0] == -2:  # The root of nothing: value 0, slope infinite.
+            return loss + (self.model.embedding.weight[0, 0] * 0.0).abs().sqrt()
+        return loss
+
+
+def _batches(rank: int) -> Iterator[dict[str, Tensor]]:
+    plain = batches(5 + rank)
+    for odd in (each[rank] for each in STEPS):
+        for batch in (next(plain) for _ in range(CONFIG.accumulation_steps)):
+            if odd == EMPTY:
+                batch["labels"] = torch.full_like(batch["labels"], -100)
+            elif odd:
+                batch["input_ids"][0, 0] = {INFINITE: -1, BAD_GRADIENT: -2}[odd]
+            yield batch
+
+
+def odd_steps(rank: int, num_ranks: int) -> dict[str, object]:
+    """All of STEPS; after each, whether it was skipped, and the parameters."""
+    model = Odd()
+    optimizer = make_optimizer(model, CONFIG)
+    loop = InnerLoop(ddp_model(model), optimizer, CONFIG, _batches(rank), torch.device("cpu"))
+    skipped, parameters = [], []
+    for _ in STEPS:
+        skipped.append(loop.step().skipped)
+        parameters.append(_parameters(model))
+    return {"skipped": skipped, "parameters": parameters}

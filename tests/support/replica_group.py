@@ -5,16 +5,20 @@ Sums of the latter are in fp64 in the order of the ranks, so the mean of a few f
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tests.support.toy_models import Regression
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
-from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
+from trainer.outer.engine.collective import Collective, Contribution, LocalCollective, RoundReport, RoundResult
+from trainer.outer.engine.strategy import OuterResult
+from trainer.outer.sparta import NOBODY, OtherRounds, SpartaConfig, SpartaTrainer
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -116,3 +120,97 @@ def run_replicas(replicas: Sequence[Callable[[], T]]) -> list[T]:
     with ThreadPoolExecutor(len(replicas)) as pool:
         futures = [pool.submit(replica) for replica in replicas]
         return [future.result(WAIT_S) for future in futures]
+
+
+class Frontier:
+    """The others' rounds, as discovery would report them."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.moved_to: list[int] = []
+
+    def frontier(self) -> int:
+        return self.at
+
+    def move_to(self, round_index: int) -> None:
+        self.moved_to.append(round_index)
+
+
+class Replica:
+    """A model, its AdamW and its SPARTA."""
+
+    def __init__(
+        self,
+        config: SpartaConfig,
+        collective: Collective | None = None,
+        *,
+        number: int = 0,
+        model: nn.Module | None = None,
+        lr: float = 0.01,
+        others: OtherRounds = NOBODY,
+        after_average: Callable[[nn.Module], None] | None = None,
+        kept_axes: Mapping[str, int] | None = None,
+    ) -> None:
+        self.model = Regression(number) if model is None else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.trainer = SpartaTrainer(
+            self.model,
+            config,
+            LocalCollective() if collective is None else collective,
+            optimizer=self.optimizer,
+            after_average=after_average,
+            kept_axes=kept_axes,
+            others=others,
+        )
+        self.results: list[OuterResult] = []
+
+    def step(self, index: int) -> None:
+        """One of AdamW alone."""
+        self.optimizer.zero_grad()
+        self.model(index).backward()
+        self.optimizer.step()
+
+    def train(self, first: int, stop: int) -> None:
+        """Steps, each followed by SPARTA's turn."""
+        for index in range(first, stop):
+            self.step(index)
+            self.turn()
+
+    def turn(self, num_batches: int = 1) -> OuterResult | None:
+        """SPARTA's turn alone: as a replica that does not step."""
+        return self.keep(self.trainer.after_inner_step(num_batches))
+
+    def drain(self) -> OuterResult | None:
+        return self.keep(self.trainer.drain())
+
+    def keep(self, result: OuterResult | None) -> OuterResult | None:
+        if result is not None:
+            self.results.append(result)
+        return result
+
+    def vector(self) -> Tensor:
+        """All parameters."""
+        return self.trainer.layout.gather(dict(self.model.named_parameters()))
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's memory, copied."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            f"{names[parameter]}.{kind}": torch.as_tensor(value).clone()
+            for parameter, state in self.optimizer.state.items()
+            for kind, value in state.items()
+        }
+
+
+def to_bytes(**parts: Any) -> bytes:
+    """The states of some parts, as a checkpoint has them."""
+    buffer = io.BytesIO()
+    torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
+    return buffer.getvalue()
+
+
+def restore(saved: bytes, **parts: Any) -> None:
+    """Gives the parts the states of `to_bytes`."""
+    contents = torch.load(io.BytesIO(saved), weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(contents[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -16,7 +17,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,11 +26,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.commit_vote import CommitVote
-from trainer.collective.coordinator_client import CoordinatorClient
+from trainer.collective.config import RoundSettings
 from trainer.collective.member import RoundMember
-from trainer.collective.messages import Agreement, Member
+from trainer.collective.messages import Agreement, JoinRequest, Member
 from trainer.collective.planning import cut_values
 from trainer.collective.reduction import Reduction, ReductionPass
+from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
 from trainer.outer.engine.collective import Contribution
@@ -36,8 +39,6 @@ from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
-
-__all__ = ["NUM_VALUES", "PEER_IDS", "RUN_ID", "KnownPeers", "agreement_of", "contribution_of", "identity_of", "terms"]
 
 
 def identity_of(number: int) -> Identity:
@@ -66,10 +67,9 @@ def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) 
     )
 
 
-def contribution_of(number: int, round_index: int, num_values: int = NUM_VALUES) -> torch.Tensor:
+def contribution_of(number: int, round_index: int) -> torch.Tensor:
     """What a member brings to a round."""
-    generator = torch.Generator().manual_seed(1000 * round_index + number)
-    return torch.randn(num_values, generator=generator)
+    return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(1000 * round_index + number))
 
 
 def terms(**changes: Any) -> Terms:
@@ -78,11 +78,27 @@ def terms(**changes: Any) -> Terms:
     return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
 
 
+def join_request(**changes: Any) -> JoinRequest:
+    """A node's request to join round 5, with changes."""
+    return JoinRequest(
+        round_index=5,
+        terms=terms(),
+        state_digest="ab" * 32,
+        num_values=5_000,
+        num_batches=10,
+        age_s=1.0,
+        vocabulary_rows=1024,
+        address="127.0.0.1:9",
+        certificate=None,
+        tried=(),
+    ).model_copy(update=changes)
+
+
 class KnownPeers:
     """A directory that knows what a test puts there."""
 
-    def __init__(self, *, holds_most_held_state: bool = False) -> None:
-        self.known: dict[str, Peer] = {}
+    def __init__(self, known: Mapping[str, Peer] | None = None, *, holds_most_held_state: bool = False) -> None:
+        self.known = dict(known or {})
         self._holds_most_held_state = holds_most_held_state
 
     def peers(self) -> Mapping[str, Peer]:
@@ -90,6 +106,19 @@ class KnownPeers:
 
     def holds_most_held_state(self) -> bool:
         return self._holds_most_held_state
+
+
+def settings_of(own_id: str, known: Mapping[str, Peer] | None = None, **options: Any) -> RoundSettings:
+    """Settings of a node without an endpoint."""
+    return RoundSettings(
+        run_id=RUN_ID,
+        terms=terms(),
+        rule=RuleConfig(),
+        codec=codec_named("fp32"),
+        config=CollectiveConfig(**options),
+        endpoint=cast(Endpoint, SimpleNamespace(peer_id=own_id)),
+        directory=KnownPeers(known),
+    )
 
 
 class _Fault:
@@ -109,7 +138,7 @@ class _Fault:
             self.place = place
 
     def at(self, place: str) -> None:
-        if self.place != place:
+        if self.place != place or not place:
             return
         self.left -= 1
         if self.left < 0:
@@ -120,35 +149,30 @@ class _Fault:
 def _install(fault: _Fault) -> None:
     """Puts the fault's places into the round's code; in this process only."""
 
-    def before(owner: type, name: str, place: str) -> None:
+    def around(owner: type, name: str, before: str, after: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         async def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-            fault.at(place)
-            return await original(self, *arguments, **options)
-
-        setattr(owner, name, wrapped)
-
-    def after(owner: type, name: str, place: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        async def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+            fault.at(before)
             result = await original(self, *arguments, **options)
-            fault.at(place)
+            fault.at(after)
             return result
 
-        setattr(owner, name, wrapped)
+        def wrapped_call(self: Any, *arguments: Any) -> None:
+            fault.at(before)
+            original(self, *arguments)
+            fault.at(after)
 
-    before(RoundMember, "_come_together", "before_joining")
-    before(CoordinatorClient, "acknowledge", "before_acknowledging")
-    before(RoundMember, "_carry_out", "begun")
-    before(ReductionPass, "_send_parts", "before_sending")
-    after(Stream, "send", "sent")
-    before(Reduction, "_publish", "before_publishing")
-    after(Reduction, "_publish", "published")
-    before(RoundMember, "_vote", "before_voting")
-    before(CommitVote, "_decide", "before_deciding")
-    after(CommitVote, "_decide", "decided")
+        setattr(owner, name, wrapped if inspect.iscoroutinefunction(original) else wrapped_call)
+
+    around(RoundMember, "_come_together", "before_joining", "")
+    around(RoundMember, "_acknowledge", "before_acknowledging", "")
+    around(RoundMember, "_carry_out", "begun", "")
+    around(ReductionPass, "_send_parts", "before_sending", "")
+    around(Stream, "send", "", "sent")
+    around(Reduction, "_reduce", "before_publishing", "published")
+    around(RoundMember, "_vote", "before_voting", "")
+    around(CommitVote, "_decide", "before_deciding", "decided")
 
 
 def _say(**fields: Any) -> None:
@@ -166,36 +190,19 @@ def main() -> None:
     _install(fault)
     loop = LoopThread("actor")
     loop.start()
-    endpoint = Endpoint(
-        identity_of(number),
-        RUN_ID,
-        RpcConfig(
-            host="127.0.0.1",
-            port=settings["port"],
-            tls=settings.get("tls", False),
-            heartbeat_s=0.25,
-            stall_timeout_s=settings["stall_timeout_s"],
-            stop_grace_s=0.2,
-        ),
-    )
+    stall_timeout_s = settings["stall_timeout_s"]
+    rpc = {"heartbeat_s": 0.25, "stall_timeout_s": stall_timeout_s, "stop_grace_s": 0.2}
+    endpoint = Endpoint(identity_of(number), RUN_ID, RpcConfig(host="127.0.0.1", tls=settings.get("tls", False), **rpc))
     others = KnownPeers()
     config = CollectiveConfig(
-        stall_timeout_s=settings["stall_timeout_s"],
-        invite_after_s=settings.get("invite_after_s", 0.5),
+        stall_timeout_s=stall_timeout_s,
+        invite_after_s=0.5,
         gather_timeout_s=10.0,
         round_timeout_s=60.0,
         compression=settings.get("compression", "fp32"),
     )
-    collective = PeerCollective(
-        endpoint,
-        loop.loop,
-        RUN_ID,
-        terms(**settings.get("terms", {})),
-        RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {})),
-        config,
-        others,
-        lambda: settings.get("vocabulary_rows", 1024),
-    )
+    rule = RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {}))
+    collective = PeerCollective(endpoint, loop.loop, RUN_ID, terms(), rule, config, others, lambda: 1024)
     loop.run(endpoint.start(), 10)
     _say(address=endpoint.address, certificate=endpoint.certificate.decode() if endpoint.certificate else None)
     for line in sys.stdin:
@@ -217,7 +224,7 @@ def main() -> None:
 
 def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) -> dict[str, Any]:
     round_index = command["round"]
-    vector = contribution_of(number, round_index, command.get("num_values", NUM_VALUES)) * command.get("factor", 1.0)
+    vector = contribution_of(number, round_index)
     try:
         result = collective.reduce(
             Contribution(
@@ -242,9 +249,7 @@ def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) 
         "completeness": report.completeness,
         "num_passes": report.num_passes,
         "seconds": report.seconds,
-        "rule": report.rule,
         "weights": list(report.weights),
-        "note": report.note,
         "vocabulary_rows": collective.agreed_vocabulary_rows,
     }
 

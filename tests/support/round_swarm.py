@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ import torch
 
 from tests.support.round_actor import RUN_ID, contribution_of, identity_of
 from trainer.collective.planning import coordinator_order
-
-__all__ = ["Actor", "RoundSwarm"]
 
 _START_S = 60.0
 
@@ -35,22 +34,12 @@ class Actor:
 
     @property
     def peer_id(self) -> str:
-        """Its key."""
         return identity_of(self.number).peer_id
 
     def say(self, **command: Any) -> None:
-        """One line to it."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-
-    def kill(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
         """The next line from it; TimeoutError if there is none."""
@@ -58,6 +47,22 @@ class Actor:
             return json.loads(self.lines.get(timeout=timeout_s))
         except queue.Empty:
             raise TimeoutError(f"actor {self.number} says nothing within {timeout_s} s") from None
+
+    def read(self) -> None:
+        """Takes its lines as they come."""
+        assert self.process.stdout is not None
+        try:
+            for line in self.process.stdout:
+                self.lines.put(line)
+        except ValueError:
+            return  # closed while it was read
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 class RoundSwarm:
@@ -68,15 +73,11 @@ class RoundSwarm:
         self.settings = {"stall_timeout_s": 2.5, **settings}
         self.actors: dict[int, Actor] = {}
         self.next_round = 0
-        for number in range(num_actors):
-            self._launch(number)
-        for number in range(num_actors):
-            self._await_start(number)
-        for number in range(num_actors):
-            self._make_ready(number)
+        for step in (self._launch, self._await_start, self._make_ready):
+            for number in range(num_actors):
+                step(number)
 
     def close(self) -> None:
-        """Kills what is left."""
         for actor in self.actors.values():
             actor.kill()
 
@@ -86,19 +87,17 @@ class RoundSwarm:
         return [numbers[peer_id] for peer_id in coordinator_order(RUN_ID, round_index, numbers)]
 
     def begin(
-        self, round_index: int, numbers: list[int], *, faults: dict[int, str] | None = None, **options: Any
-    ) -> None:
-        """Lets these take part in a round."""
+        self, numbers: list[int], *, faults: Mapping[int, str] | None = None, each: Mapping[int, Any] | None = None
+    ) -> int:
+        """Lets these take part in the next round, each perhaps with options of its own; returns its number."""
+        round_index = self.next_round
+        self.next_round += 1
+        command = {"round": round_index, "state": hashlib.sha256(f"state {round_index}".encode()).hexdigest()}
         for number in numbers:
-            actor = self.actors[number]
-            actor.say(
-                round=round_index,
-                state=state_digest(round_index),
-                fault=(faults or {}).get(number, ""),
-                peers=self._peers_of(number),
-                save_to=str(self._result_path(number)),
-                **options,
-            )
+            own = {"fault": (faults or {}).get(number, ""), "save_to": str(self._result_path(number))}
+            own |= (each or {}).get(number, {})
+            self.actors[number].say(peers=self._peers_of(number), **{**command, **own})
+        return round_index
 
     def outcome(self, number: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """What became of the round at one of them."""
@@ -111,9 +110,8 @@ class RoundSwarm:
     def restart(self, number: int) -> None:
         """A new process in the place of one that has died; at another port."""
         self.actors[number].kill()
-        self._launch(number)
-        self._await_start(number)
-        self._make_ready(number)
+        for step in (self._launch, self._await_start, self._make_ready):
+            step(number)
 
     def _make_ready(self, number: int) -> None:
         """As a node that has taken up the others' state: invited to the next round, it will say that it comes."""
@@ -138,29 +136,14 @@ class RoundSwarm:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        actor = Actor(number, process)
-        threading.Thread(target=_read, args=(actor,), daemon=True).start()
-        actor.say(number=number, port=0, **self.settings)
-        self.actors[number] = actor
+        actor = self.actors[number] = Actor(number, process)
+        threading.Thread(target=actor.read, daemon=True).start()
+        actor.say(number=number, **self.settings)
 
     def _await_start(self, number: int) -> None:
         actor = self.actors[number]
         started = actor.hear(_START_S)
         actor.address, actor.certificate = started["address"], started["certificate"]
-
-
-def _read(actor: Actor) -> None:
-    assert actor.process.stdout is not None
-    try:
-        for line in actor.process.stdout:
-            actor.lines.put(line)
-    except ValueError:
-        return  # closed while it was read
-
-
-def state_digest(round_index: int) -> str:
-    """The state all share before a round."""
-    return hashlib.sha256(f"state {round_index}".encode()).hexdigest()
 
 
 def mean_of(numbers: list[int], round_index: int) -> torch.Tensor:

@@ -2,16 +2,19 @@
 
 A reducer trusts no member: what does not decode, or holds a NaN, is left out and named, and so is a member that fails
 enforced validation in a part; the rest goes through the rule. The result is encoded once, and every member, the reducer
-included, takes what those bytes decode to: so members end bit for bit alike under any codec. All of it is safe in any
-thread.
+included, takes what those bytes decode to: so members end bit for bit alike under any codec. Rules that look at whole
+vectors need sums over all slices; every member adds those in one order, so all decide alike. Safe in any thread.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import add
 from typing import TypeAlias
 
 import torch
@@ -26,13 +29,15 @@ from trainer.aggregation import (
     needs_decision,
     needs_moments,
     reduce_part,
+    validate,
 )
-from trainer.collective.messages import Agreement, Task, TaskDigest
+from trainer.collective.messages import Agreement, MomentsReply, Task
 from trainer.compression.vectors import Codec
 from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
 from trainer.network.rpc.boundary import peer_boundary
+from trainer.outer.engine.collective import MemberFinding, member_findings
 
-__all__ = ["Arithmetic", "HeldResults", "Payload", "ReducedPart", "TaskResult"]
+__all__ = ["Arithmetic", "Payload", "ReducedPart", "TaskResult", "add_sums", "measured_of", "split_sums"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +60,6 @@ class ReducedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoded:
-    rows: dict[str, torch.Tensor]
-    """fp32[values of the part], finite, by sender in the order of their ids."""
-    dropped: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Arithmetic:
     """What one round computes with: its agreement, codec, rule, this node's vector and the common reference."""
 
@@ -75,97 +73,86 @@ class Arithmetic:
 
     def encoded_bytes(self, part: int) -> int:
         """Returns the size of a contribution to a part, and of its result."""
-        start, stop = self.agreement.part_bounds(part)
-        return self.codec.encoded_bytes(stop - start)
+        return self.codec.encoded_bytes(self._num_values(part))
 
     def encode_own(self, part: int) -> Payload:
         """Returns this node's contribution to a part; in fp32 a view, without a copy."""
-        start, stop = self.agreement.part_bounds(part)
-        payload = self.codec.encode(self.vector[start:stop])
+        place = self._place(part)
+        payload = self.codec.encode(self.vector[place])
         if self.residual is not None:
-            decoded = self.codec.decode(payload, stop - start, out=self.residual[start:stop])
-            torch.sub(self.vector[start:stop], decoded, out=decoded)
+            decoded = self.codec.decode(payload, self._num_values(part), out=self.residual[place])
+            torch.sub(self.vector[place], decoded, out=decoded)
         return payload
 
     def decode_result(self, part: int, payload: Payload, out: torch.Tensor) -> None:
-        """Writes a decoded result to its place in ``out``, fp32[num_values].
-
-        Raises:
-            CodecError: it does not decode, or is not finite.
-        """
-        start, stop = self.agreement.part_bounds(part)
-        values = self.codec.decode(payload, stop - start, out=out[start:stop])
+        """Writes a decoded result to its place in ``out``, fp32[num_values]; CodecError if it is no finite one."""
+        values = self.codec.decode(payload, self._num_values(part), out=out[self._place(part)])
         if not finite_rows([values])[0]:
             raise CodecError(f"part {part}: expected finite results, found NaN or infinity")
 
     def measure(self, part: int, payloads: Mapping[str, Payload]) -> Moments:
         """Returns sums over a part for the rules that look at whole vectors; a missing member counts as not finite."""
-        return self._moments(part, self._decode(part, payloads))
+        return self._moments(part, self._decode(part, payloads)[0])
 
-    def reduce(
-        self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None, *, measured: bool
-    ) -> ReducedPart:
-        """Reduces all contributions to one part.
-
-        Args:
-            part: its number.
-            payloads: contributions by sender; members of the round only.
-            decision: over the whole vectors, for the rules that need one.
-            measured: also sum what the report says about the contributions.
-        """
-        decoded = self._decode(part, payloads)
-        everyone = self.agreement.peer_ids
-        positions = [everyone.index(sender) for sender in decoded.rows]
+    def reduce(self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None = None) -> ReducedPart:
+        """Reduces the contributions to one part, by sender; rules over whole vectors need a decision on those."""
+        rows, dropped = self._decode(part, payloads)
+        everyone, weights = self.agreement.peer_ids, self.agreement.weights
+        positions = [everyone.index(sender) for sender in rows]
         judges = needs_decision(self.rule) and not needs_moments(self.rule)
-        sums = self._moments(part, decoded) if measured or judges else None
+        is_measured = self.rule.validation != "off" and not needs_moments(self.rule)
+        sums = self._moments(part, rows) if is_measured or judges else None
+        odd: Mapping[int, str] = {}
         if judges and sums is not None:
-            decision = decide(sums, [member.weight for member in self.agreement.members], self.rule)
-        odd = decision.odd if judges and decision is not None else {}
+            decision = decide(sums, weights, self.rule)
+            odd = decision.odd
+        row_weights, reference = [weights[position] for position in positions], self.reference[self._place(part)]
+        try:
+            result = reduce_part([*rows.values()], row_weights, self.rule, decision, reference, positions)
+            payload = self.codec.encode(result)
+        except (RoundFailedError, CodecError) as error:
+            logger.warning("part %d: %s; it stays as it was", part, error)
+            payload = self.codec.encode(torch.zeros(self._num_values(part)))
         return ReducedPart(
-            payload=self._encoded(part, decoded, positions, decision),
+            payload=payload,
             num_included=sum(decision is None or position not in decision.excluded for position in positions),
-            dropped=decoded.dropped,
+            dropped=dropped,
             odd={everyone[member]: reason for member, reason in odd.items()},
             sums=sums,
         )
 
-    def _encoded(self, part: int, decoded: _Decoded, positions: list[int], decision: RuleDecision | None) -> Payload:
-        """The result of a part; zeros if no contribution is usable, or the result cannot be encoded."""
-        start, stop = self.agreement.part_bounds(part)
-        weights = [self.agreement.members[position].weight for position in positions]
-        reference = self.reference[start:stop]
-        try:
-            result = reduce_part([*decoded.rows.values()], weights, self.rule, decision, reference, positions)
-            return self.codec.encode(result)
-        except (RoundFailedError, CodecError) as error:
-            logger.warning("part %d: %s; it stays as it was", part, error)
-            return self.codec.encode(torch.zeros(stop - start))
+    def _place(self, part: int) -> slice:
+        return slice(*self.agreement.part_bounds(part))
 
-    def _moments(self, part: int, decoded: _Decoded) -> Moments:
+    def _num_values(self, part: int) -> int:
         start, stop = self.agreement.part_bounds(part)
-        missing = torch.full((stop - start,), torch.nan)
-        rows = [decoded.rows.get(peer_id, missing) for peer_id in self.agreement.peer_ids]
-        return moments(rows, self.reference[start:stop])
+        return stop - start
 
-    def _decode(self, part: int, payloads: Mapping[str, Payload]) -> _Decoded:
-        start, stop = self.agreement.part_bounds(part)
-        decoded = _Decoded({}, {})
+    def _moments(self, part: int, rows: Mapping[str, torch.Tensor]) -> Moments:
+        missing = torch.full((self._num_values(part),), torch.nan)
+        everyone = [rows.get(peer_id, missing) for peer_id in self.agreement.peer_ids]
+        return moments(everyone, self.reference[self._place(part)])
+
+    def _decode(self, part: int, payloads: Mapping[str, Payload]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Finite rows, fp32[values of the part], by sender in the order of their ids; and who has none, and why."""
+        rows: dict[str, torch.Tensor] = {}
+        dropped: dict[str, str] = {}
         for sender in sorted(payloads):
             try:
                 with peer_boundary(f"member {sender[:8]}"):
-                    row = self.codec.decode(payloads[sender], stop - start)
+                    row = self.codec.decode(payloads[sender], self._num_values(part))
             except (CodecError, MalformedAnswerError) as error:
-                decoded.dropped[sender] = f"malformed: {error}"[:300]
+                dropped[sender] = f"malformed: {error}"[:300]
                 continue
             if finite_rows([row])[0]:
-                decoded.rows[sender] = row
+                rows[sender] = row
             else:
-                decoded.dropped[sender] = "not finite"
-        return decoded
+                dropped[sender] = "not finite"
+        return rows, dropped
 
 
 class TaskResult:
-    """The parts of one task, received in order."""
+    """The parts of one task, received in order, and written to their places in ``values``, fp32[num_values]."""
 
     def __init__(self, task: Task, arithmetic: Arithmetic, values: torch.Tensor) -> None:
         self._task = task
@@ -185,11 +172,7 @@ class TaskResult:
         return self._sha256.hexdigest() if self.complete else None
 
     def add(self, part: int, payload: Payload) -> None:
-        """Takes the next part.
-
-        Raises:
-            CodecError: it is not the next part, does not decode, or is not finite.
-        """
+        """Takes the next part; raises CodecError if it is another, does not decode, or is not finite."""
         if part != self._next_part or self.complete:
             raise CodecError(f"expected part {self._next_part} of task {self._task.key}, found {part}")
         self._arithmetic.decode_result(part, payload, self._values)
@@ -197,23 +180,21 @@ class TaskResult:
         self._next_part += 1
 
 
-class HeldResults:
-    """What a member holds of a round's result: decoded values, and the digests it votes with."""
+def add_sums(sums: Sequence[Moments]) -> Moments:
+    """Adds sums in the given order: the same numbers wherever the same sums are added."""
+    return reduce(add, sums)
 
-    def __init__(self, arithmetic: Arithmetic) -> None:
-        self.values = torch.zeros(arithmetic.agreement.num_values)
-        self._arithmetic = arithmetic
-        self._tasks: dict[str, TaskResult] = {}
 
-    def begin(self, task: Task) -> TaskResult:
-        """Returns an empty place for a task's parts."""
-        self._tasks[task.key] = TaskResult(task, self._arithmetic, self.values)
-        return self._tasks[task.key]
+def measured_of(agreement: Agreement, sums: Sequence[Moments], rule: RuleConfig) -> tuple[MemberFinding, ...]:
+    """Validates the contributions (spec T-20) from some sums; returns nothing without sums, or if validation is off."""
+    if rule.validation == "off" or not sums:
+        return ()
+    return member_findings(validate(add_sums(sums), rule, agreement.weights), agreement.peer_ids)
 
-    def digest(self, key: str) -> str | None:
-        """Returns the digest of a task's result, or None if it is not whole."""
-        return self._tasks[key].digest if key in self._tasks else None
 
-    def holds(self, digests: Iterable[TaskDigest]) -> bool:
-        """Returns whether these committed results are held here."""
-        return all(entry.digest is not None and self.digest(entry.key) == entry.digest for entry in digests)
+def split_sums(reply: MomentsReply, payload: bytes) -> list[bytes]:
+    """Returns the sums of several reducers in message and payload; raises ValueError if the sizes do not add up."""
+    if sum(reply.sizes_bytes) != len(payload):
+        raise ValueError(f"expected {sum(reply.sizes_bytes)} bytes of sums, found {len(payload)}")
+    ends = list(accumulate(reply.sizes_bytes))
+    return [payload[end - size : end] for end, size in zip(ends, reply.sizes_bytes, strict=True)]

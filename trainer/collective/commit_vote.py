@@ -1,15 +1,9 @@
 """The coordinator's second half: the commit vote, and the decision that goes out to all who voted.
 
-The rule: a round commits only what every voter holds with one digest (after further passes: what most of them hold),
-and only with a majority of the agreed members. A task that a member lacks, or holds with another digest, is lost and
-reduced again by others. A member that does not vote is gone: its contribution stays in what was reduced before it went,
-and it has to fetch the state when it comes back.
-
-That makes it safe to lose the coordinator. Before it can have told a member to commit, all remaining members held all
-of it; the next coordinator hears the same digests from them and can only decide the same (`decide_round` is pure).
-
-A member whose vote is missing is asked whether it is there. One that does not answer is not waited for, and one that
-already knows the outcome (from a coordinator that is gone) settles it for all.
+A round commits only what every voter holds with one digest (after further passes: what most of them hold), and only
+with a majority of the agreed members; what a member lacks is reduced again by others. `decide_round` is pure, and
+before a member can have been told to commit, all who are left held all of it: so the next coordinator can only decide
+the same. A member that does not answer is not waited for, and one that already knows the outcome settles it for all.
 """
 
 from __future__ import annotations
@@ -22,16 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from trainer.aggregation import Moments
-from trainer.collective.messages import (
-    Agreement,
-    Commit,
-    CommitDecision,
-    MemberReason,
-    Plan,
-    TaskDigest,
-    Vote,
-    short,
-)
+from trainer.collective.arithmetic import measured_of
+from trainer.collective.changes import Changes
+from trainer.collective.config import RoundSettings
+from trainer.collective.messages import Agreement, Commit, CommitDecision, MemberReason, Plan, TaskDigest, Vote, short
 from trainer.collective.planning import check_commit, check_plan, first_plan, is_majority, may_follow, next_plan
 from trainer.errors import RefusedError
 
@@ -41,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 Probe = Callable[[str], Awaitable[tuple[bool, CommitDecision | None]]]
 """Asks a member whether it is there, and for the outcome it knows."""
-
-Examine = Callable[[Sequence[Moments]], tuple[MemberReason, ...]]
-"""Validates the contributions from all members' sums."""
 
 _Held = Mapping[str, Mapping[str, str | None]]
 """Digests by task, by voter."""
@@ -55,41 +40,21 @@ _LOOK_EVERY_S = 0.25
 class CommitVote:
     """One round's votes on the node that coordinates it, or has taken over.
 
-    Args:
-        agreement: of the round.
-        own_id: this node; the agreed coordinator knows all plans there are, and accepts none from voters.
-        probe: asks a member whether it is there.
-        examine: findings for the report.
-        max_passes: of the run.
-        timeout_s: longest wait for a vote.
-        patience_s: the same, at least, once more than half have voted.
+    The agreed coordinator knows all plans there are, and accepts none from voters.
     """
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        own_id: str,
-        probe: Probe,
-        examine: Examine,
-        *,
-        max_passes: int,
-        timeout_s: float,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, agreement: Agreement, settings: RoundSettings, probe: Probe) -> None:
         self._agreement = agreement
-        self._is_successor = own_id != agreement.coordinator
+        self._settings = settings
+        self._max_passes = settings.config.max_passes
         self._probe = probe
-        self._examine = examine
-        self._max_passes = max_passes
-        self._timeout_s = timeout_s
-        self._patience_s = patience_s
         self._plan = first_plan(agreement)
         self._votes: dict[str, Vote] = {}
         self._sums: dict[str, Moments] = {}
         self._absent: set[str] = set()
         self._decisions: dict[str, CommitDecision] = {}
         self._outcome: CommitDecision | None = None
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._running: asyncio.Task[None] | None = None
 
     async def vote(self, peer_id: str, vote: Vote, sums: Moments | None) -> CommitDecision:
@@ -104,21 +69,20 @@ class CommitVote:
             self._sums[peer_id] = sums
         check_plan(vote.plan, self._agreement, max_passes=self._max_passes)
         is_backed = is_majority(vote.plan.members, self._agreement.peer_ids)
-        if self._is_successor and is_backed and may_follow(vote.plan, self._plan):
+        is_successor = self._settings.own_id != self._agreement.coordinator
+        if is_successor and is_backed and may_follow(vote.plan, self._plan):
             # The coordinator that is gone had gone further than this one knows: its plan is adopted.
             self._plan, self._votes = vote.plan, {}
         plan = self._plan
         if vote.plan != plan:
             return CommitDecision(kind="again", plan=plan) if self._outcome is None else self._outcome
-        async with self._changed:
-            self._absent.discard(peer_id)
-            self._votes[peer_id] = vote
-            self._changed.notify_all()
+        self._absent.discard(peer_id)
+        self._votes[peer_id] = vote
+        self._changes.notify()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         digest = plan.fingerprint()
-        async with self._changed:
-            await self._changed.wait_for(lambda: digest in self._decisions or self._outcome is not None)
+        await self._changes.wait_for(lambda: digest in self._decisions or self._outcome is not None)
         return self._outcome or self._decisions[digest]
 
     def close(self) -> None:
@@ -132,12 +96,11 @@ class CommitVote:
             while self._outcome is None:
                 plan = self._plan
                 await self._wait_for_votes(plan)
-                await self._decide(plan)
+                self._decide(plan)
         except Exception as error:  # Whatever it is, no voter may be left waiting.
             logger.exception("round %d cannot be decided", self._agreement.round_index)
-            async with self._changed:
-                self._outcome = CommitDecision(kind="abort", reason=short(f"cannot be decided: {type(error).__name__}"))
-                self._changed.notify_all()
+            self._outcome = CommitDecision(kind="abort", reason=short(f"cannot be decided: {type(error).__name__}"))
+            self._changes.notify()
         finally:
             probing.cancel()
             with suppress(asyncio.CancelledError):
@@ -145,38 +108,41 @@ class CommitVote:
 
     async def _wait_for_votes(self, plan: Plan) -> None:
         """Waits until all present members have voted; limits the wait once more than half have."""
-        began_s = time.monotonic()
+        config, began_s = self._settings.config, time.monotonic()
         half_s: float | None = None
         while self._outcome is None and self._plan is plan and set(plan.members) - self._votes.keys() - self._absent:
-            now_s = time.monotonic()
+            waited_s = time.monotonic() - began_s
             if half_s is None and 2 * len(self._votes) > len(plan.members):
-                half_s = now_s
-            patience_s = self._timeout_s
+                half_s = waited_s
+            longest_s = config.round_timeout_s / 2
             if half_s is not None:
-                patience_s = min(patience_s, half_s - began_s + max(self._patience_s, 3 * (half_s - began_s)))
-            if now_s > began_s + patience_s:
+                longest_s = min(longest_s, half_s + max(4 * config.stall_timeout_s, 3 * half_s))
+            if waited_s > longest_s:
                 return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_EVERY_S), self._changed:
-                    await self._changed.wait()
+            await self._changes.wait(_LOOK_EVERY_S)
 
-    async def _decide(self, plan: Plan) -> None:
-        async with self._changed:
-            if self._outcome is not None or self._plan is not plan:
-                return
-            decision = decide_round(
-                plan,
-                self._votes,
-                peer_ids=self._agreement.peer_ids,
-                max_passes=self._max_passes,
-                findings=self._examine([self._sums[peer_id] for peer_id in sorted(self._sums)]),
-            )
-            self._decisions[plan.fingerprint()] = decision
-            if decision.plan is not None:
-                self._plan, self._votes, self._absent = decision.plan, {}, set()
-            else:
-                self._outcome = decision
-            self._changed.notify_all()
+    def _decide(self, plan: Plan) -> None:
+        if self._outcome is not None or self._plan is not plan:
+            return
+        decision = decide_round(
+            plan, self._votes, peer_ids=self._agreement.peer_ids, max_passes=self._max_passes, findings=self._findings()
+        )
+        self._decisions[plan.fingerprint()] = decision
+        if decision.plan is not None:
+            self._plan, self._votes, self._absent = decision.plan, {}, set()
+        else:
+            self._outcome = decision
+        self._changes.notify()
+
+    def _findings(self) -> tuple[MemberReason, ...]:
+        """The members that gradient validation finds odd, from the sums that members sent."""
+        sums = [self._sums[peer_id] for peer_id in sorted(self._sums)]
+        usable = [one for one in sums if one.num_members == len(self._agreement.members)]
+        return tuple(
+            MemberReason(peer_id=finding.member, reason=short(finding.reason))
+            for finding in measured_of(self._agreement, usable, self._settings.rule)
+            if finding.reason
+        )
 
     async def _probe_missing(self) -> None:
         while True:
@@ -186,12 +152,11 @@ class CommitVote:
 
     async def _probe_one(self, peer_id: str) -> None:
         present, outcome = await self._probe(peer_id)
-        async with self._changed:
-            if outcome is not None and outcome.commit is not None and self._is_confirmed(outcome.commit):
-                self._outcome = self._outcome or outcome
-            if not present:
-                self._absent.add(peer_id)
-            self._changed.notify_all()
+        if outcome is not None and outcome.commit is not None and self._is_confirmed(outcome.commit):
+            self._outcome = self._outcome or outcome
+        if not present:
+            self._absent.add(peer_id)
+        self._changes.notify()
 
     def _is_confirmed(self, commit: Commit) -> bool:
         """Whether more than half of those who voted here hold what a member says was committed.
@@ -226,7 +191,8 @@ def decide_round(
         findings: of gradient validation, for the report.
     """
     held = _digests_of(votes)
-    lost = {task.key for task in plan.tasks if not _is_agreed(task.key, held)}
+    digests = {task.key: {found.get(task.key) for found in held.values()} for task in plan.tasks}
+    lost = {key for key, found in digests.items() if len(found) != 1 or None in found}
     if not lost:
         if is_majority(votes, peer_ids):
             return _commit(plan, votes, tuple(sorted(votes)), peer_ids, findings)
@@ -241,18 +207,12 @@ def decide_round(
     if 2 * len(party) > len(votes) and is_majority(party, peer_ids):
         return _commit(plan, votes, party, peer_ids, findings)  # The others fetch the state afterwards.
     return CommitDecision(
-        kind="abort",
-        reason=f"after {plan.pass_index + 1} passes the {len(votes)} members left do not hold one result",
+        kind="abort", reason=f"after {plan.pass_index + 1} passes the {len(votes)} members left do not hold one result"
     )
 
 
 def _digests_of(votes: Mapping[str, Vote]) -> _Held:
     return {peer_id: {entry.key: entry.digest for entry in vote.digests} for peer_id, vote in votes.items()}
-
-
-def _is_agreed(key: str, held: _Held) -> bool:
-    digests = {digests.get(key) for digests in held.values()}
-    return len(digests) == 1 and None not in digests
 
 
 def _largest_party(plan: Plan, held: _Held) -> tuple[str, ...]:

@@ -1,13 +1,18 @@
-"""Options of a round."""
+"""Options of a round, and what all rounds of a node have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from trainer.aggregation import RuleConfig
+from trainer.collective.messages import Terms
+from trainer.compression.vectors import Codec
 from trainer.errors import TrainerUsageError
+from trainer.network.rpc import Endpoint, Peer
 
-__all__ = ["CollectiveConfig", "Compression"]
+__all__ = ["CollectiveConfig", "Compression", "Directory", "RoundSettings"]
 
 Compression = Literal["fp32", "fp16", "int8"]
 
@@ -40,21 +45,55 @@ class CollectiveConfig:
     """Size of the parts that slices travel in."""
 
     def __post_init__(self) -> None:
+        longest_s = self.round_timeout_s
         for field, is_valid, expected in (
             ("min_members", self.min_members >= 1, "1 or more"),
             ("max_passes", self.max_passes >= 1, "1 or more"),
             (
                 "stall_timeout_s",
-                0 < self.stall_timeout_s < self.round_timeout_s,
-                f"more than 0 and less than round_timeout_s ({self.round_timeout_s})",
+                0 < self.stall_timeout_s < longest_s,
+                f"more than 0 and less than round_timeout_s ({longest_s})",
             ),
             (
                 "gather_timeout_s",
-                0 <= self.invite_after_s <= self.gather_timeout_s < self.round_timeout_s,
-                f"invite_after_s (0 or more, {self.invite_after_s}) to under round_timeout_s ({self.round_timeout_s})",
+                0 <= self.invite_after_s <= self.gather_timeout_s < longest_s,
+                f"invite_after_s (0 or more, {self.invite_after_s}) to under round_timeout_s ({longest_s})",
             ),
             ("max_weight_ratio", self.max_weight_ratio >= 1, "1 or more"),
             ("part_bytes", 4096 <= self.part_bytes <= 1 << 20, f"4096 to {1 << 20}, the most a message carries"),
         ):
             if not is_valid:
                 raise TrainerUsageError(f"collective.{field}: expected {expected}, found {getattr(self, field)}")
+
+
+class Directory(Protocol):
+    """The other nodes of the run, as discovery knows them; answers are kept fresh by others and cost nothing."""
+
+    def peers(self) -> Mapping[str, Peer]:
+        """Returns the nodes that train by the same terms and seem alive, by id, without this one."""
+
+    def holds_most_held_state(self) -> bool:
+        """Returns whether the state most nodes hold, by their own word, is this node's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSettings:
+    """What all rounds of a node have in common."""
+
+    run_id: str
+    terms: Terms
+    rule: RuleConfig
+    codec: Codec
+    config: CollectiveConfig
+    endpoint: Endpoint
+    directory: Directory
+
+    @property
+    def own_id(self) -> str:
+        """This node."""
+        return self.endpoint.peer_id
+
+    @property
+    def values_per_part(self) -> int:
+        """Values that fit a message."""
+        return self.codec.values_per_part(self.config.part_bytes)

@@ -10,38 +10,18 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from trainer.aggregation import (
-    Moments,
-    RuleDecision,
-    common_progress,
-    contribution_weight,
-    decide,
-    effective_rule,
-    needs_moments,
-)
-from trainer.collective.arithmetic import Arithmetic, HeldResults
-from trainer.collective.coordinator_client import CoordinatorClient
-from trainer.collective.messages import (
-    MAX_ROUND_MEMBERS,
-    Agreement,
-    Commit,
-    CommitDecision,
-    JoinRequest,
-    MemberReason,
-    Plan,
-    Task,
-    TaskDigest,
-    Vote,
-    short,
-)
-from trainer.collective.moments import add_sums, measured_of, weights_of
+from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule
+from trainer.collective import messages
+from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
+from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, Commit, CommitDecision, Plan, Task, Vote, short
 from trainer.collective.planning import check_agreement, check_commit, check_plan, coordinator_order, first_plan
 from trainer.collective.reduction import Reduction, ReductionPass
-from trainer.collective.service import RoundService, RoundSettings
-from trainer.errors import RefusedError, RoundFailedError, RpcError, StateBehindError
+from trainer.collective.service import KnownRound, RoundService
+from trainer.errors import CodecError, RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.network.rpc import Peer
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
@@ -57,31 +37,22 @@ class RoundMember:
     """One node in one round.
 
     Args:
-        settings: of the run.
         service: this node's answering side.
         contribution: the node's part.
-        vector: its values, with what earlier encodings left out.
         vocabulary_rows: the most rows of vocabulary the node could have after this round.
     """
 
-    def __init__(
-        self,
-        settings: RoundSettings,
-        service: RoundService,
-        contribution: Contribution,
-        vector: torch.Tensor,
-        vocabulary_rows: int,
-    ) -> None:
+    def __init__(self, service: RoundService, contribution: Contribution, vocabulary_rows: int) -> None:
         self.agreement: Agreement | None = None
-        self._settings = settings
         self._service = service
-        self._config = settings.config
-        self._own_id = settings.endpoint.peer_id
+        self._settings = service.settings
+        self._config = service.settings.config
+        self._own_id = service.settings.own_id
         self._contribution = contribution
-        self._vector = vector
         self._vocabulary_rows = vocabulary_rows
-        self._client = CoordinatorClient(settings, service)
+        self._known: KnownRound | None = None
         self._reductions: list[Reduction] = []
+        self._results: dict[str, TaskResult] = {}
         self._rule_decision: RuleDecision | None = None
         self._residual: torch.Tensor | None = None
         self._sums_of_all: list[Moments] = []
@@ -106,14 +77,14 @@ class RoundMember:
                 f"round {self._contribution.round_index}: not over within {self._config.round_timeout_s:.0f} s"
             ) from error
         finally:
-            self._service.end_round(self.agreement)
+            self._service.end_round(self._known if self.agreement is not None else None)
         report = replace(
             self._report(agreement, commit),
             sent_bytes=counters.sent_bytes - sent_bytes,
             received_bytes=counters.received_bytes - received_bytes,
             seconds=time.monotonic() - began_s,
         )
-        progress = common_progress([member.progress for member in agreement.members], weights_of(agreement))
+        progress = common_progress([member.progress for member in agreement.members], agreement.weights)
         return RoundResult(vector=values, report=report, residual=self._residual, progress=progress)
 
     # -- coming together -----------------------------------------------------------------------------------------------
@@ -152,46 +123,13 @@ class RoundMember:
 
     async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
         """Returns the agreement that all have acknowledged; None if the coordinator is not known any more."""
-        peer = None if coordinator == self._own_id else self._settings.directory.peers().get(coordinator)
-        if peer is None and coordinator != self._own_id:
+        endpoint = self._settings.endpoint
+        is_own = coordinator == self._own_id
+        peer = endpoint.peer if is_own else self._settings.directory.peers().get(coordinator)
+        if peer is None:
             return None
-        agreement = await self._client.join(peer, self._join_request(tried))
-        while True:
-            self._check(agreement)
-            begun = self._service.acknowledged(agreement)
-            other = await self._wait_until_begun(peer, agreement, begun)
-            if other is None:
-                return agreement
-            self._service.abandon(agreement)
-            agreement = other
-
-    async def _wait_until_begun(
-        self, coordinator: Peer | None, agreement: Agreement, begun: asyncio.Event
-    ) -> Agreement | None:
-        """Returns None once the round has begun, or the agreement that replaces this one.
-
-        If a coordinator is lost after it told some members, but not all, that the round has begun, some of those open
-        streams to this node, which says as much. A moment is left for that.
-        """
-        asking = asyncio.create_task(self._client.acknowledge(coordinator, agreement))
-        waiting = asyncio.create_task(begun.wait())
-        try:
-            await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done() and asking.exception() is not None and not begun.is_set():
-                await asyncio.wait({waiting}, timeout=min(1.0, self._config.stall_timeout_s / 4))
-            if begun.is_set():
-                return None
-            if asking.exception() is not None:
-                self._service.abandon(agreement)
-            return asking.result()
-        finally:
-            for task in (asking, waiting):
-                task.cancel()
-            await asyncio.gather(asking, waiting, return_exceptions=True)
-
-    def _join_request(self, tried: set[str]) -> JoinRequest:
-        endpoint, contribution = self._settings.endpoint, self._contribution
-        return JoinRequest(
+        contribution = self._contribution
+        request = messages.JoinRequest(
             round_index=contribution.round_index,
             terms=self._settings.terms,
             state_digest=contribution.state_digest,
@@ -204,21 +142,53 @@ class RoundMember:
             certificate=endpoint.certificate.decode() if endpoint.certificate else None,
             tried=tuple(sorted(tried)[:MAX_ROUND_MEMBERS]),
         )
+        timeout_s = self._config.gather_timeout_s + 2 * self._config.stall_timeout_s
+        agreement = (await self._service.ask(peer, "round/join", request, Agreement, timeout_s)).body
+        while True:
+            check_agreement(
+                agreement,
+                request,
+                own_id=self._own_id,
+                values_per_part=self._settings.values_per_part,
+                max_weight_ratio=self._config.max_weight_ratio,
+            )
+            known = self._known = self._service.acknowledged(agreement)
+            other = await self._wait_until_begun(peer, known)
+            if other is None:
+                return agreement
+            known.abandoned = True
+            agreement = other
 
-    def _check(self, agreement: Agreement) -> None:
-        contribution = self._contribution
-        check_agreement(
-            agreement,
-            own_id=self._own_id,
-            round_index=contribution.round_index,
-            state_digest=contribution.state_digest,
-            num_values=contribution.vector.numel(),
-            own_weight=contribution_weight(contribution.num_batches, max(0.0, contribution.age_s)),
-            own_progress=contribution.progress,
-            vocabulary_rows=self._vocabulary_rows,
-            values_per_part=self._settings.values_per_part,
-            max_weight_ratio=self._config.max_weight_ratio,
-        )
+    async def _wait_until_begun(self, coordinator: Peer, known: KnownRound) -> Agreement | None:
+        """Returns None once the round has begun, or the agreement that replaces this one.
+
+        If a coordinator is lost after it told some members, but not all, that the round has begun, some of those open
+        streams to this node, which says as much. A moment is left for that.
+        """
+        begun = known.begun
+        asking = asyncio.create_task(self._acknowledge(coordinator, known.agreement))
+        waiting = asyncio.create_task(begun.wait())
+        try:
+            await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and asking.exception() is not None and not begun.is_set():
+                await asyncio.wait({waiting}, timeout=min(1.0, self._config.stall_timeout_s / 4))
+            if begun.is_set():
+                return None
+            if asking.exception() is not None:
+                known.abandoned = True
+            return asking.result()
+        finally:
+            for task in (asking, waiting):
+                task.cancel()
+            await asyncio.gather(asking, waiting, return_exceptions=True)
+
+    async def _acknowledge(self, coordinator: Peer, agreement: Agreement) -> Agreement | None:
+        """Returns None once all have acknowledged an agreement, or the one that replaces it."""
+        body = messages.Acknowledge(round_index=agreement.round_index, agreement=agreement.fingerprint())
+        timeout_s = 4 * self._config.stall_timeout_s
+        return (
+            await self._service.ask(coordinator, "round/acknowledge", body, messages.AcknowledgeReply, timeout_s)
+        ).body.agreement
 
     def _is_final(self, error: RefusedError, ahead: set[str]) -> bool:
         """Whether asking another coordinator is no use."""
@@ -230,33 +200,48 @@ class RoundMember:
     # -- carrying it out -----------------------------------------------------------------------------------------------
 
     async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
-        settings = self._settings
-        self._residual = None if settings.codec.name == "fp32" else self._vector.clone()
+        settings, contribution = self._settings, self._contribution
+        vector = contribution.vector
+        if contribution.residual is not None:
+            vector = vector + contribution.residual
+        self._residual = None if settings.codec.name == "fp32" else vector.clone()
         arithmetic = Arithmetic(
-            agreement, settings.codec, settings.rule, self._vector, self._contribution.reference, self._residual
+            agreement, settings.codec, settings.rule, vector, contribution.reference, self._residual
         )
-        results = HeldResults(arithmetic)
-        peers = {member.peer_id: member.peer for member in agreement.members}
+        values = torch.zeros(agreement.num_values)
         plan = first_plan(agreement)
         deadline_s = time.monotonic() + self._config.round_timeout_s / 2
         while True:
-            tasks = [task for task in plan.fresh if task.reducer == self._own_id]
-            own = [self._reduction(task, plan, arithmetic, deadline_s) for task in tasks]
-            self._reductions += own
-            await self._service.offer(plan.fingerprint(), own)
+            own = {
+                task.key: Reduction(
+                    task,
+                    plan.members,
+                    arithmetic,
+                    self._own_id,
+                    decide_rule=partial(self._decide_rule, agreement),
+                    stall_timeout_s=self._config.stall_timeout_s,
+                    deadline_s=deadline_s,
+                )
+                for task in plan.fresh
+                if task.reducer == self._own_id
+            }
+            self._reductions += own.values()
+            self._results |= {task.key: TaskResult(task, arithmetic, values) for task in plan.fresh}
+            plan_digest = plan.fingerprint()
+            self._service.offer(plan_digest, list(own.values()))
             failed = await ReductionPass(
                 plan=plan,
-                arithmetic=arithmetic,
+                plan_digest=plan_digest,
                 endpoint=settings.endpoint,
-                peers=peers,
-                results=results,
-                reductions={reduction.task.key: reduction for reduction in own},
+                arithmetic=arithmetic,
+                results=self._results,
+                reductions=own,
                 stall_timeout_s=self._config.stall_timeout_s,
                 timeout_s=max(1.0, deadline_s - time.monotonic() + self._config.stall_timeout_s),
             ).run()
-            decision = await self._vote(agreement, plan, results, failed)
+            decision = await self._vote(agreement, plan, failed)
             if decision.plan is None:
-                return self._settle(agreement, decision, results)
+                return self._settle(agreement, decision), values
             following = decision.plan
             check_plan(following, agreement, max_passes=self._config.max_passes)
             if following.pass_index <= plan.pass_index or not set(following.members) <= set(plan.members):
@@ -265,90 +250,98 @@ class RoundMember:
             if self._own_id not in plan.members:
                 raise StateBehindError(f"round {agreement.round_index}: the others have gone on without this node")
 
-    def _reduction(self, task: Task, plan: Plan, arithmetic: Arithmetic, deadline_s: float) -> Reduction:
-        over_whole_vectors = needs_moments(self._settings.rule)
+    async def _decide_rule(self, agreement: Agreement, task: Task, sums: Moments) -> RuleDecision:
+        """Decides from all reducers' sums; the decision holds for later passes too."""
+        if self._rule_decision is None:
+            self._sums_of_all = await self._all_reduced(agreement, task, sums)
+            self._rule_decision = decide(add_sums(self._sums_of_all), agreement.weights, self._settings.rule)
+        return self._rule_decision
 
-        async def decide_rule(task: Task, sums: Moments) -> RuleDecision:
-            """Decides from all reducers' sums; the decision holds for later passes too."""
-            if self._rule_decision is None:
-                agreement = arithmetic.agreement
-                self._sums_of_all = await self._client.moments(agreement, task, sums)
-                self._rule_decision = decide(add_sums(self._sums_of_all), weights_of(agreement), self._settings.rule)
-            return self._rule_decision
+    async def _all_reduced(self, agreement: Agreement, task: Task, sums: Moments) -> list[Moments]:
+        """All reducers' sums, from the first member in succession that answers; if none does, only this node's."""
+        body, payload = messages.MomentsOpen(agreement=agreement.fingerprint(), task=task.key), sums.to_bytes()
+        timeout_s = self._config.round_timeout_s
+        for member in agreement.succession():
+            try:
+                reply = await self._service.ask(
+                    member.peer, "round/moments", body, messages.MomentsReply, timeout_s, payload
+                )
+                pieces = split_sums(reply.body, bytes(reply.payload))
+                if not pieces:
+                    raise CodecError("expected the sums of one reducer or more, found none")
+                return [Moments.from_bytes(piece, len(agreement.members)) for piece in pieces]
+            except (RpcError, CodecError, ValueError) as error:
+                logger.info("round %d: no sums from %s: %s", agreement.round_index, member.peer_id[:8], error)
+        return [sums]
 
-        return Reduction(
-            task,
-            plan.members,
-            arithmetic,
-            self._own_id,
-            decide_rule=decide_rule if over_whole_vectors else None,
-            measured=self._settings.rule.validation != "off" and not over_whole_vectors,
-            stall_timeout_s=self._config.stall_timeout_s,
-            deadline_s=deadline_s,
-        )
-
-    async def _vote(
-        self, agreement: Agreement, plan: Plan, results: HeldResults, failed: dict[str, str]
-    ) -> CommitDecision:
+    async def _vote(self, agreement: Agreement, plan: Plan, failed: dict[str, str]) -> CommitDecision:
         own = {reduction.task.key: reduction for reduction in self._reductions}
         dropped: dict[str, str] = {}
         for reduction in self._reductions:
             dropped |= reduction.odd | reduction.dropped
         sums = self._own_sums()
+        payload = add_sums(sums).to_bytes() if sums else b""
         vote = Vote(
             plan=plan,
             term=0,
             digests=tuple(
-                TaskDigest(
+                messages.TaskDigest(
                     key=task.key,
-                    digest=results.digest(task.key),
+                    digest=self._digest(task.key),
                     num_included=own[task.key].num_included if task.key in own else None,
                 )
                 for task in plan.tasks
             ),
             failed=tuple(sorted(failed)),
             dropped=tuple(
-                MemberReason(peer_id=peer_id, reason=short(reason)) for peer_id, reason in sorted(dropped.items())
+                messages.MemberReason(peer_id=peer_id, reason=short(reason))
+                for peer_id, reason in sorted(dropped.items())
             ),
         )
         for term, coordinator in enumerate(agreement.succession()):
-            peer = None if coordinator.peer_id == self._own_id else coordinator.peer
             vote = vote.model_copy(update={"term": term})
-            decision = await self._vote_at(peer, vote, add_sums(sums) if sums else None)
+            decision = await self._vote_at(coordinator.peer, agreement, vote, payload)
             if decision is not None:
                 return decision
         raise RoundFailedError(f"round {agreement.round_index}: no member left to decide it")
 
-    async def _vote_at(self, peer: Peer | None, vote: Vote, sums: Moments | None) -> CommitDecision | None:
+    async def _vote_at(self, peer: Peer, agreement: Agreement, vote: Vote, payload: bytes) -> CommitDecision | None:
         """Returns a coordinator's decision; None if it is gone. One that is present is asked again: others vote too."""
+        config, ask = self._config, self._service.ask
         for _ in range(_VOTES_AT_ONE):
             try:
-                decision = await self._client.vote(peer, vote, sums)
-                if decision.commit is not None and self.agreement is not None:
-                    check_commit(decision.commit, self.agreement, max_passes=self._config.max_passes)
-                return decision
+                reply = await ask(peer, "round/vote", vote, CommitDecision, config.round_timeout_s, payload)
+                if reply.body.commit is not None:
+                    check_commit(reply.body.commit, agreement, max_passes=config.max_passes)
+                return reply.body
             except RefusedError as error:
                 logger.info("no decision: %s", error)
                 return None
             except RpcError as error:
                 logger.info("no decision: %s", error)
-                if not await self._client.is_present(peer, vote.plan.agreement):
+                try:
+                    status = messages.StatusRequest(agreement=vote.plan.agreement)
+                    await ask(peer, "round/status", status, messages.StatusReply, config.stall_timeout_s)
+                except RpcError:
                     return None
             await asyncio.sleep(_RETRY_S)
         return None
 
-    def _settle(
-        self, agreement: Agreement, decision: CommitDecision, results: HeldResults
-    ) -> tuple[Commit, torch.Tensor]:
-        self._service.settle(agreement, decision)
+    def _settle(self, agreement: Agreement, decision: CommitDecision) -> Commit:
+        if self._known is not None:
+            self._service.settle(self._known, decision)
         commit = decision.commit
         if commit is None:
             raise RoundFailedError(f"round {agreement.round_index}: {decision.reason}")
-        if self._own_id not in commit.members or not results.holds(commit.digests):
+        holds_all = all(entry.digest == self._digest(entry.key) for entry in commit.digests)
+        if self._own_id not in commit.members or not holds_all:
             raise StateBehindError(
                 f"round {agreement.round_index}: the others have committed a result that this node does not hold whole"
             )
-        return commit, results.values
+        return commit
+
+    def _digest(self, key: str) -> str | None:
+        return self._results[key].digest if key in self._results else None
 
     def _own_sums(self) -> list[Moments]:
         return [reduction.sums for reduction in self._reductions if reduction.sums is not None]

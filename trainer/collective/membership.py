@@ -1,15 +1,9 @@
 """The coordinator's first half: the membership of a round, and the agreement that all members acknowledge.
 
-Gathering begins with the first node that joins, and ends when every expected node has come. Late nodes are asked to
-come with what they have. Nodes that say they are coming, or are fetching the state, are waited for; nodes that do not
-answer are not. The members are those that hold the same state as most; the others are told to fetch it. Only peers that
-discovery knows decide which state that is, and they precede strangers where places are few: identities cost nothing,
-and discovery bounds how many of a host it knows. Then all must acknowledge the agreement; a node that does not is left
-out of the next attempt.
-
-A peer that fetches the state while members wait for a round's beginning becomes a member of that round, however short
-inner loops are, because that state is the newest and does not change meanwhile. But any peer can say that it fetches;
-`LatecomerBackoff` limits how often it is waited for in vain.
+Gathering begins with the first node that joins, and ends when every expected node has come; those that say they are
+coming, or are fetching the state, are waited for. The members are those that hold the same state as most; the others
+fetch it. Only peers that discovery knows decide which state that is, and they precede strangers where places are few:
+identities cost nothing. Who does not acknowledge the agreement is left out of the next attempt.
 """
 
 from __future__ import annotations
@@ -18,20 +12,22 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from trainer.aggregation import cap_weights, contribution_weight
-from trainer.collective.config import CollectiveConfig
+from trainer.collective.changes import Changes
+from trainer.collective.config import RoundSettings
 from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Member
-from trainer.collective.planning import cut_values
+from trainer.collective.planning import cut_values, precedes
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["GatheringRules", "LatecomerBackoff", "MembershipGathering"]
+__all__ = ["LatecomerBackoff", "MembershipGathering"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,32 +83,23 @@ class LatecomerBackoff:
         return peer_id if peer_id in self._members else address_group(split_address(peer.address)[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatheringRules:
-    """What a gathering needs from its node."""
-
-    own_id: str
-    config: CollectiveConfig
-    values_per_part: int
-    """Values that fit a message."""
-    peers: Callable[[], Mapping[str, Peer]]
-    """Returns the peers that should come, as far as is known, without this node."""
-    invite: Callable[[str, int, float], Awaitable[InviteReply | None]]
-    """Asks a peer to come to a round within so many seconds; None: no answer."""
-    precedes: Callable[[str, int], bool]
-    """Whether a peer precedes this node among a round's coordinators."""
-    latecomers: LatecomerBackoff
+Inviter = Callable[[str, int, float], Awaitable[InviteReply | None]]
+"""Asks a peer to come to a round within so many seconds; None: no answer."""
 
 
 class MembershipGathering:
     """One round's gathering on the node that coordinates it."""
 
-    def __init__(self, round_index: int, rules: GatheringRules) -> None:
+    def __init__(
+        self, round_index: int, settings: RoundSettings, latecomers: LatecomerBackoff, invite: Inviter
+    ) -> None:
         self.round_index = round_index
         self.agreement: Agreement | None = None
         self.begun = False
-        self._rules = rules
-        self._config = rules.config
+        self._settings = settings
+        self._config = settings.config
+        self._latecomers = latecomers
+        self._ask_to_come = invite
         self._joins: dict[str, JoinRequest] = {}
         self._silent: set[str] = set()
         self._ahead: set[str] = set()
@@ -121,7 +108,7 @@ class MembershipGathering:
         self._silent_since_s: dict[str, float] = {}
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._running: asyncio.Task[None] | None = None
         self._failure: RefusedError | None = None
 
@@ -134,21 +121,18 @@ class MembershipGathering:
         """Adds a node and waits for the agreement.
 
         Raises:
-            RefusedError: ``late``: there is an agreement already; ``state``: the others hold another state; ``few``
-                or ``full``.
+            RefusedError: ``late`` (there is an agreement), ``state`` (the others hold another), ``few``, or ``full``.
         """
         if self.over:
             raise self._late()
         if len(self._joins) >= MAX_ROUND_MEMBERS and peer_id not in self._joins:
             self._replace_stranger(peer_id)
-        async with self._changed:
-            self._joins[peer_id] = request
-            self._changed.notify_all()
+        self._joins[peer_id] = request
+        self._changes.notify()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.over)
+            await self._changes.wait_for(lambda: self.over)
         except asyncio.CancelledError:
             if not self.over and self._joins.get(peer_id) is request:
                 del self._joins[peer_id]
@@ -156,33 +140,27 @@ class MembershipGathering:
         return self._agreed(peer_id)
 
     async def acknowledge(self, peer_id: str, digest: str) -> Agreement | None:
-        """Takes a member's acknowledgement of the agreement, and waits for all others'.
-
-        Returns:
-            None when all have acknowledged, a new agreement when some did not.
+        """Takes a member's acknowledgement, and waits for all others'; returns None, or a new agreement without some.
 
         Raises:
             RefusedError: ``unknown`` agreement, or one without this member.
         """
-        async with self._changed:
-            agreement = self.agreement
-            if agreement is None or agreement.fingerprint() != digest or peer_id not in agreement.peer_ids:
-                if agreement is not None and peer_id in agreement.peer_ids:
-                    return agreement
-                raise RefusedError("unknown", f"round {self.round_index} has no such agreement; join again")
-            self._acknowledged.add(peer_id)
-            self._changed.notify_all()
-            await self._changed.wait_for(lambda: self.begun or self.agreement is not agreement)
+        agreement = self.agreement
+        if agreement is None or peer_id not in agreement.peer_ids:
+            raise RefusedError("unknown", f"round {self.round_index} has no such agreement; join again")
+        if agreement.fingerprint() != digest:
+            return agreement
+        self._acknowledged.add(peer_id)
+        self._changes.notify()
+        await self._changes.wait_for(lambda: self.begun or self.agreement is not agreement)
         return None if self.agreement is agreement else self._agreed(peer_id)
 
-    async def give_way(self, coordinator: str) -> None:
+    def give_way(self, coordinator: str) -> None:
         """Sends all members to a coordinator that precedes this one; does nothing once there is an agreement."""
-        async with self._changed:
-            if not self.over:
-                self._failure = RefusedError(
-                    "not_coordinator", f"round {self.round_index} is coordinated by {coordinator[:8]}"
-                )
-                self._changed.notify_all()
+        if not self.over:
+            text = f"round {self.round_index} is coordinated by {coordinator[:8]}"
+            self._failure = RefusedError("not_coordinator", text)
+            self._changes.notify()
 
     def close(self) -> None:
         """Ends the gathering."""
@@ -193,7 +171,7 @@ class MembershipGathering:
         return RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
 
     def _known(self) -> set[str]:
-        return {*self._rules.peers(), self._rules.own_id}
+        return {*self._settings.directory.peers(), self._settings.own_id}
 
     def _replace_stranger(self, peer_id: str) -> None:
         """Removes a node that discovery does not know, and so does not bound, in favour of one that it does."""
@@ -217,32 +195,27 @@ class MembershipGathering:
             await self._gather()
         except Exception:  # Whatever it is, no member may be left waiting.
             logger.exception("round %d cannot be agreed", self.round_index)
-            await self._fail("few", "it cannot be agreed here; see the coordinator's log")
+            self._fail("few", "it cannot be agreed here; see the coordinator's log")
 
     async def _gather(self) -> None:
         inviting = asyncio.create_task(self._invite_missing())
         try:
-            await self._wait_for_members()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.gather_timeout_s):
+                    while not self.over and not self._is_complete():
+                        # Expected peers change as discovery learns of them: looked at again from time to time.
+                        await self._changes.wait(_LOOK_EVERY_S)
         finally:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
                 await inviting
-        peers = self._rules.peers()
+        peers = self._settings.directory.peers()
         missing = self._awaited - self._joins.keys()
-        self._rules.latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
+        self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
         if 2 * len(self._ahead) > len(peers):
-            await self._fail("late", "most of the others have gone on to a later round; fetch the state first")
+            self._fail("late", "most of the others have gone on to a later round; fetch the state first")
         if not self.over:
             await self._agree()
-
-    async def _wait_for_members(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.gather_timeout_s):
-                while not self.over and not self._is_complete():
-                    # Expected peers change as discovery learns of them: looked at again from time to time.
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK_EVERY_S), self._changed:
-                            await self._changed.wait()
 
     def _is_complete(self) -> bool:
         missing = self._known() - self._joins.keys() - self._silent
@@ -258,36 +231,33 @@ class MembershipGathering:
             await asyncio.sleep(_INVITE_INTERVAL_S)
 
     async def _invite(self, peer_id: str, after_s: float) -> None:
-        reply = await self._rules.invite(peer_id, self.round_index, after_s)
-        async with self._changed:
-            if reply is None:
-                # One lost call is no absence: the peer is asked again, for half of the stall timeout.
-                since_s = self._silent_since_s.setdefault(peer_id, time.monotonic())
-                gone = time.monotonic() > since_s + self._config.stall_timeout_s / 2
-            else:
-                self._silent_since_s.pop(peer_id, None)
-                gone = not self._is_awaited(peer_id, reply)
-            if gone:
-                self._silent.add(peer_id)
-            else:
-                self._silent.discard(peer_id)
-            self._changed.notify_all()
+        reply = await self._ask_to_come(peer_id, self.round_index, after_s)
+        if reply is None:
+            # One lost call is no absence: the peer is asked again, for half of the stall timeout.
+            since_s = self._silent_since_s.setdefault(peer_id, time.monotonic())
+            gone = time.monotonic() > since_s + self._config.stall_timeout_s / 2
+        else:
+            self._silent_since_s.pop(peer_id, None)
+            gone = not self._is_awaited(peer_id, reply)
+        (self._silent.add if gone else self._silent.discard)(peer_id)
+        self._changes.notify()
         if reply is None:
             return
         if reply.next_round > self.round_index:
             self._ahead.add(peer_id)
         # A node may only name itself: any other might not even exist.
-        if reply.coordinator == peer_id and self._rules.precedes(peer_id, self.round_index):
-            await self.give_way(peer_id)
+        settings = self._settings
+        if reply.coordinator == peer_id and precedes(settings.run_id, self.round_index, peer_id, settings.own_id):
+            self.give_way(peer_id)
 
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
         """Whether the round waits for a node that says it comes, or fetches the state and comes then."""
-        if peer_id == self._rules.own_id:
+        if peer_id == self._settings.own_id:
             return reply.coming
-        peer = self._rules.peers().get(peer_id)
+        peer = self._settings.directory.peers().get(peer_id)
         if not (reply.coming or reply.catching_up) or peer is None:
             return False
-        if not self._rules.latecomers.may_wait(peer, self.round_index):
+        if not self._latecomers.may_wait(peer, self.round_index):
             return False
         self._awaited.add(peer_id)
         return True
@@ -298,79 +268,65 @@ class MembershipGathering:
             agreement = self._propose(joins, attempt)
             if agreement is None:
                 break
-            async with self._changed:
-                self._acknowledged.clear()
-                self.agreement = agreement
-                self._changed.notify_all()
-            absent = await self._absent(agreement)
+            members = set(agreement.peer_ids)
+            self._acknowledged.clear()
+            self.agreement = agreement
+            self._changes.notify()
+            all_have = partial(members.issubset, self._acknowledged)
+            await self._changes.wait_for(all_have, self._config.stall_timeout_s)
+            absent = members - self._acknowledged
             if not absent:
-                async with self._changed:
-                    self.begun = True
-                    self._changed.notify_all()
+                self.begun = True
+                self._changes.notify()
                 return
             logger.info("round %d: %d members did not acknowledge", self.round_index, len(absent))
             joins = {peer_id: join for peer_id, join in joins.items() if peer_id not in absent}
-            if not joins or self._rules.own_id in absent:
+            if not joins or self._settings.own_id in absent:
                 break
-        await self._fail("few", f"expected {self._config.min_members} members or more, found too few")
+        self._fail("few", f"expected {self._config.min_members} members or more, found too few")
 
-    async def _fail(self, reason: str, text: str) -> None:
-        async with self._changed:
-            self.agreement = None
-            self._failure = RefusedError(reason, f"round {self.round_index}: {text}")
-            self._changed.notify_all()
-
-    async def _absent(self, agreement: Agreement) -> set[str]:
-        members = set(agreement.peer_ids)
-        async with self._changed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.stall_timeout_s):
-                    await self._changed.wait_for(lambda: self._acknowledged >= members)
-        return members - self._acknowledged
+    def _fail(self, reason: str, text: str) -> None:
+        self.agreement = None
+        self._failure = RefusedError(reason, f"round {self.round_index}: {text}")
+        self._changes.notify()
 
     def _propose(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement | None:
         """The agreement of those who hold the state that most hold; the others' refusals are kept for them."""
         known = self._known()
-        most = _most_held([join for peer_id, join in joins.items() if peer_id in known] or joins.values())
-        members = {peer_id: join for peer_id, join in joins.items() if (join.state_digest, join.num_values) == most}
+        states = {peer_id: (join.state_digest, join.num_values) for peer_id, join in joins.items()}
+        counts = Counter([state for peer_id, state in states.items() if peer_id in known] or states.values())
+        most = min(counts, key=lambda state: (-counts[state], state))  # Of equally many, the lowest digest.
+        members = {peer_id: join for peer_id, join in joins.items() if states[peer_id] == most}
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(
                 "state",
                 f"round {self.round_index}: expected the state {most[0][:12]} that {len(members)} members hold, "
                 f"found {joins[peer_id].state_digest[:12]}; fetch theirs",
             )
-        return self._agreement(members, attempt) if len(members) >= self._config.min_members else None
-
-    def _agreement(self, joins: dict[str, JoinRequest], attempt: int) -> Agreement:
-        """Members sorted, their weights capped, their vocabulary the least of what each knows."""
-        peer_ids = sorted(joins)
+        if len(members) < self._config.min_members:
+            return None
+        peer_ids = sorted(members)
         weights = cap_weights(
-            [contribution_weight(joins[peer_id].num_batches, joins[peer_id].age_s) for peer_id in peer_ids],
+            [contribution_weight(members[peer_id].num_batches, members[peer_id].age_s) for peer_id in peer_ids],
             max_ratio=self._config.max_weight_ratio,
         )
-        first = joins[peer_ids[0]]
+        state_digest, num_values = most
         return Agreement(
             round_index=self.round_index,
             attempt=attempt,
-            coordinator=self._rules.own_id,
-            state_digest=first.state_digest,
-            num_values=first.num_values,
-            part_values=cut_values(first.num_values, len(peer_ids), self._rules.values_per_part),
-            vocabulary_rows=min(join.vocabulary_rows for join in joins.values()),
+            coordinator=self._settings.own_id,
+            state_digest=state_digest,
+            num_values=num_values,
+            part_values=cut_values(num_values, len(peer_ids), self._settings.values_per_part),
+            vocabulary_rows=min(join.vocabulary_rows for join in members.values()),
             members=tuple(
                 Member(
                     peer_id=peer_id,
-                    address=joins[peer_id].address,
-                    certificate=joins[peer_id].certificate,
+                    address=members[peer_id].address,
+                    certificate=members[peer_id].certificate,
                     weight=float(weight),
-                    progress=joins[peer_id].progress,
+                    progress=members[peer_id].progress,
                 )
                 for peer_id, weight in zip(peer_ids, weights, strict=True)
             ),
         )
-
-
-def _most_held(joins: Collection[JoinRequest]) -> tuple[str, int]:
-    """Digest and size of the state most hold; of equally many, the one with the lowest digest."""
-    counts = Counter((join.state_digest, join.num_values) for join in joins)
-    return min(counts, key=lambda state: (-counts[state], state))

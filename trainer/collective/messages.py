@@ -24,33 +24,6 @@ from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
 
-__all__ = [
-    "MAX_ROUND_MEMBERS",
-    "Acknowledge",
-    "AcknowledgeReply",
-    "Agreement",
-    "Commit",
-    "CommitDecision",
-    "Digest",
-    "Invite",
-    "InviteReply",
-    "JoinRequest",
-    "Member",
-    "MemberReason",
-    "MomentsOpen",
-    "MomentsReply",
-    "PeerIdField",
-    "Plan",
-    "ReductionOpen",
-    "StatusReply",
-    "StatusRequest",
-    "Task",
-    "TaskDigest",
-    "Terms",
-    "Vote",
-    "short",
-]
-
 MAX_ROUND_MEMBERS = 48
 """An agreement of so many, with certificates, just fits a message."""
 
@@ -91,10 +64,7 @@ def short(text: str) -> str:
 
 
 class Terms(BaseModel):
-    """What nodes must have in common to train one model together, as plain values that are compared field by field.
-
-    A node whose terms differ is turned away with the first difference, before it can take part in a round.
-    """
+    """What nodes must have in common to train one model together; a node that differs takes part in no round."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -106,7 +76,7 @@ class Terms(BaseModel):
     """Inner steps, outer optimizer, fragments, rule, compression: everything that changes the result of a round."""
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the canonical JSON, 64 hex digits."""
+        """Returns the SHA-256 of the canonical JSON."""
         return sha256_hex(canonical_json(self.model_dump(mode="json")))
 
     def check(self, other: Terms, who: str) -> None:
@@ -162,7 +132,6 @@ class Member(_Message):
     certificate: Certificate | None
     weight: Annotated[float, Ge(0)]
     progress: Share = 1.0
-    """As claimed in its `JoinRequest`."""
 
     @property
     def peer(self) -> Peer:
@@ -171,7 +140,7 @@ class Member(_Message):
 
 
 class Agreement(_Message):
-    """Who takes part in a round, and how; no tensor moves before every member has acknowledged its digest."""
+    """Who takes part in a round, and how; every member acknowledges its digest before a tensor moves."""
 
     round_index: Count
     attempt: Count
@@ -188,6 +157,11 @@ class Agreement(_Message):
     def peer_ids(self) -> tuple[str, ...]:
         """Ids of the members, sorted."""
         return tuple(member.peer_id for member in self.members)
+
+    @property
+    def weights(self) -> list[float]:
+        """Weights of the members, in their order."""
+        return [member.weight for member in self.members]
 
     @property
     def num_parts(self) -> int:
@@ -301,7 +275,7 @@ class Commit(_Message):
     dropped: Annotated[tuple[MemberReason, ...], MaxLen(2 * MAX_ROUND_MEMBERS)]
     completeness: Annotated[float, Ge(0), Le(1)]
     findings: Annotated[tuple[MemberReason, ...], MaxLen(MAX_ROUND_MEMBERS)]
-    """Findings of gradient validation (spec T-20)."""
+    """Of gradient validation (spec T-20)."""
 
 
 class CommitDecision(_Message):

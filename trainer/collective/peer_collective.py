@@ -1,7 +1,6 @@
 """`PeerCollective`: the collective among strangers, as the training thread sees it.
 
-The rest of this package lives in the event loop of the node's endpoint. What a lossy encoding leaves out is returned
-with the result, and added to the next contribution.
+The rest of this package lives in the event loop of the node's endpoint.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from trainer.aggregation import RuleConfig
-from trainer.collective.config import CollectiveConfig
+from trainer.collective.config import CollectiveConfig, Directory, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms
-from trainer.collective.service import Directory, RoundService, RoundSettings
+from trainer.collective.service import RoundService
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.network.rpc import Endpoint
@@ -60,17 +59,18 @@ class PeerCollective:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
         self._stopping = stopping
-        self._settings = RoundSettings(
-            run_id=run_id,
-            terms=terms,
-            rule=rule,
-            codec=codec_named(config.compression),
-            config=config,
-            endpoint=endpoint,
-            directory=directory,
+        self._timeout_s = config.round_timeout_s + _SLACK_S
+        self._service = RoundService(
+            RoundSettings(
+                run_id=run_id,
+                terms=terms,
+                rule=rule,
+                codec=codec_named(config.compression),
+                config=config,
+                endpoint=endpoint,
+                directory=directory,
+            )
         )
-        self._service = RoundService(self._settings)
-        self._service.register()
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False
@@ -78,13 +78,10 @@ class PeerCollective:
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
-        vector = contribution.vector
-        if contribution.residual is not None:
-            vector = vector + contribution.residual
-        member = RoundMember(self._settings, self._service, contribution, vector, self._vocabulary_rows())
+        member = RoundMember(self._service, contribution, self._vocabulary_rows())
         future = asyncio.run_coroutine_threadsafe(self._run(member, contribution.round_index), self._loop)
         try:
-            result = future.result(self._settings.config.round_timeout_s + _SLACK_S)
+            result = future.result(self._timeout_s)
         except TimeoutError as error:
             future.cancel()
             raise RoundFailedError(
@@ -113,12 +110,13 @@ class PeerCollective:
 
     async def _run(self, member: RoundMember, round_index: int) -> RoundResult:
         self._service.move_to(round_index)
-        self.behind = False
+        self.behind, next_round = False, round_index
         try:
             result = await self._until_stopped(member)
+            next_round = round_index + 1
+            return result
         except StateBehindError:
-            self._move_on(round_index, -1)
-            self.behind = True
+            self.behind, next_round = True, -1
             raise
         except RoundFailedError:
             raise
@@ -126,13 +124,9 @@ class PeerCollective:
             # Nothing others send may end this node: an unforeseen error costs a round.
             logger.exception("round %d", round_index)
             raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
-        self._move_on(round_index, round_index + 1)
-        return result
-
-    def _move_on(self, round_index: int, next_round: int) -> None:
-        """Moves on, unless the node has taken up another state while this round ran."""
-        if self._service.next_round == round_index:
-            self._service.move_to(next_round)
+        finally:
+            if next_round != round_index and self._service.next_round == round_index:
+                self._service.move_to(next_round)  # Unless the node has taken up another state meanwhile.
 
     async def _until_stopped(self, member: RoundMember) -> RoundResult:
         """Goes through the round; leaves it some time after the node was asked to stop, which harms no other round."""

@@ -1,34 +1,21 @@
 """Who coordinates a round, who reduces which parts, and what a member accepts from a coordinator: pure functions.
 
-A vector is cut into parts of equal length (the last may be shorter), small enough that each slice has some parts to
-overlap sending, reducing and sending back. A slice is a run of parts; pass 0 gives each member one, and a later pass
-gives what was lost to the members left.
-
-Every member makes the same plan from the same facts, and refuses an agreement, plan or commit that it would not have
-made itself. So a coordinator, or a member that takes over, can exclude and delay, but can neither take over the others'
-work nor count for more than it may.
+A slice is a run of parts of equal length, some for each slice to overlap sending and reducing; pass 0 gives each member
+one, and a later pass gives what was lost to the members left. Every member makes the same plan from the same facts and
+refuses what it would not have made itself: a coordinator can exclude and delay, but neither take over the others' work
+nor count for more than it may.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from statistics import median_low
 
-from trainer.collective.messages import Agreement, Commit, Plan, Task
+from trainer.aggregation import contribution_weight
+from trainer.collective.messages import Agreement, Commit, JoinRequest, Plan, Task
 from trainer.errors import RefusedError
-
-__all__ = [
-    "check_agreement",
-    "check_commit",
-    "check_plan",
-    "coordinator_order",
-    "cut_values",
-    "first_plan",
-    "is_majority",
-    "may_follow",
-    "next_plan",
-]
 
 _PARTS_PER_SLICE = 4
 _ALIGNMENT = 1024
@@ -37,13 +24,7 @@ _ROUNDING = 1e-9
 
 
 def cut_values(num_values: int, num_members: int, most_values: int) -> int:
-    """Returns the length of a part: some parts for each slice, none longer than a message, whole blocks.
-
-    Args:
-        num_values: length of the vector.
-        num_members: members that share the work.
-        most_values: values that fit a message in the codec used.
-    """
+    """Returns the length of a part: some parts for each slice, whole blocks, none longer than ``most_values``."""
     wanted = -(-num_values // (num_members * _PARTS_PER_SLICE))
     aligned = -(-wanted // _ALIGNMENT) * _ALIGNMENT
     return max(_ALIGNMENT, min(aligned, most_values // _ALIGNMENT * _ALIGNMENT))
@@ -58,6 +39,11 @@ def coordinator_order(run_id: str, round_index: int, peer_ids: Collection[str]) 
     return sorted(peer_ids, key=rank)
 
 
+def precedes(run_id: str, round_index: int, peer_id: str, own_id: str) -> bool:
+    """Returns whether another node precedes this one among a round's coordinators."""
+    return coordinator_order(run_id, round_index, {peer_id, own_id})[0] == peer_id != own_id
+
+
 def first_plan(agreement: Agreement) -> Plan:
     """Returns pass 0: each member reduces one slice."""
     return Plan(
@@ -69,13 +55,9 @@ def first_plan(agreement: Agreement) -> Plan:
 
 
 def next_plan(plan: Plan, lost: Collection[str], members: Sequence[str], reducers: Sequence[str]) -> Plan:
-    """Returns the pass after this one, in which the lost tasks are shared among reducers.
+    """Returns the pass after this one, in which the lost tasks (keys) are shared among the reducers.
 
-    Args:
-        plan: the last one.
-        lost: keys of its tasks whose result some members lack.
-        members: those who are left.
-        reducers: the reliable ones of them.
+    Members are those who are left, reducers the reliable ones of them.
     """
     kept = [task for task in plan.tasks if task.key not in lost]
     parts = [part for task in plan.tasks if task.key in lost for part in range(task.first_part, task.last_part)]
@@ -92,19 +74,11 @@ def _share(pass_index: int, parts: Sequence[int], reducers: Sequence[str]) -> li
     tasks: list[Task] = []
     for number, reducer in enumerate(reducers):
         share = parts[number * len(parts) // len(reducers) : (number + 1) * len(parts) // len(reducers)]
-        for first, last in _runs(share):
-            tasks.append(Task(key=f"{pass_index}.{len(tasks)}", reducer=reducer, first_part=first, last_part=last))
+        for _, run in groupby(enumerate(share), lambda numbered: numbered[1] - numbered[0]):
+            numbers = [part for _, part in run]
+            key = f"{pass_index}.{len(tasks)}"
+            tasks.append(Task(key=key, reducer=reducer, first_part=numbers[0], last_part=numbers[-1] + 1))
     return tasks
-
-
-def _runs(parts: Sequence[int]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for part in parts:
-        if runs and runs[-1][1] == part:
-            runs[-1] = (runs[-1][0], part + 1)
-        else:
-            runs.append((part, part + 1))
-    return runs
 
 
 def is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
@@ -116,61 +90,33 @@ def is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
 
 
 def check_agreement(
-    agreement: Agreement,
-    *,
-    own_id: str,
-    round_index: int,
-    state_digest: str,
-    num_values: int,
-    own_weight: float,
-    own_progress: float,
-    vocabulary_rows: int,
-    values_per_part: int,
-    max_weight_ratio: float,
+    agreement: Agreement, request: JoinRequest, *, own_id: str, values_per_part: int, max_weight_ratio: float
 ) -> None:
-    """Refuses an agreement that is not about this node's state, or not fair.
-
-    Args:
-        agreement: from the coordinator.
-        own_id: this node.
-        round_index: the round it wants to join.
-        state_digest: of its state.
-        num_values: of its vector.
-        own_weight: weight of its contribution before weights are capped.
-        own_progress: share of the round's planned work in its contribution.
-        vocabulary_rows: the most rows it could have.
-        values_per_part: values that fit a message.
-        max_weight_ratio: of the run.
-
-    Raises:
-        RefusedError: ``agreement``, and what is wrong with it.
-    """
+    """Raises RefusedError (``agreement``) for one that is not about the state this node joined with, or not fair."""
+    round_index = request.round_index
     peer_ids = list(agreement.peer_ids)
-    if (agreement.round_index, agreement.state_digest, agreement.num_values) != (round_index, state_digest, num_values):
+    facts = ("round_index", "state_digest", "num_values")
+    if any(getattr(agreement, fact) != getattr(request, fact) for fact in facts):
         raise _refused(round_index, "it is not about this node's state")
     if own_id not in peer_ids or peer_ids != sorted(set(peer_ids)):
         raise _refused(round_index, "its members are not a sorted list with this node in it")
-    if agreement.part_values != cut_values(num_values, len(peer_ids), values_per_part):
+    if agreement.part_values != cut_values(request.num_values, len(peer_ids), values_per_part):
         raise _refused(round_index, f"parts of {agreement.part_values} values do not follow from its members")
-    if agreement.vocabulary_rows > vocabulary_rows:
+    if agreement.vocabulary_rows > request.vocabulary_rows:
         raise _refused(round_index, f"{agreement.vocabulary_rows} rows of vocabulary are more than this node knows of")
-    weights = [member.weight for member in agreement.members]
-    positive = [weight for weight in weights if weight > 0]
+    positive = [weight for weight in agreement.weights if weight > 0]
     if positive and max(positive) > max_weight_ratio * median_low(positive) * (1 + _ROUNDING):
         raise _refused(round_index, "a member weighs more than it may")
     own = agreement.members[peer_ids.index(own_id)]
-    if own.weight < min(own_weight, max(weights)) * (1 - _ROUNDING):
+    own_weight = contribution_weight(request.num_batches, request.age_s)
+    if own.weight < min(own_weight, max(agreement.weights)) * (1 - _ROUNDING):
         raise _refused(round_index, "this node weighs less than its batches")
-    if own.progress != own_progress:
+    if own.progress != request.progress:
         raise _refused(round_index, "this node's progress is not what it claimed")
 
 
 def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:
-    """Refuses a plan that does not give every part to one member.
-
-    Raises:
-        RefusedError: ``plan``, and what is wrong with it.
-    """
+    """Raises RefusedError (``plan``) for a plan that does not give every part to one member."""
     members = set(agreement.peer_ids)
     parts = sorted((task.first_part, task.last_part) for task in plan.tasks)
     ends = [0, *(last for _, last in parts)]
@@ -187,11 +133,7 @@ def check_plan(plan: Plan, agreement: Agreement, *, max_passes: int) -> None:
 
 
 def check_commit(commit: Commit, agreement: Agreement, *, max_passes: int) -> None:
-    """Refuses a commit that no coordinator can have made from the members' votes.
-
-    Raises:
-        RefusedError: ``commit`` or ``plan``, and what is wrong with it.
-    """
+    """Raises RefusedError (``commit``, ``plan``) for a commit that cannot have been made from the members' votes."""
     check_plan(commit.plan, agreement, max_passes=max_passes)
     keys = [entry.key for entry in commit.digests if entry.digest is not None]
     members = list(commit.members)

@@ -1,13 +1,9 @@
 """One pass of a round: each member reduces its own tasks, and trades parts for results with all other reducers.
 
-`Reduction` is the reducer's side of one task: contributions come in by part, results go out to all members. A part is
-reduced as soon as it has come from all who are expected, whatever else is still on its way. A rule that looks at whole
-vectors (Krum, centred clip) needs a barrier: all parts in, sums exchanged, then results. Every member of the plan is
-waited for, until its stream or the pass ends. Once half of the members have delivered, one that sends nothing for
-``stall_timeout_s`` after three times as long as those took is left out.
-
-`ReductionPass` is the member's side of all tasks, whose streams run at once. A reducer that does not deliver costs the
-member only that task; the vote says what is missing.
+A part is reduced as soon as it has come from all who are expected. A rule that looks at whole vectors (Krum, centred
+clip) needs a barrier: all parts in, sums exchanged, then results. Every member of the plan is waited for, until its
+stream or the pass ends; once half of them have delivered, one that sends nothing for ``stall_timeout_s`` after three
+times as long as those took is left out. A reducer that does not deliver costs a member only that task.
 """
 
 from __future__ import annotations
@@ -19,8 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from trainer.aggregation import Moments, RuleDecision
-from trainer.collective.arithmetic import Arithmetic, HeldResults, Payload, ReducedPart, TaskResult
+from trainer.aggregation import Moments, RuleDecision, needs_moments
+from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult
+from trainer.collective.changes import Changes
 from trainer.collective.messages import Plan, ReductionOpen, Task
 from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream
@@ -43,8 +40,7 @@ class Reduction:
         members: whose contributions are expected, this node's included.
         arithmetic: of the round.
         own_id: this node.
-        decide_rule: decides from all reducers' sums; None for rules that do not need whole vectors.
-        measured: sum for the report.
+        decide_rule: decides from all reducers' sums, for rules that look at whole vectors.
         stall_timeout_s: see above.
         deadline_s: `time.monotonic` at which the pass ends whatever is missing.
     """
@@ -56,12 +52,12 @@ class Reduction:
         arithmetic: Arithmetic,
         own_id: str,
         *,
-        decide_rule: DecideRule | None,
-        measured: bool,
+        decide_rule: DecideRule,
         stall_timeout_s: float,
         deadline_s: float,
     ) -> None:
         self.task = task
+        self.parts = range(task.first_part, task.last_part)
         self.dropped: dict[str, str] = {}
         self.odd: dict[str, str] = {}
         """Members left out of parts by validation, and why of the first part."""
@@ -71,39 +67,31 @@ class Reduction:
         self._arithmetic = arithmetic
         self._own_id = own_id
         self._decide_rule = decide_rule
-        self._measured = measured
         self._stall_timeout_s = stall_timeout_s
         self._deadline_s = deadline_s
         self._arrived: dict[int, dict[str, Payload]] = {}
         self._attached: set[str] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
-        self._num_arrived = dict.fromkeys(members, 0)
-        self._last_arrival_s = dict.fromkeys(members, time.monotonic())
-        self._results: dict[int, Payload] = {}
-        self._failed = False
-        self._changed = asyncio.Condition()
         self._started_s = time.monotonic()
         self._half_done_s: float | None = None
-
-    @property
-    def parts(self) -> range:
-        """Numbers of the parts of this task."""
-        return range(self.task.first_part, self.task.last_part)
+        self._num_arrived = dict.fromkeys(members, 0)
+        self._last_arrival_s = dict.fromkeys(members, self._started_s)
+        self._results: dict[int, Payload] = {}
+        self._failed = False
+        self._changes = Changes()
 
     async def run(self) -> None:
         """Reduces all parts; returns when each has a result."""
         try:
             for part in self.parts:
-                await self._put(self._own_id, part, await asyncio.to_thread(self._arithmetic.encode_own, part))
-            if self._decide_rule is None:
-                for part in self.parts:
-                    await self._reduce(part, await self._complete(part), None, measured=self._measured)
+                self._put(self._own_id, part, await asyncio.to_thread(self._arithmetic.encode_own, part))
+            if needs_moments(self._arithmetic.rule):
+                await self._reduce_whole_vectors()
             else:
-                await self._reduce_whole_vectors(self._decide_rule)
+                for part in self.parts:
+                    await self._reduce(part, await self._complete(part), None)
         except BaseException:
-            async with self._changed:
-                self._failed = True
-                self._changed.notify_all()
+            self._failed = True
+            self._changes.notify()
             raise
 
     async def serve(self, sender: str, stream: ServerStream) -> None:
@@ -118,28 +106,18 @@ class Reduction:
         finally:
             receiving.cancel()
             if self._num_arrived[sender] < len(self.parts):
-                # A task of its own: this one is cancelled when the sender's connection breaks.
-                dropping = asyncio.create_task(
-                    self._drop(sender, "its connection broke before all of its parts had come")
-                )
-                self._dropping.add(dropping)
-                dropping.add_done_callback(self._dropping.discard)
+                self._drop(sender, "its connection broke before all of its parts had come")
             with suppress(asyncio.CancelledError):
                 await receiving
 
-    async def lose(self, sender: str, reason: str) -> None:
+    def lose(self, sender: str, reason: str) -> None:
         """Stops waiting for a member that was found to be gone, unless it is sending."""
         if sender not in self._attached:
-            await self._drop(sender, reason)
+            self._drop(sender, reason)
 
     async def result(self, part: int) -> Payload:
-        """Waits for a part's result.
-
-        Raises:
-            ConnectionAbortedError: this node has given up reducing.
-        """
-        async with self._changed:
-            await self._changed.wait_for(lambda: part in self._results or self._failed)
+        """Waits for a part's result; raises ConnectionAbortedError once this node has given up reducing."""
+        await self._changes.wait_for(lambda: part in self._results or self._failed)
         if part not in self._results:
             raise ConnectionAbortedError(f"part {part} is not reduced here any more")
         return self._results[part]
@@ -156,42 +134,37 @@ class Reduction:
                 if len(frame.payload) != expected_bytes:  # Before it is kept: a frame holds 1 MiB.
                     reason = f"sent part {part} in {len(frame.payload)} bytes, not in {expected_bytes}"
                     break
-                await self._put(sender, part, frame.payload)
+                self._put(sender, part, frame.payload)
         except Exception as error:  # noqa: BLE001 - whatever ends a peer's stream ends that peer's contribution
             reason = str(error)[:200] or type(error).__name__
         if self._num_arrived[sender] < len(self.parts):
-            await self._drop(sender, reason)
+            self._drop(sender, reason)
 
-    async def _put(self, sender: str, part: int, payload: Payload) -> None:
-        async with self._changed:
-            if part in self._results or sender in self.dropped:
-                return
-            self._arrived.setdefault(part, {})[sender] = payload
-            self._num_arrived[sender] += 1
-            self._last_arrival_s[sender] = time.monotonic()
-            done = sum(count >= len(self.parts) for count in self._num_arrived.values())
-            if self._half_done_s is None and 2 * done >= len(self._members):
-                self._half_done_s = time.monotonic()
-            self._changed.notify_all()
+    def _put(self, sender: str, part: int, payload: Payload) -> None:
+        if part in self._results or sender in self.dropped:
+            return
+        self._arrived.setdefault(part, {})[sender] = payload
+        self._num_arrived[sender] += 1
+        self._last_arrival_s[sender] = time.monotonic()
+        num_done = sum(count >= len(self.parts) for count in self._num_arrived.values())
+        if self._half_done_s is None and 2 * num_done >= len(self._members):
+            self._half_done_s = time.monotonic()
+        self._changes.notify()
 
-    async def _drop(self, sender: str, reason: str) -> None:
-        async with self._changed:
-            self.dropped.setdefault(sender, reason)
-            self._changed.notify_all()
+    def _drop(self, sender: str, reason: str) -> None:
+        self.dropped.setdefault(sender, reason)
+        self._changes.notify()
 
     async def _complete(self, part: int) -> dict[str, Payload]:
         """Returns the contributions to a part once no more are waited for."""
         while True:
-            async with self._changed:
-                arrived = self._arrived.get(part, {})
-                missing = [sender for sender in self._members if sender not in arrived and sender not in self.dropped]
-                if not missing:
-                    return self._arrived.pop(part, {})
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._stall_timeout_s / 4):
-                        await self._changed.wait()
+            arrived = self._arrived.get(part, {})
+            missing = [sender for sender in self._members if sender not in arrived and sender not in self.dropped]
+            if not missing:
+                return self._arrived.pop(part, {})
+            await self._changes.wait(self._stall_timeout_s / 4)
             for sender in self._given_up(missing):
-                await self._drop(sender, f"did not send part {part} in time")
+                self._drop(sender, f"did not send part {part} in time")
 
     def _given_up(self, missing: list[str]) -> list[str]:
         now_s = time.monotonic()
@@ -201,32 +174,24 @@ class Reduction:
             return []
         return [sender for sender in missing if now_s > self._last_arrival_s[sender] + self._stall_timeout_s]
 
-    async def _reduce_whole_vectors(self, decide_rule: DecideRule) -> None:
+    async def _reduce_whole_vectors(self) -> None:
         payloads = {part: await self._complete(part) for part in self.parts}
         for part, arrived in payloads.items():
             self._add_sums(await asyncio.to_thread(self._arithmetic.measure, part, arrived))
         if self.sums is None:
             return
-        decision = await decide_rule(self.task, self.sums)
+        decision = await self._decide_rule(self.task, self.sums)
         for part, arrived in payloads.items():
-            await self._reduce(part, arrived, decision, measured=False)
+            await self._reduce(part, arrived, decision)
 
-    async def _reduce(
-        self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None, *, measured: bool
-    ) -> None:
-        reduce = self._arithmetic.reduce
-        await self._publish(part, await asyncio.to_thread(reduce, part, payloads, decision, measured=measured))
-
-    async def _publish(self, part: int, reduced: ReducedPart) -> None:
+    async def _reduce(self, part: int, payloads: Mapping[str, Payload], decision: RuleDecision | None) -> None:
+        reduced = await asyncio.to_thread(self._arithmetic.reduce, part, payloads, decision)
         self.num_included += reduced.num_included
         self._add_sums(reduced.sums)
-        async with self._changed:
-            for sender, reason in reduced.dropped.items():
-                self.dropped.setdefault(sender, reason)
-            for sender, reason in reduced.odd.items():
-                self.odd.setdefault(sender, reason)
-            self._results[part] = reduced.payload
-            self._changed.notify_all()
+        self.dropped = {**reduced.dropped, **self.dropped}
+        self.odd = {**reduced.odd, **self.odd}
+        self._results[part] = reduced.payload
+        self._changes.notify()
 
     def _add_sums(self, sums: Moments | None) -> None:
         if sums is not None:
@@ -238,10 +203,11 @@ class ReductionPass:
     """One pass, as a member goes through it."""
 
     plan: Plan
-    arithmetic: Arithmetic
+    plan_digest: str
     endpoint: Endpoint
-    peers: Mapping[str, Peer]
-    results: HeldResults
+    arithmetic: Arithmetic
+    results: Mapping[str, TaskResult]
+    """Empty ones, of the plan's fresh tasks, by key."""
     reductions: Mapping[str, Reduction]
     """This node's own tasks in this pass, by key."""
     stall_timeout_s: float
@@ -252,13 +218,13 @@ class ReductionPass:
 
     async def run(self) -> dict[str, str]:
         """Goes through the pass; returns the reducers that did not deliver, and why."""
+        peers = {member.peer_id: member.peer for member in self.arithmetic.agreement.members}
         async with asyncio.TaskGroup() as group:
             for task in self.plan.fresh:
-                result = self.results.begin(task)
                 if task.key in self.reductions:
-                    group.create_task(self._reduce_own(self.reductions[task.key], result))
+                    group.create_task(self._reduce_own(self.reductions[task.key], self.results[task.key]))
                 else:
-                    group.create_task(self._trade(task, result))
+                    group.create_task(self._trade(task, peers[task.reducer], self.results[task.key]))
         return self._failed
 
     async def _reduce_own(self, reduction: Reduction, result: TaskResult) -> None:
@@ -267,30 +233,31 @@ class ReductionPass:
             for part in reduction.parts:
                 result.add(part, await reduction.result(part))
 
-    async def _trade(self, task: Task, result: TaskResult) -> None:
+    async def _trade(self, task: Task, peer: Peer, result: TaskResult) -> None:
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._trade_parts(task, result)
+                await self._trade_parts(task, peer, result)
         except (RpcError, CodecError, TimeoutError) as error:
             reason = str(error)[:200] or type(error).__name__
             if isinstance(error, PeerUnavailableError):
                 for reduction in self.reductions.values():
-                    await reduction.lose(task.reducer, reason)
+                    reduction.lose(task.reducer, reason)
             self._failed[task.reducer] = reason
             logger.info("round: reducer %s did not deliver: %s", task.reducer[:8], reason)
 
-    async def _trade_parts(self, task: Task, result: TaskResult) -> None:
-        opening = ReductionOpen(plan=self.plan.fingerprint(), agreement=self.plan.agreement, task=task.key)
+    async def _trade_parts(self, task: Task, peer: Peer, result: TaskResult) -> None:
+        opening = ReductionOpen(plan=self.plan_digest, agreement=self.plan.agreement, task=task.key)
         async with self.endpoint.open_stream(
-            self.peers[task.reducer],
-            REDUCTION_METHOD,
-            opening,
-            timeout_s=self.timeout_s,
-            stall_timeout_s=self.stall_timeout_s,
+            peer, REDUCTION_METHOD, opening, timeout_s=self.timeout_s, stall_timeout_s=self.stall_timeout_s
         ) as stream:
             sending = asyncio.create_task(self._send_parts(task, stream))
             try:
-                await self._receive_results(task, stream, result)
+                while not result.complete:
+                    frame = await stream.receive()
+                    if frame is None:
+                        raise CodecError(f"task {task.key}: the results ended before all parts had come")
+                    with peer_boundary(f"reducer {task.reducer[:8]}"):
+                        await asyncio.to_thread(result.add, frame.index, frame.payload)
             finally:
                 sending.cancel()
                 with suppress(asyncio.CancelledError, RpcError):
@@ -300,11 +267,3 @@ class ReductionPass:
         for part in range(task.first_part, task.last_part):
             await stream.send(part, await asyncio.to_thread(self.arithmetic.encode_own, part))
         await stream.end()
-
-    async def _receive_results(self, task: Task, stream: Stream, result: TaskResult) -> None:
-        while not result.complete:
-            frame = await stream.receive()
-            if frame is None:
-                raise CodecError(f"task {task.key}: the results ended before all parts had come")
-            with peer_boundary(f"reducer {task.reducer[:8]}"):
-                await asyncio.to_thread(result.add, frame.index, frame.payload)

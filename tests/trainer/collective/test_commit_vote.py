@@ -9,141 +9,100 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.round_actor import agreement_of
+from tests.support.round_actor import agreement_of, settings_of
 from trainer.collective.commit_vote import CommitVote, decide_round
 from trainer.collective.messages import Commit, CommitDecision, MemberReason, Plan, TaskDigest, Vote
 from trainer.collective.planning import check_commit, first_plan, next_plan
 from trainer.errors import RefusedError
 
 RIGHT, WRONG = "a" * 64, "b" * 64
+AGREEMENT = agreement_of(3, 1_000_000)
+PLAN = first_plan(AGREEMENT)
+COORDINATOR, SUCCESSOR, LIAR = AGREEMENT.coordinator, *sorted(set(AGREEMENT.peer_ids) - {AGREEMENT.coordinator})
+OF_FOUR = first_plan(agreement_of(4, 100_000))
+FIRST, *OTHERS = OF_FOUR.members
+THEIRS = next(task.key for task in OF_FOUR.tasks if task.reducer == FIRST)
 
 
 def vote_of(plan: Plan, digests: dict[str, str | None], *, failed=(), dropped=(), own: str = "") -> Vote:
-    return Vote(
-        plan=plan,
-        term=0,
-        digests=tuple(
-            TaskDigest(
-                key=task.key,
-                digest=digests.get(task.key, RIGHT),
-                num_included=4 * (task.last_part - task.first_part) if task.reducer == own else None,
-            )
-            for task in plan.tasks
-        ),
-        failed=tuple(failed),
-        dropped=tuple(dropped),
+    entries = tuple(
+        TaskDigest(
+            key=task.key,
+            digest=digests.get(task.key, RIGHT),
+            num_included=4 * (task.last_part - task.first_part) if task.reducer == own else None,
+        )
+        for task in plan.tasks
     )
+    return Vote(plan=plan, term=0, digests=entries, failed=tuple(failed), dropped=tuple(dropped))
 
 
-OF_FOUR = first_plan(agreement_of(4, 100_000))
-
-
-def decide(plan, votes, max_passes=4):
+def decide(votes: dict[str, Vote], max_passes: int = 4, plan: Plan = OF_FOUR) -> CommitDecision:
     return decide_round(plan, votes, peer_ids=plan.members, max_passes=max_passes)
 
 
-def agreeing(plan: Plan, **options) -> dict[str, Vote]:
-    """All members hold the right result."""
-    return {member: vote_of(plan, {}, **options) for member in plan.members}
+def agreeing(members=OF_FOUR.members, plan: Plan = OF_FOUR, **options) -> dict[str, Vote]:
+    """These members hold the right result."""
+    return {member: vote_of(plan, {}, **options) for member in members}
 
 
-def test_what_all_hold_is_committed():
-    plan = OF_FOUR
-    decision = decide(plan, {member: vote_of(plan, {}, own=member) for member in plan.members})
-    assert decision.kind == "commit"
-    assert decision.commit.members == plan.members
-    assert decision.commit.completeness == 1.0
+def reducers(decision: CommitDecision) -> set[str]:
+    assert decision.kind == "again" and decision.plan is not None
+    return {task.reducer for task in decision.plan.fresh}
 
 
-def test_what_a_dead_reducer_left_is_reduced_again_by_others():
-    plan = OF_FOUR
-    dead, *alive = plan.members
-    lost = [task.key for task in plan.tasks if task.reducer == dead]
-    decision = decide(plan, {member: vote_of(plan, dict.fromkeys(lost), failed=[dead]) for member in alive})
-    assert decision.kind == "again"
-    assert decision.plan.members == tuple(alive)
-    assert {task.reducer for task in decision.plan.fresh} == set(alive)
+def test_what_all_hold_is_committed_and_the_report_says_what_is_missing() -> None:
+    whole = decide({member: vote_of(OF_FOUR, {}, own=member) for member in OF_FOUR.members})
+    assert (whole.kind, whole.commit.members, whole.commit.completeness) == ("commit", OF_FOUR.members, 1.0)
+    assert decide(agreeing()).commit.completeness == 0.0
+    why, made_up = (MemberReason(peer_id=peer_id, reason="not finite") for peer_id in (FIRST, "f" * 64))
+    votes = {member: vote_of(OF_FOUR, {}, own=member, dropped=[why, made_up]) for member in OTHERS}
+    assert decide(votes).commit.dropped == (why,), "strangers are not passed on"
 
 
-def test_a_result_that_only_some_have_is_lost_too():
-    plan = OF_FOUR
-    dead, first, *others = plan.members
-    lost = next(task.key for task in plan.tasks if task.reducer == dead)
-    votes = {member: vote_of(plan, {lost: None}, failed=[dead]) for member in others} | {first: vote_of(plan, {})}
-    assert decide(plan, votes).kind == "again"
+def test_what_a_dead_reducer_left_is_reduced_again_by_others() -> None:
+    decision = decide({member: vote_of(OF_FOUR, {THEIRS: None}, failed=[FIRST]) for member in OTHERS})
+    assert reducers(decision) == set(OTHERS) and decision.plan.members == tuple(OTHERS)
+    some_have_it = {member: vote_of(OF_FOUR, {THEIRS: None}, failed=[FIRST]) for member in OTHERS[1:]}
+    assert decide(some_have_it | agreeing(OTHERS[:1])).kind == "again"
 
 
-def test_one_who_accuses_all_others_does_not_get_their_work():
-    plan = OF_FOUR
-    liar, *honest = plan.members
-    votes = {member: vote_of(plan, {}) for member in honest}
-    votes[liar] = vote_of(plan, {task.key: None for task in plan.tasks if task.reducer != liar}, failed=honest)
-    decision = decide(plan, votes)
-    assert decision.kind == "again"
-    assert {task.reducer for task in decision.plan.fresh} == set(plan.members)
-    following = decision.plan
-    again = {member: vote_of(following, {}) for member in honest}
-    again[liar] = vote_of(following, {task.key: None for task in following.fresh}, failed=honest)
-    settled = decide(following, again)
-    assert settled.kind == "commit"
-    assert settled.commit.members == tuple(honest)
+def test_one_who_accuses_all_others_does_not_get_their_work() -> None:
+    def accused(plan: Plan) -> CommitDecision:
+        lacking = {task.key: None for task in plan.fresh if task.reducer != FIRST or plan is not OF_FOUR}
+        return decide(agreeing(OTHERS, plan) | {FIRST: vote_of(plan, lacking, failed=OTHERS)}, plan=plan)
+
+    decision = accused(OF_FOUR)
+    assert reducers(decision) == set(OF_FOUR.members)
+    settled = accused(decision.plan)
+    assert settled.kind == "commit" and settled.commit.members == tuple(OTHERS)
 
 
-def test_a_reducer_that_tells_everybody_something_else_does_not_reduce_again():
-    plan = OF_FOUR
-    liar = plan.members[0]
-    key = next(task.key for task in plan.tasks if task.reducer == liar)
-    votes = {member: vote_of(plan, {key: str(number) * 64}) for number, member in enumerate(plan.members)}
-    decision = decide(plan, votes)
-    assert decision.kind == "again"
-    assert liar not in {task.reducer for task in decision.plan.fresh}
-    assert liar in decision.plan.members
+def test_a_reducer_that_tells_everybody_something_else_does_not_reduce_again() -> None:
+    told = enumerate(OF_FOUR.members)
+    decision = decide({member: vote_of(OF_FOUR, {THEIRS: str(number) * 64}) for number, member in told})
+    assert FIRST not in reducers(decision) and FIRST in decision.plan.members
 
 
-def test_two_halves_of_a_round_cannot_both_commit():
-    plan = OF_FOUR
-    halves = [plan.members[:2], plan.members[2:]]
-    kinds = [decide(plan, {member: vote_of(plan, {}) for member in half}).kind for half in halves]
-    assert sorted(kinds) == ["abort", "commit"]
+def test_two_halves_of_a_round_cannot_both_commit() -> None:
+    halves = [OF_FOUR.members[:2], OF_FOUR.members[2:]]
+    assert sorted(decide(agreeing(half)).kind for half in halves) == ["abort", "commit"]
 
 
-def test_a_vote_that_names_a_task_twice_spoils_nothing():
-    plan = OF_FOUR
-    votes = agreeing(plan)
-    first = votes[plan.members[0]]
-    twice = (TaskDigest(key=plan.tasks[0].key, digest=WRONG), *first.digests)
-    votes[plan.members[0]] = first.model_copy(update={"digests": twice})
-    commit = decide(plan, votes).commit
-    assert [entry.key for entry in commit.digests] == [task.key for task in plan.tasks]
-    assert {entry.digest for entry in commit.digests} == {RIGHT}
-
-
-def test_accusations_of_strangers_are_not_passed_on():
-    plan = OF_FOUR
-    stranger = MemberReason(peer_id="f" * 64, reason="made up")
-    assert decide(plan, agreeing(plan, dropped=[stranger])).commit.dropped == ()
+def test_a_vote_that_names_a_task_twice_spoils_nothing() -> None:
+    votes = agreeing()
+    twice = (TaskDigest(key=OF_FOUR.tasks[0].key, digest=WRONG), *votes[FIRST].digests)
+    votes[FIRST] = votes[FIRST].model_copy(update={"digests": twice})
+    expected = [(task.key, RIGHT) for task in OF_FOUR.tasks]
+    assert [(entry.key, entry.digest) for entry in decide(votes).commit.digests] == expected
 
 
 @pytest.mark.parametrize(("num_others", "kind"), [(1, "commit"), (2, "abort")])
-def test_after_the_last_pass_most_may_commit_without_the_others_but_half_may_not(num_others, kind):
-    plan = OF_FOUR
-    others = plan.members[-num_others:]
-    votes = agreeing(plan) | {member: vote_of(plan, {task.key: WRONG for task in plan.tasks}) for member in others}
-    decision = decide(plan, votes, max_passes=1)
+@pytest.mark.parametrize("found", [dict.fromkeys([task.key for task in OF_FOUR.tasks], WRONG), {THEIRS: None}])
+def test_after_the_last_pass_most_may_commit_without_the_others_but_half_may_not(num_others, kind, found) -> None:
+    others = OF_FOUR.members[-num_others:]
+    decision = decide(agreeing() | {member: vote_of(OF_FOUR, found) for member in others}, max_passes=1)
     assert decision.kind == kind
-    assert decision.commit is None or decision.commit.members == plan.members[:-num_others]
-    lacking = agreeing(plan) | {member: vote_of(plan, {plan.tasks[0].key: None}) for member in others}
-    assert decide(plan, lacking, max_passes=1).kind == kind
-
-
-def test_the_report_says_who_was_left_out_and_how_much_is_missing():
-    plan = OF_FOUR
-    votes = {member: vote_of(plan, {}, own=member) for member in plan.members[1:]}
-    why = MemberReason(peer_id=plan.members[0], reason="not finite")
-    votes[plan.members[1]] = vote_of(plan, {}, own=plan.members[1], dropped=[why])
-    commit = decide(plan, votes).commit
-    assert commit.dropped == (why,)
-    assert decide(plan, agreeing(plan)).commit.completeness == 0.0
+    assert decision.commit is None or decision.commit.members == OF_FOUR.members[:-num_others]
 
 
 @given(st.integers(2, 6), st.data())
@@ -151,12 +110,10 @@ def test_only_what_every_voter_holds_is_ever_committed(num_members, data):
     plan = first_plan(agreement_of(num_members, 100_000))
     voters = data.draw(st.lists(st.sampled_from(plan.members), min_size=1, unique=True))
     digest = st.sampled_from([RIGHT, RIGHT, RIGHT, WRONG, None])
-    votes = {
-        member: vote_of(plan, {task.key: data.draw(digest) for task in plan.tasks}, own=member) for member in voters
-    }
+    votes = {member: vote_of(plan, {task.key: data.draw(digest) for task in plan.tasks}) for member in voters}
     max_passes = data.draw(st.integers(1, 3))
-    decision = decide(plan, votes, max_passes=max_passes)
-    assert decision == decide(plan, dict(reversed(votes.items())), max_passes=max_passes)
+    decision = decide(votes, max_passes, plan)
+    assert decision == decide(dict(reversed(votes.items())), max_passes, plan)
     if decision.kind == "commit":
         committed = {entry.key: entry.digest for entry in decision.commit.digests}
         assert set(committed) == {task.key for task in plan.tasks}
@@ -168,42 +125,29 @@ def test_only_what_every_voter_holds_is_ever_committed(num_members, data):
         assert set(decision.plan.members) == set(voters)
 
 
-AGREEMENT = agreement_of(3, 1_000_000)
-PLAN = first_plan(AGREEMENT)
-COORDINATOR, SUCCESSOR, LIAR = AGREEMENT.coordinator, *sorted(set(AGREEMENT.peer_ids) - {AGREEMENT.coordinator})
-
-
-def digests(letter: str, plan: Plan = PLAN) -> tuple[TaskDigest, ...]:
-    return tuple(TaskDigest(key=task.key, digest=letter * 64, num_included=1) for task in plan.tasks)
-
-
-def vote(plan: Plan = PLAN, letter: str = "a") -> Vote:
-    return Vote(plan=plan, term=0, digests=digests(letter, plan), failed=(), dropped=())
+RIGHT_DIGESTS = vote_of(PLAN, {}).digests
+WRONG_DIGESTS = vote_of(PLAN, dict.fromkeys([task.key for task in PLAN.tasks], WRONG)).digests
 
 
 def commit(**changes: object) -> Commit:
-    honest = Commit(
-        plan=PLAN, members=AGREEMENT.peer_ids, digests=digests("a"), dropped=(), completeness=1.0, findings=()
-    )
-    return honest.model_copy(update=changes)
+    facts = {"plan": PLAN, "members": AGREEMENT.peer_ids, "digests": RIGHT_DIGESTS}
+    return Commit(**facts, dropped=(), completeness=1.0, findings=()).model_copy(update=changes)
 
 
 def commit_vote(own_id: str, outcome_at: Callable[[str], CommitDecision | None], timeout_s: float = 5.0) -> CommitVote:
     async def probe(peer_id: str) -> tuple[bool, CommitDecision | None]:
         return True, outcome_at(peer_id)
 
-    return CommitVote(
-        AGREEMENT, own_id, probe, lambda _sums: (), max_passes=4, timeout_s=timeout_s, patience_s=timeout_s
-    )
+    return CommitVote(AGREEMENT, settings_of(own_id, stall_timeout_s=timeout_s / 4), probe)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"digests": ()},
-        {"digests": digests("a")[1:]},
-        {"digests": (*digests("a"), *digests("a")[:1])},
-        {"digests": (*digests("a")[1:], TaskDigest(key=PLAN.tasks[0].key, digest=None))},
+        {"digests": RIGHT_DIGESTS[1:]},
+        {"digests": (*RIGHT_DIGESTS, *RIGHT_DIGESTS[:1])},
+        {"digests": (*RIGHT_DIGESTS[1:], TaskDigest(key=PLAN.tasks[0].key, digest=None))},
         {"members": ()},
         {"members": (LIAR,)},
         {"members": AGREEMENT.peer_ids[::-1]},
@@ -220,7 +164,7 @@ def test_a_commit_that_no_votes_can_have_made_is_refused(changes: dict[str, obje
 
 @pytest.mark.parametrize(
     ("claimed", "believed"),
-    [(commit(), True), (commit(digests=digests("b")), False), (commit(digests=(), members=(LIAR,)), False)],
+    [(commit(), True), (commit(digests=WRONG_DIGESTS), False), (commit(digests=(), members=(LIAR,)), False)],
 )
 def test_what_a_member_says_was_committed_is_believed_if_the_voters_hold_it(claimed: Commit, believed: bool) -> None:
     outcome = CommitDecision(kind="commit", commit=claimed)
@@ -229,7 +173,7 @@ def test_what_a_member_says_was_committed_is_believed_if_the_voters_hold_it(clai
         votes = commit_vote(SUCCESSOR, lambda peer: outcome if peer == LIAR else None, timeout_s=2.0)
         async with asyncio.timeout(10.0):
             decision, _ = await asyncio.gather(
-                votes.vote(SUCCESSOR, vote(), None), votes.vote(COORDINATOR, vote(), None)
+                votes.vote(SUCCESSOR, vote_of(PLAN, {}), None), votes.vote(COORDINATOR, vote_of(PLAN, {}), None)
             )
         votes.close()
         return decision
@@ -257,13 +201,13 @@ def test_one_vote_puts_no_plan_of_its_own_in_place_of_the_coordinator_s(
 
     async def decided() -> CommitDecision:
         votes = commit_vote(own_id, lambda _peer: None)
-        liar = asyncio.create_task(votes.vote(LIAR, vote(following, "b"), None))
+        liar = asyncio.create_task(votes.vote(LIAR, vote_of(following, {following.tasks[0].key: WRONG}), None))
         await asyncio.sleep(0)
-        others = [asyncio.create_task(votes.vote(peer, vote(), None)) for peer in (COORDINATOR, SUCCESSOR)]
+        others = [asyncio.create_task(votes.vote(peer, vote_of(PLAN, {}), None)) for peer in (COORDINATOR, SUCCESSOR)]
         async with asyncio.timeout(10.0):
             if not taken_over:
                 assert await liar == CommitDecision(kind="again", plan=PLAN)
-                await votes.vote(LIAR, vote(), None)
+                await votes.vote(LIAR, vote_of(PLAN, {}), None)
             decision = await others[0]
         for task in (liar, *others):
             task.cancel()

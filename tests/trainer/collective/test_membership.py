@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from trainer.collective import CollectiveConfig
-from trainer.collective.membership import GatheringRules, LatecomerBackoff, MembershipGathering
-from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Terms
+from tests.support.round_actor import join_request, settings_of
+from trainer.collective.membership import LatecomerBackoff, MembershipGathering
+from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 
@@ -55,21 +56,7 @@ def test_one_that_has_come_after_all_is_waited_for_again() -> None:
     assert latecomers.may_wait(peer(3), 4)
 
 
-def join_request() -> JoinRequest:
-    return JoinRequest(
-        round_index=4,
-        terms=Terms(architecture={}, tokenizer_lineage="", synchronisation={}),
-        state_digest="a" * 64,
-        num_values=5_000,
-        num_batches=6,
-        age_s=1.0,
-        vocabulary_rows=1024,
-        address="127.0.0.1:9",
-        certificate=None,
-        tried=(),
-    )
-
-
+REQUEST = join_request(round_index=4)
 CATCHING_UP = InviteReply(coming=False, next_round=-1, catching_up=True)
 
 
@@ -98,17 +85,9 @@ class Meeting(LatecomerBackoff):
         self._fetched_after = fetched_after
         self._invited = 0
         self._coming: set[asyncio.Task[Agreement]] = set()
-        config = CollectiveConfig(invite_after_s=0.0, gather_timeout_s=gather_timeout_s, stall_timeout_s=2.0)
-        rules = GatheringRules(
-            own_id=OWN,
-            config=config,
-            values_per_part=1 << 18,
-            peers=lambda: {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)},
-            invite=self._invite,
-            precedes=lambda peer_id, _round: peer_id not in (OWN, OTHER, LATE),
-            latecomers=self,
-        )
-        self._gathering = MembershipGathering(4, rules)
+        peers = {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)}
+        settings = settings_of(OWN, peers, invite_after_s=0.0, gather_timeout_s=gather_timeout_s, stall_timeout_s=2.0)
+        self._gathering = MembershipGathering(4, settings, self, self._invite)
 
     def may_wait(self, peer: Peer, round_index: int) -> bool:
         return self._waits
@@ -118,11 +97,11 @@ class Meeting(LatecomerBackoff):
 
     async def members(self) -> tuple[str, ...]:
         """Of the first agreement."""
-        other_state = join_request().model_copy(update={"state_digest": "b" * 64})
+        other_state = REQUEST.model_copy(update={"state_digest": "b" * 64})
         strangers = [asyncio.create_task(self._gathering.join(each, other_state)) for each in self._strangers]
         await asyncio.sleep(0)
-        others = asyncio.create_task(self._gathering.join(OTHER, join_request()))
-        agreement = await self._gathering.join(OWN, join_request())
+        others = asyncio.create_task(self._gathering.join(OTHER, REQUEST))
+        agreement = await self._gathering.join(OWN, REQUEST)
         self._gathering.close()
         await asyncio.gather(others, *self._coming)
         assert all(isinstance(each, RefusedError) for each in await asyncio.gather(*strangers, return_exceptions=True))
@@ -134,42 +113,30 @@ class Meeting(LatecomerBackoff):
         self._invited += 1
         if self._invited <= self._fetched_after:
             return self._says
-        self._coming.add(asyncio.create_task(self._gathering.join(LATE, join_request())))
+        self._coming.add(asyncio.create_task(self._gathering.join(LATE, REQUEST)))
         return InviteReply(coming=True, next_round=4)
 
 
-@pytest.mark.slow
-def test_a_round_waits_for_one_that_is_fetching_the_state_and_then_comes() -> None:
-    meeting = Meeting(fetched_after=2, waits=True)
-    assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)
-    assert not meeting.in_vain
+COMING = InviteReply(coming=True, next_round=4)
+ELSEWHERE = InviteReply(coming=False, next_round=4, coordinator="e" * 64)
+NEVER, ALL, BOTH = 1000, (OWN, OTHER, LATE), (OWN, OTHER)
 
 
-@pytest.mark.slow
-def test_a_round_begins_without_one_that_never_comes_and_that_is_remembered() -> None:
-    meeting = Meeting(fetched_after=1000, waits=True, gather_timeout_s=1.0)
-    assert asyncio.run(meeting.members()) == (OWN, OTHER)
-    assert meeting.in_vain == [LATE]
-
-
-def test_a_round_does_not_wait_for_one_whose_host_has_spent_its_patience() -> None:
-    meeting = Meeting(fetched_after=1000, waits=False)
-    assert asyncio.run(meeting.members()) == (OWN, OTHER)
-    assert not meeting.in_vain
-
-
-@pytest.mark.parametrize("may_wait", [True, False])
-def test_one_that_says_it_is_coming_and_does_not_is_no_other_case(may_wait: bool) -> None:
-    coming = InviteReply(coming=True, next_round=4)
-    meeting = Meeting(fetched_after=1000, waits=may_wait, gather_timeout_s=0.6 if may_wait else 30.0, says=coming)
-    assert asyncio.run(meeting.members()) == (OWN, OTHER)
-    assert meeting.in_vain == ([LATE] if may_wait else [])
-
-
-def test_nobody_sends_a_round_to_a_coordinator_that_does_not_speak_for_itself() -> None:
-    elsewhere = InviteReply(coming=False, next_round=4, coordinator="e" * 64)
-    meeting = Meeting(fetched_after=1000, waits=True, says=elsewhere)
-    assert asyncio.run(meeting.members()) == (OWN, OTHER)
+@pytest.mark.parametrize(
+    ("options", "members", "in_vain"),
+    [
+        ({"fetched_after": 2, "waits": True}, ALL, []),  # It waits for one that is fetching the state, and then comes.
+        ({"fetched_after": NEVER, "waits": True, "gather_timeout_s": 1.0}, BOTH, [LATE]),
+        ({"fetched_after": NEVER, "waits": False}, BOTH, []),  # One whose host has spent its patience.
+        ({"fetched_after": NEVER, "waits": True, "gather_timeout_s": 0.6, "says": COMING}, BOTH, [LATE]),
+        ({"fetched_after": NEVER, "waits": False, "says": COMING}, BOTH, []),
+        ({"fetched_after": NEVER, "waits": True, "says": ELSEWHERE}, BOTH, []),  # It does not speak for itself.
+    ],
+)
+def test_whom_a_round_waits_for(options: dict[str, Any], members: tuple[str, ...], in_vain: list[str]) -> None:
+    meeting = Meeting(**options)
+    assert asyncio.run(meeting.members()) == members
+    assert meeting.in_vain == in_vain
 
 
 @pytest.mark.parametrize("strangers", [3, MAX_ROUND_MEMBERS])

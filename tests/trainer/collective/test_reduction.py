@@ -12,7 +12,7 @@ import torch
 from tests.support.event_loop import on_event_loop
 from tests.support.round_actor import agreement_of
 from trainer.aggregation import RuleConfig, decide
-from trainer.collective.arithmetic import Arithmetic, HeldResults, Payload
+from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult, add_sums
 from trainer.collective.planning import first_plan
 from trainer.collective.reduction import Reduction
 from trainer.compression.vectors import codec_named
@@ -22,68 +22,53 @@ from trainer.network.rpc import Frame
 NUM_VALUES = 10_000
 
 
-def arithmetic_of(
-    number: int = 0, *, codec: str = "fp32", rule: str = "mean", num_members: int = 5, validation: str = "log"
-) -> Arithmetic:
-    generator = torch.Generator().manual_seed(number)
-    return Arithmetic(
-        agreement_of(num_members, NUM_VALUES),
-        codec_named(codec),
-        RuleConfig(rule=rule, validation=validation),
-        torch.randn(NUM_VALUES, generator=generator),
-        torch.zeros(NUM_VALUES),
-    )
+def arithmetic_of(number: int = 0, *, codec: str = "fp32", rule: str = "mean", validation: str = "log") -> Arithmetic:
+    vector = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(number))
+    config = RuleConfig(rule=rule, validation=validation)
+    return Arithmetic(agreement_of(5, NUM_VALUES), codec_named(codec), config, vector, torch.zeros(NUM_VALUES))
 
 
 def decoded(own: Arithmetic, part: int, payload) -> torch.Tensor:
     values = torch.zeros(NUM_VALUES)
     own.decode_result(part, payload, values)
-    start, stop = own.agreement.part_bounds(part)
-    return values[start:stop]
+    return values[slice(*own.agreement.part_bounds(part))]
 
 
-def contributions(codec: str = "fp32", rule: str = "mean", num_members: int = 5):
-    members = [arithmetic_of(number, codec=codec, rule=rule, num_members=num_members) for number in range(num_members)]
+def contributions(codec: str = "fp32", rule: str = "mean"):
+    members = [arithmetic_of(number, codec=codec, rule=rule) for number in range(5)]
     return members, dict(zip(members[0].agreement.peer_ids, members, strict=True))
+
+
+def part_of(by_id: dict[str, Arithmetic], part: int) -> dict[str, Payload]:
+    return {peer_id: member.encode_own(part) for peer_id, member in by_id.items()}
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 def test_all_parts_together_are_the_mean_of_what_was_sent(codec):
     members, by_id = contributions(codec)
     own = members[0]
-    results = HeldResults(own)
+    result = torch.zeros(NUM_VALUES)
     for task in first_plan(own.agreement).tasks:
-        held = results.begin(task)
+        held = TaskResult(task, own, result)
         for part in range(task.first_part, task.last_part):
-            payloads = {peer_id: member.encode_own(part) for peer_id, member in by_id.items()}
-            held.add(part, own.reduce(part, payloads, None, measured=False).payload)
+            held.add(part, own.reduce(part, part_of(by_id, part)).payload)
         assert held.complete
     mean = torch.stack([member.vector for member in members]).mean(0)
     tolerance = {"fp32": 1e-6, "fp16": 2e-3, "int8": 6e-2}[codec]
-    assert float((results.values - mean).abs().max()) < tolerance
+    assert float((result - mean).abs().max()) < tolerance
 
 
 @pytest.mark.parametrize("bad", [b"", b"\x00" * 7, b"\xff" * 4096, torch.full((1024,), torch.nan).numpy().tobytes()])
 def test_a_contribution_that_is_garbage_is_left_out_and_named(bad):
     members, by_id = contributions()
-    own = members[0]
-    payloads = {peer_id: member.encode_own(0) for peer_id, member in by_id.items()}
-    liar = own.agreement.peer_ids[3]
-    payloads[liar] = bad
-    reduced = own.reduce(0, payloads, None, measured=True)
-    start, stop = own.agreement.part_bounds(0)
+    own, payloads = members[0], part_of(by_id, 0)
+    liar, start, stop = own.agreement.peer_ids[3], *own.agreement.part_bounds(0)
+    reduced = own.reduce(0, payloads | {liar: bad})
     honest = torch.stack([member.vector[start:stop] for peer_id, member in by_id.items() if peer_id != liar]).mean(0)
     assert torch.allclose(decoded(own, 0, reduced.payload), honest, atol=1e-6)
-    assert set(reduced.dropped) == {liar}
-    assert reduced.num_included == 4
-
-
-def test_nothing_usable_is_a_part_of_zeros():
-    members, _ = contributions()
-    own = members[0]
-    reduced = own.reduce(0, {own.agreement.peer_ids[0]: b"junk"}, None, measured=False)
-    start, stop = own.agreement.part_bounds(0)
-    assert torch.equal(decoded(own, 0, reduced.payload), torch.zeros(stop - start))
+    assert set(reduced.dropped) == {liar} and reduced.num_included == 4
+    nothing_usable = own.reduce(0, {liar: bad}).payload
+    assert torch.equal(decoded(own, 0, nothing_usable), torch.zeros(stop - start))
 
 
 def test_a_result_that_is_not_finite_is_not_taken():
@@ -93,57 +78,36 @@ def test_a_result_that_is_not_finite_is_not_taken():
         decoded(own, 0, torch.full((stop - start,), torch.inf).numpy().tobytes())
 
 
-def test_krum_over_parts_takes_one_whole_member():
+def test_krum_over_parts_takes_one_whole_member() -> None:
     members, by_id = contributions(rule="krum")
     own = members[0]
-    peer_ids = own.agreement.peer_ids
     for position, member in enumerate(members):
         member.vector.mul_(0.01 if position else 50.0).add_(1.0)
-    payloads = [
-        {peer_id: member.encode_own(part) for peer_id, member in by_id.items()}
-        for part in range(own.agreement.num_parts)
-    ]
-    total = own.measure(0, payloads[0])
-    for part in range(1, own.agreement.num_parts):
-        total = total + own.measure(part, payloads[part])
-    decision = decide(total, [1.0] * len(peer_ids), own.rule)
-    result = torch.cat(
-        [
-            decoded(own, part, own.reduce(part, payloads[part], decision, measured=False).payload)
-            for part in range(own.agreement.num_parts)
-        ]
-    )
+    payloads = [part_of(by_id, part) for part in range(own.agreement.num_parts)]
+    total = add_sums([own.measure(part, arrived) for part, arrived in enumerate(payloads)])
+    decision = decide(total, [1.0] * len(members), own.rule)
+    reduced = [own.reduce(part, arrived, decision).payload for part, arrived in enumerate(payloads)]
+    result = torch.cat([decoded(own, part, payload) for part, payload in enumerate(reduced)])
     assert any(torch.equal(result, member.vector) for member in members[1:])
+    del payloads[0][own.agreement.peer_ids[2]]
+    assert own.measure(0, payloads[0]).finite.tolist() == [True, True, False, True, True], "missing: as not finite"
 
 
-def test_who_is_missing_in_a_part_counts_as_not_finite_for_rules_over_whole_vectors():
-    members, by_id = contributions(rule="krum")
-    own = members[0]
-    payloads = {peer_id: member.encode_own(0) for peer_id, member in by_id.items()}
-    del payloads[own.agreement.peer_ids[2]]
-    assert own.measure(0, payloads).finite.tolist() == [True, True, False, True, True]
-
-
-def test_what_int8_leaves_unsaid_is_the_difference_to_what_others_decode():
+def test_what_int8_leaves_unsaid_is_the_difference_to_what_others_decode() -> None:
     own = arithmetic_of(codec="int8")
     own = replace(own, residual=own.vector.clone())
-    heard = torch.cat([decoded(own, part, own.encode_own(part)) for part in range(own.agreement.num_parts)])
-    assert torch.equal(own.residual, own.vector - heard)
-    assert 0 < float(own.residual.abs().max()) < 0.05
-
-
-def test_a_part_that_was_sent_to_nobody_is_unsaid_altogether():
-    own = arithmetic_of(codec="int8")
-    own = replace(own, residual=own.vector.clone())
-    own.encode_own(0)
+    heard = [decoded(own, 0, own.encode_own(0))]
     start, _ = own.agreement.part_bounds(1)
-    assert torch.equal(own.residual[start:], own.vector[start:])
+    assert torch.equal(own.residual[start:], own.vector[start:]), "what was sent to nobody is unsaid altogether"
+    heard += [decoded(own, part, own.encode_own(part)) for part in range(1, own.agreement.num_parts)]
+    assert torch.equal(own.residual, own.vector - torch.cat(heard))
+    assert 0 < float(own.residual.abs().max()) < 0.05
 
 
 def test_parts_of_a_result_come_in_order_or_not_at_all():
     own = arithmetic_of()
     task = first_plan(own.agreement).tasks[0]
-    held = HeldResults(own).begin(task)
+    held = TaskResult(task, own, torch.zeros(NUM_VALUES))
     with pytest.raises(CodecError, match="expected part"):
         held.add(task.first_part + 1, own.encode_own(task.first_part + 1))
     assert held.digest is None
@@ -155,14 +119,14 @@ def test_who_differs_in_a_part_is_left_out_of_that_part_and_named():
     start, stop = own.agreement.part_bounds(0)
     common = torch.randn(stop - start, generator=torch.Generator().manual_seed(7))
     payloads = {peer_id: (common + 0.1 * number).numpy().tobytes() for number, peer_id in enumerate(honest)}
-    alone = own.reduce(0, payloads, None, measured=False)
-    reduced = own.reduce(0, {**payloads, liar: (-10 * common).numpy().tobytes()}, None, measured=False)
+    alone = own.reduce(0, payloads)
+    reduced = own.reduce(0, {**payloads, liar: (-10 * common).numpy().tobytes()})
     assert reduced.num_included == len(honest)
     assert set(reduced.odd) == {liar}
     assert reduced.odd[liar].startswith("direction: ")
     assert reduced.dropped == {}, "its other parts are looked at"
     assert bytes(reduced.payload) == bytes(alone.payload)
-    assert bytes(reduced.payload) == bytes(own.reduce(0, {**payloads, liar: b"junk"}, None, measured=False).payload)
+    assert bytes(reduced.payload) == bytes(own.reduce(0, {**payloads, liar: b"junk"}).payload)
 
 
 class Contributor:
@@ -189,18 +153,10 @@ def sent(member: Arithmetic, parts: range) -> Contributor:
 @on_event_loop
 async def test_a_part_of_another_size_is_not_kept_and_ends_its_members_contribution(codec, change) -> None:
     members, by_id = contributions(codec)
-    own_id, liar = members[0].agreement.peer_ids[0], members[0].agreement.peer_ids[3]
+    own_id, *_, liar, _ = peer_ids = members[0].agreement.peer_ids
     task = first_plan(members[0].agreement).tasks[0]
-    reduction = Reduction(
-        task,
-        members[0].agreement.peer_ids,
-        members[0],
-        own_id,
-        decide_rule=None,
-        measured=False,
-        stall_timeout_s=5.0,
-        deadline_s=time.monotonic() + 30.0,
-    )
+    options = {"decide_rule": None, "stall_timeout_s": 5.0, "deadline_s": time.monotonic() + 30.0}
+    reduction = Reduction(task, peer_ids, members[0], own_id, **options)
     streams = {peer_id: sent(by_id[peer_id], reduction.parts) for peer_id in by_id if peer_id != own_id}
     last, payload = streams[liar].parts[-1]
     streams[liar].parts[-1] = (last, change(payload))

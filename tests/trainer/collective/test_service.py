@@ -12,21 +12,16 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from tests.support.round_actor import RUN_ID, KnownPeers, identity_of, terms
+from tests.support.round_actor import RUN_ID, KnownPeers, agreement_of, identity_of, join_request, terms
 from trainer.aggregation import RuleConfig
-from trainer.collective import CollectiveConfig, PeerCollective, Terms
+from trainer.collective import CollectiveConfig, PeerCollective
 from trainer.collective.messages import (
     Acknowledge,
-    AcknowledgeReply,
     Agreement,
-    CommitDecision,
     Invite,
     InviteReply,
-    JoinRequest,
     MomentsOpen,
-    MomentsReply,
     ReductionOpen,
-    StatusReply,
     StatusRequest,
     Vote,
 )
@@ -36,15 +31,8 @@ from trainer.network.rpc import Endpoint, Peer, RpcConfig
 from trainer.outer.engine.collective import Contribution
 from trainer.run.node.loop_thread import LoopThread
 
-METHODS: dict[str, type[BaseModel]] = {
-    "round/join": Agreement,
-    "round/acknowledge": AcknowledgeReply,
-    "round/moments": MomentsReply,
-    "round/vote": CommitDecision,
-    "round/invite": InviteReply,
-    "round/status": StatusReply,
-}
 ANY_DIGEST = "ab" * 32
+METHODS = [f"round/{name}" for name in ("join", "acknowledge", "moments", "vote", "invite", "status")]
 
 
 class Anything(BaseModel):
@@ -52,11 +40,19 @@ class Anything(BaseModel):
 
 
 class Node:
-    def __init__(self, number: int) -> None:
+    """An endpoint, and with options of rounds their collective."""
+
+    def __init__(self, number: int, **options: Any) -> None:
         self.loop = LoopThread(f"node-{number}")
         self.loop.start()
         config = RpcConfig(host="127.0.0.1", tls=False, heartbeat_s=0.2, stall_timeout_s=5.0, stop_grace_s=0.1)
         self.endpoint = Endpoint(identity_of(number), RUN_ID, config)
+        self.directory = KnownPeers(holds_most_held_state=True)
+        if options:
+            rounds = CollectiveConfig(invite_after_s=0.0, round_timeout_s=20.0, **options)
+            context = (self.endpoint, self.loop.loop, RUN_ID, terms(), RuleConfig(), rounds, self.directory)
+            self.collective = PeerCollective(*context, lambda: 1024)
+        self.loop.run(self.endpoint.start(), 10)
 
     def call(self, peer: Peer, method: str, body: BaseModel, reply: type[BaseModel], payload: bytes = b"") -> Any:
         calling = self.endpoint.call(peer, method, body, reply, payload=payload, timeout_s=5)
@@ -70,20 +66,13 @@ class Node:
 @pytest.fixture(scope="module")
 def stranger():
     node = Node(90)
-    node.loop.run(node.endpoint.start(), 10)
     yield node
     node.close()
 
 
 @pytest.fixture
 def node():
-    node = Node(91)
-    config = CollectiveConfig(stall_timeout_s=2.0, invite_after_s=0.0, gather_timeout_s=1.0, round_timeout_s=20.0)
-    node.directory = KnownPeers(holds_most_held_state=True)
-    node.collective = PeerCollective(
-        node.endpoint, node.loop.loop, RUN_ID, terms(), RuleConfig(), config, node.directory, lambda: 1024
-    )
-    node.loop.run(node.endpoint.start(), 10)
+    node = Node(91, stall_timeout_s=2.0, gather_timeout_s=1.0)
     node.collective.move_to(5)
     yield node
     node.collective.close()
@@ -101,24 +90,9 @@ def contribution(round_index: int) -> Contribution:
     )
 
 
-def join_request(their_terms: Terms, round_index: int = 5) -> JoinRequest:
-    return JoinRequest(
-        round_index=round_index,
-        terms=their_terms,
-        state_digest=ANY_DIGEST,
-        num_values=5_000,
-        num_batches=10,
-        age_s=1.0,
-        vocabulary_rows=1024,
-        address="127.0.0.1:9",
-        certificate=None,
-        tried=(),
-    )
-
-
 def refusal(stranger: Node, node: Node, method: str, body: BaseModel, payload: bytes = b"") -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        stranger.call(node.endpoint.peer, method, body, METHODS[method], payload)
+        stranger.call(node.endpoint.peer, method, body, Anything, payload)
     return caught.value
 
 
@@ -132,31 +106,28 @@ def refusal(stranger: Node, node: Node, method: str, body: BaseModel, payload: b
     ],
 )
 def test_a_node_that_trains_something_else_is_told_what_differs(stranger, node, changed, reason, says):
-    error = refusal(stranger, node, "round/join", join_request(changed))
+    error = refusal(stranger, node, "round/join", join_request(terms=changed))
     assert error.reason == reason
     assert says in str(error)
 
 
 def test_rounds_that_are_over_and_rounds_that_will_never_be_are_refused(stranger, node):
-    assert refusal(stranger, node, "round/join", join_request(terms(), 4)).reason == "behind"
-    assert refusal(stranger, node, "round/join", join_request(terms(), 7)).reason == "not_ready"
+    assert refusal(stranger, node, "round/join", join_request(round_index=4)).reason == "behind"
+    assert refusal(stranger, node, "round/join", join_request(round_index=7)).reason == "not_ready"
 
 
 def test_what_belongs_to_no_known_agreement_is_refused(stranger, node):
     agreement = {"agreement": ANY_DIGEST}
-    bodies: dict[str, BaseModel] = {
+    for method, body in {
         "round/acknowledge": Acknowledge(round_index=5, **agreement),
         "round/moments": MomentsOpen(task="0.0", **agreement),
         "round/status": StatusRequest(**agreement),
         "round/vote": _vote(),
-    }
-    for method, body in bodies.items():
-        assert refusal(stranger, node, method, body, b"").reason == "unknown", method
+    }.items():
+        assert refusal(stranger, node, method, body).reason == "unknown", method
 
-
-def test_a_stream_for_no_known_agreement_is_refused(stranger, node):
     async def trade() -> None:
-        opening = ReductionOpen(plan=ANY_DIGEST, agreement=ANY_DIGEST, task="0.0")
+        opening = ReductionOpen(plan=ANY_DIGEST, task="0.0", **agreement)
         async with stranger.endpoint.open_stream(node.endpoint.peer, "round/exchange", opening, timeout_s=5) as stream:
             await stream.send(0, b"x" * 100)
             await stream.receive()
@@ -171,7 +142,7 @@ def test_nonsense_is_refused_and_counted_and_rounds_go_on(stranger, node):
     chance = random.Random(7)
     before = sum(node.endpoint.counters.refused.values())
     for _ in range(150):
-        method = chance.choice(sorted(METHODS))
+        method = chance.choice(METHODS)
         body = Anything.model_validate(_nonsense(chance))
         error = refusal(stranger, node, method, body, chance.randbytes(chance.randrange(200)))
         assert error.reason == "body", (method, body, error)
@@ -213,7 +184,7 @@ def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
     async def join_and_vanish() -> None:
         with pytest.raises((RefusedError, TimeoutError)):
             async with asyncio.timeout(6):
-                request = join_request(terms())
+                request = join_request()
                 await stranger.endpoint.call(node.endpoint.peer, "round/join", request, Agreement, timeout_s=6)
                 await asyncio.sleep(6)
 
@@ -226,48 +197,32 @@ def test_a_member_that_joins_and_says_no_more_is_left_out(stranger, node):
 
 
 @pytest.mark.slow
-def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was(stranger):
-    alone = Node(92)
-    config = CollectiveConfig(
-        min_members=2, stall_timeout_s=1.0, invite_after_s=0.0, gather_timeout_s=0.5, round_timeout_s=20.0
-    )
-    collective = PeerCollective(
-        alone.endpoint, alone.loop.loop, RUN_ID, terms(), RuleConfig(), config, KnownPeers(), lambda: 1024
-    )
+def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was():
+    alone = Node(92, min_members=2, stall_timeout_s=1.0, gather_timeout_s=0.5)
     try:
-        alone.loop.run(alone.endpoint.start(), 10)
         for _ in range(2):
             with pytest.raises(RoundFailedError, match="2 members"):
-                collective.reduce(contribution(0))
+                alone.collective.reduce(contribution(0))
     finally:
-        collective.close()
+        alone.collective.close()
         alone.close()
 
 
 @pytest.mark.parametrize("address", ["x", "", "unix:/tmp/a:1", "h:99999999", "a\0b:1", "127.0.0.1", "x" * 300 + ":1"])
 def test_an_address_that_is_none_is_refused_before_anybody_connects_there(stranger, node, address):
-    body = json.loads(join_request(terms()).model_dump_json()) | {"address": address}
+    body = json.loads(join_request().model_dump_json()) | {"address": address}
     assert refusal(stranger, node, "round/join", Anything.model_validate(body)).reason in {"body", "head"}
 
 
 def _vote() -> Vote:
-    agreement = Agreement(
-        round_index=5,
-        attempt=0,
-        coordinator=ANY_DIGEST,
-        state_digest=ANY_DIGEST,
-        num_values=10,
-        part_values=1024,
-        vocabulary_rows=1024,
-        members=(),
-    )
-    return Vote(plan=first_plan(agreement), term=0, digests=(), failed=(), dropped=())
+    plan = first_plan(agreement_of(2, 10).model_copy(update={"state_digest": ANY_DIGEST}))
+    return Vote(plan=plan, term=0, digests=(), failed=(), dropped=())
 
 
 def _nonsense(chance: random.Random) -> dict[str, Any]:
     """Bodies that are almost right, or not at all."""
     bodies: list[BaseModel] = [
-        join_request(terms()),
+        join_request(),
         _vote(),
         Acknowledge(round_index=1, agreement=ANY_DIGEST),
         Invite(round_index=1, after_s=1.0),

@@ -21,8 +21,8 @@ from tests.support.example_store import EXAMPLE_KEY
 from tests.support.extremes import EXAMPLES, changed, damaged, outcome
 from tests.support.hostile_caller import header_fields
 from trainer.aggregation import cap_weights, contribution_weight
+from trainer.collective.arithmetic import split_sums
 from trainer.collective.messages import Agreement, Commit, CommitDecision, JoinRequest, MomentsReply, Plan, Vote
-from trainer.collective.moments import split_sums
 from trainer.collective.planning import check_agreement, check_plan, first_plan, may_follow
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
@@ -195,10 +195,11 @@ def test_peer_exchange(payload: bytes, own_bytes: int, sizes: list[int]) -> None
 def test_agreements(data: st.DataObject) -> None:
     agreement = _model(Agreement, data.draw(changed(AGREEMENT)))
     if agreement is not None:
-        own: dict[str, Any] = {"own_id": KEYS[1], "own_weight": 1.0, "own_progress": 1.0, "max_weight_ratio": 4.0}
-        own |= {"round_index": 3, "state_digest": "0" * 64}
-        own |= {"num_values": 4096, "vocabulary_rows": 512, "values_per_part": 1024}
-        outcome(RefusedError, lambda: check_agreement(agreement, **own))
+        said = next(document for model, document in MESSAGES if model is JoinRequest)
+        changes = {"num_values": 4096, "num_batches": 1, "age_s": 0.0, "vocabulary_rows": 512}
+        request = JoinRequest.model_validate_json(json.dumps(said)).model_copy(update=changes)
+        own: dict[str, Any] = {"own_id": KEYS[1], "values_per_part": 1024, "max_weight_ratio": 4.0}
+        outcome(RefusedError, lambda: check_agreement(agreement, request, **own))
 
 
 @EXAMPLES

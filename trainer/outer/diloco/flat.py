@@ -1,9 +1,9 @@
-"""Named tensors as one flat fp32 vector on the CPU, and back.
+"""Named tensors as flat fp32 vectors on the CPU, and which of them are synchronised together.
 
-Everything that is synchronised is exchanged, summed and stored as one vector; only this file knows which of its values
-belongs to which tensor. The layout is by name, in the given order: two nodes whose layouts have one digest mean the
-same by position ``i``. fp32 tensors come back bit for bit; narrower ones (bf16) are widened exactly and rounded once on
-the way back. The vector takes 4 bytes a parameter of host memory, on whatever device the tensors are.
+Only this file knows which value of a vector belongs to which tensor. fp32 tensors come back bit for bit; narrower ones
+(bf16) are rounded once. Layer ``i`` goes to fragment ``i mod n`` (Streaming DiLoCo, arXiv 2501.18512); what comes
+before the layers (the embedding) and after them (last norm, output) counts as one layer each and goes to the smallest
+fragments, whatever their sizes in bytes, so that a growing vocabulary moves nothing.
 """
 
 from __future__ import annotations
@@ -11,37 +11,34 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
 
-__all__ = ["FlatLayout", "is_finite"]
+__all__ = ["FlatLayout", "FragmentPlan", "is_finite", "synchronised_parameters"]
+
+_NAMED_LAYER = re.compile(r"^(?:.*?\.)?(?:layers|blocks|h)\.\d+(?=\.)")
+_ANY_NUMBER = re.compile(r"^(?:[^\d.][^.]*\.)*\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Positions of named tensors in the flat vector.
-
-    Args:
-        names: of the tensors, in order; each once.
-        shapes: one for each name.
-        offsets: start of each, in values; one more at the end, the number of all values.
-    """
+    """Positions of named tensors in the flat vector."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
+    """Start of each, in values; one more at the end, the number of all values."""
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> FlatLayout:
         """Lays out tensors in the given order.
-
-        Args:
-            named_tensors: pairs such as ``module.named_parameters()`` gives, or a mapping.
 
         Raises:
             TrainerUsageError: no tensors, a duplicate name, or a tensor that is not of floating point.
@@ -60,16 +57,10 @@ class FlatLayout:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:
-        """Lays out tensors by names and shapes, in the mapping's order.
-
-        Raises:
-            TrainerUsageError: the mapping is empty.
-        """
+        """Lays out tensors by names and shapes, in the mapping's order; raises TrainerUsageError if there are none."""
         if not shapes:
             raise TrainerUsageError("a flat layout needs at least one tensor, found none: has the model parameters?")
-        offsets = [0]
-        for shape in shapes.values():
-            offsets.append(offsets[-1] + math.prod(shape))
+        offsets = accumulate(map(math.prod, shapes.values()), initial=0)
         return cls(tuple(shapes), tuple(shapes.values()), tuple(offsets))
 
     @property
@@ -79,31 +70,12 @@ class FlatLayout:
 
     def slices(self) -> Iterator[tuple[str, tuple[int, ...], slice]]:
         """Yields each tensor's name, shape and place in the vector, in order."""
-        for index, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
-            yield name, shape, slice(self.offsets[index], self.offsets[index + 1])
-
-    def select(self, names: Iterable[str]) -> FlatLayout:
-        """Returns the layout of some of the tensors, in the given order.
-
-        Raises:
-            TrainerUsageError: a name is not in this layout.
-        """
-        shapes = dict(zip(self.names, self.shapes, strict=True))
-        wanted = tuple(names)
-        missing = [name for name in wanted if name not in shapes]
-        if missing:
-            raise TrainerUsageError(f"the layout has no tensor named {missing[0]!r}; it has {len(shapes)} others")
-        return FlatLayout.from_shapes({name: shapes[name] for name in wanted})
+        for name, shape, (start, stop) in zip(self.names, self.shapes, pairwise(self.offsets), strict=True):
+            yield name, shape, slice(start, stop)
 
     @torch.no_grad()
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copies the tensors into one vector.
-
-        Args:
-            tensors: at least those of the layout, on any device, of any floating point type.
-
-        Returns:
-            [num_values] fp32 on the CPU.
+        """Copies tensors, on any device and of any floating point type, into one vector, [num_values] fp32 on the CPU.
 
         Raises:
             TrainerUsageError: a tensor is missing or has another shape.
@@ -117,13 +89,8 @@ class FlatLayout:
     def scatter(self, vector: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copies the vector's values into the tensors, in place and unseen by autograd; nothing unless everything fits.
 
-        Args:
-            vector: [num_values] fp32 on the CPU.
-            tensors: at least those of the layout, on any device.
-
         Raises:
-            TrainerUsageError: a tensor is missing or has another shape, or the vector is not [num_values] fp32 on the
-            CPU.
+            TrainerUsageError: a tensor is missing or of another shape, or the vector not [num_values] fp32 on the CPU.
         """
         if vector.shape != (self.num_values,) or vector.dtype != torch.float32 or vector.device.type != "cpu":
             found = f"{list(vector.shape)} {vector.dtype} on {vector.device}"
@@ -138,15 +105,7 @@ class FlatLayout:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def require_same(self, digest: str, whose: str) -> None:
-        """Refuses another layout.
-
-        Args:
-            digest: the other layout's :meth:`digest`.
-            whose: its owner, for the message.
-
-        Raises:
-            IncompatiblePeerError: the digests differ.
-        """
+        """Raises IncompatiblePeerError for the digest of another layout."""
         if digest != self.digest():
             raise IncompatiblePeerError(
                 f"expected the layout {self.digest()[:12]} ({len(self.names)} tensors, {self.num_values} values), "
@@ -169,3 +128,86 @@ def is_finite(vector: Tensor) -> bool:
         return True
     smallest, largest = torch.aminmax(vector)
     return bool(torch.isfinite(smallest)) and bool(torch.isfinite(largest))
+
+
+def synchronised_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trainable parameters by name, whether or not the model, or part of it, is compiled."""
+    named = model.named_parameters()
+    return {name.replace("_orig_mod.", ""): parameter for name, parameter in named if parameter.requires_grad}
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentPlan:
+    """The model cut into fragments, a layout each; in the whole vector they lie one after another."""
+
+    layouts: tuple[FlatLayout, ...]
+
+    @classmethod
+    def of(cls, named_tensors: Mapping[str, Tensor], num_fragments: int) -> FragmentPlan:
+        """Assigns each tensor to a fragment; a single fragment keeps the model's order.
+
+        Raises:
+            TrainerUsageError: more fragments than layers, or nothing to synchronise.
+        """
+        whole = FlatLayout.of(named_tensors)
+        groups = _assign(whole.names, num_fragments)
+        if not all(groups):
+            filled = sum(1 for group in groups if group)
+            raise TrainerUsageError(
+                f"diloco.num_fragments: expected at most {filled} for this model, found {num_fragments}"
+            )
+        shapes = dict(zip(whole.names, whole.shapes, strict=True))
+        return cls(tuple(FlatLayout.from_shapes({name: shapes[name] for name in group}) for group in groups))
+
+    def slices(self) -> list[slice]:
+        """Returns the place of each fragment in the whole vector."""
+        ends = accumulate(layout.num_values for layout in self.layouts)
+        return [slice(end - layout.num_values, end) for end, layout in zip(ends, self.layouts, strict=True)]
+
+    def whole(self) -> FlatLayout:
+        """Returns the layout of the whole vector."""
+        return FlatLayout.from_shapes({name: shape for layout in self.layouts for name, shape, _ in layout.slices()})
+
+    def digest(self) -> str:
+        """Returns the digest of the whole vector's layout."""
+        return self.whole().digest()
+
+
+def _assign(names: Sequence[str], num_fragments: int) -> list[list[str]]:
+    """Names by fragment, in the model's order within each."""
+    units = _units(names)
+    layers = [unit for unit, is_layer in units if is_layer]
+    edges = [unit for unit, is_layer in units if not is_layer]
+    fragments: list[list[list[str]]] = [[] for _ in range(num_fragments)]
+    for index, unit in enumerate(layers):
+        fragments[index % num_fragments].append(unit)
+    with_edge: set[int] = set()
+    for unit in edges:
+        home = min(range(num_fragments), key=lambda index: (len(fragments[index]), index in with_edge, -index))
+        fragments[home].append(unit)
+        with_edge.add(home)
+    return [sorted((name for unit in fragment for name in unit), key=names.index) for fragment in fragments]
+
+
+def _units(names: Iterable[str]) -> list[tuple[list[str], bool]]:
+    """Runs of neighbouring names that stay together, each with whether it is a numbered layer.
+
+    A layer is what shares a prefix such as ``body.layers.3``, or else the first number in the dotted name
+    (``nn.Sequential``); names without a number that are neighbours (last norm and output) are one unit.
+    """
+    units: list[tuple[list[str], bool]] = []
+    by_prefix: dict[str, list[str]] = {}
+    previous_is_edge = False
+    for name in names:
+        match = _NAMED_LAYER.match(name) or _ANY_NUMBER.match(name)
+        if match is not None and match.group(0) in by_prefix:
+            by_prefix[match.group(0)].append(name)
+        elif match is not None:
+            by_prefix[match.group(0)] = [name]
+            units.append((by_prefix[match.group(0)], True))
+        elif previous_is_edge:
+            units[-1][0].append(name)
+        else:
+            units.append(([name], False))
+        previous_is_edge = match is None
+    return units

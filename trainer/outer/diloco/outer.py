@@ -1,26 +1,12 @@
-"""The outer step: Nesterov momentum on the anchor, with the pseudo-gradient in the gradient's place.
+"""The outer step: Nesterov momentum on the anchor, with the pseudo-gradient in the gradient's place (spec T-12).
 
-With ``δ = anchor − replica`` (averaged over the replicas), ``v ← μ·v + δ`` and ``anchor ← anchor − lr·(μ·v + δ)``: what
-``torch.optim.SGD(nesterov=True)`` does to the anchor. The step is subtracted, and starts at the anchor. The other
-reading (spec T-12) adds it to the drifted replica, which leaves it further behind at each round. With lr 1 and momentum
-0 the new anchor is the mean of the replicas.
+With ``δ = anchor − replica`` (averaged) and the share ``p`` of the round's planned work that is in it, the step is
+``anchor ← anchor − lr·(δ + p·μ·(μ·v + δ))`` and ``v ← (1 − p·(1 − μ))·v + δ``. For ``p = 1`` that is
+``torch.optim.SGD(nesterov=True)``; a round requested early moves the anchor by at most ``p`` of a full step, the work
+itself keeps its weight ``lr``, and ``1/p`` such rounds decay and fill the velocity as one full round does.
 
-A round may be requested early, with a share ``p`` of its planned inner steps. Its pseudo-gradient is smaller by itself;
-the velocity is not, and Nesterov's full step would apply a whole round's momentum to a little work. So a step of
-progress ``p`` is ``anchor ← anchor − lr·(δ + p·μ·(μ·v + δ))`` and ``v ← (1 − p·(1 − μ))·v + δ``:
-
-- where inner steps go straight on (``δ`` is ``p`` of a full round's), the anchor moves by at most ``p`` of a full step;
-- the work itself keeps its weight ``lr``: scaling that too would discard all but ``p`` of the inner steps done, and a
-  node that requests a round after every step would stop training;
-- ``1/p`` such rounds decay and fill the velocity as much as one full round does (its fixed point is ``δ/(1 − μ)`` of a
-  full round's ``δ`` for every ``p``), and only basic arithmetic is used, which is alike on all machines.
-
-``p = 0`` moves nothing; ``p = 1`` is the step above, bit for bit.
-
-Every product and every sum is rounded separately. PyTorch's optimizers use fused multiply-add where processor and
-position in the vector allow it: one rounding less, and another last bit on another machine. Members compute this step
-each for themselves and must agree in every bit. The price is a last bit's difference from ``SGD``. Blocks of 1 MiB stay
-in the cache: 0.1 s for 125M parameters on two cores, where ``SGD`` takes 0.4 s.
+Every product and sum is rounded separately, in blocks that stay in the cache: members compute this step each for
+themselves and must agree in every bit, and fused multiply-add gives another last bit on another machine.
 """
 
 from __future__ import annotations
@@ -37,24 +23,19 @@ _BLOCK_VALUES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """Applies agreed pseudo-gradients to the anchor; the caller keeps the momentum.
-
-    Args:
-        lr: outer learning rate.
-        momentum: Nesterov momentum, 0 for none.
-    """
+    """Applies agreed pseudo-gradients to the anchor; the caller keeps the momentum."""
 
     lr: float = 0.7
     momentum: float = 0.9
 
     @torch.no_grad()
     def step(self, anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, progress: float = 1.0) -> None:
-        """Moves the anchor, in place.
+        """Moves anchor and momentum, in place; all are [P] fp32.
 
         Args:
-            anchor: [P] fp32, changed in place.
-            momentum: [P] fp32, changed in place; zeros before the first step.
-            pseudo_gradient: [P] fp32, anchor − replica; only read.
+            anchor: changed.
+            momentum: changed; zeros before the first step.
+            pseudo_gradient: anchor − replica.
             progress: share of the round's planned work that is in it, 0 to 1.
         """
         kept = self.momentum if progress == 1.0 else 1.0 - progress * (1.0 - self.momentum)

@@ -1,28 +1,17 @@
 """DiLoCo: nodes train alone for many steps, then move a common anchor by what they agree on.
 
-Every outer step is a transaction. *Prepare*: pseudo-gradient = anchor − parameters. *Collective*: the members agree on
-one aggregate. *Commit*: outer step on a copy of the anchor, new state installed by one assignment, parameters set. If
-the collective fails, nothing has changed: training goes on from the drifted parameters, and the next pseudo-gradient,
-again measured from the old anchor, contains the work of the failed round. Only a node that missed a round, and so has
-to :meth:`~DiLoCoTrainer.adopt` the others' state, loses its work since the last one. A round that others request early
-has the work of the inner steps done so far, and its outer step weighs no more than that (``outer.py``).
-
-After a commit all members have bit-identical anchors, momenta and references; without overlap also bit-identical
-parameters. Host memory: 12 bytes a parameter permanently, 12 to 16 more during a round.
-
-**Fragments and overlap** follow Streaming DiLoCo (arXiv 2501.18512, algorithm 2). Fragment ``f`` takes its turn at its
-offset in every ``inner_steps``. With ``overlap_steps`` τ > 0 the round runs in a thread while τ more inner steps are
-done; then ``parameters ← α·parameters + (1 − α)·new anchor`` with α = ``merge_alpha`` (the paper's α, and its default
-0.5). As in the paper the anchor gets no share of those local steps: what α keeps of them is part of the next
-pseudo-gradient, and what 1 − α discards is lost. τ = 0 sets parameters to the anchor, the paper's α = 0. At most one
-round is under way (τ < inner_steps / num_fragments), unlike in the paper: it simplifies restarts.
+An outer step is a transaction: prepare (pseudo-gradient = anchor − parameters), collective, commit (outer step on a
+copy of the anchor, installed by one assignment). If it fails, nothing has changed, and the next pseudo-gradient,
+measured from the old anchor, contains its work. Fragments and overlap are those of Streaming DiLoCo (arXiv 2501.18512,
+algorithm 2): ``parameters ← α·parameters + (1 − α)·new anchor``, the anchor without a share of the steps done
+meanwhile; but at most one round is under way, which simplifies restarts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -31,11 +20,9 @@ from torch import Tensor, nn
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 from trainer.outer.diloco.config import DiLoCoConfig
-from trainer.outer.diloco.flat import is_finite
-from trainer.outer.diloco.fragments import FragmentPlan, synchronised_parameters
+from trainer.outer.diloco.flat import FragmentPlan, is_finite, synchronised_parameters
 from trainer.outer.diloco.outer import OuterOptimizer
-from trainer.outer.diloco.saved import SavedDiLoCo, SavedRound
-from trainer.outer.diloco.state import FragmentState, ReplicaState, SharedState, grown_state
+from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
@@ -47,27 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _BackgroundRound:
-    """A round under way in a thread, which works on the round's own tensors only.
-
-    The training thread alone touches parameters and state, when it takes the result. A round that is given up ends by
-    itself, and its result is dropped.
-    """
+    """A round under way in a thread, which works on the round's own tensors only."""
 
     contribution: Contribution
     result: Future[RoundResult]
     steps_left: int
     """Inner steps until its result is merged."""
-
-    def saved(self) -> SavedRound:
-        """Returns what a checkpoint needs to begin this round again."""
-        contribution = self.contribution
-        return SavedRound(
-            vector=contribution.vector,
-            num_batches=contribution.num_batches,
-            age_s=contribution.age_s,
-            steps_left=self.steps_left,
-            progress=contribution.progress,
-        )
 
 
 class DiLoCoTrainer:
@@ -90,20 +62,17 @@ class DiLoCoTrainer:
         self._collective = collective
         self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
         self._parameters = synchronised_parameters(model)
-        self._plan = FragmentPlan.of(self._parameters, config.num_fragments)
-        self._layout_digest = self._plan.digest()
-        self._steps_since_round = 0
-        self._pending = [PendingWork() for _ in self._plan.layouts]
+        self.plan = FragmentPlan.of(self._parameters, config.num_fragments)
+        """Which parameters are synchronised together, and their places in the flat vectors."""
+        self._layout_digest = self.plan.digest()
+        self.inner_step = 0
+        """Inner steps since the last round was tried."""
+        self._pending = [PendingWork() for _ in self.plan.layouts]
         self._saved_round: SavedRound | None = None
         self._background: _BackgroundRound | None = None
         self._last_call: Future[RoundResult] | None = None
-        fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self._plan.layouts)
+        fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self.plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
-
-    @property
-    def plan(self) -> FragmentPlan:
-        """Which parameters are synchronised together, and their places in the flat vectors."""
-        return self._plan
 
     @property
     def round_index(self) -> int:
@@ -116,11 +85,6 @@ class DiLoCoTrainer:
         return self._state.outer_step
 
     @property
-    def inner_step(self) -> int:
-        """Inner steps since the last round was tried."""
-        return self._steps_since_round
-
-    @property
     def unshared(self) -> tuple[int, int]:
         """Inner steps since the last committed round, and their batches; of the fragment that has most."""
         return max((work.num_steps, work.num_batches) for work in self._pending)
@@ -130,20 +94,14 @@ class DiLoCoTrainer:
         return self._digest.result(self._config.round_timeout_s)
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Counts an inner step; begins, finishes or tries a round when it is time.
+        """Counts an inner step; begins, finishes or tries a round when it is time, and returns the one that ended.
 
         A round is due every ``inner_steps / num_fragments`` steps, and at once if others wait for this node.
-
-        Args:
-            num_batches: batches that changed the parameters in this step; 0 for a skipped step.
-
-        Returns:
-            The round that ended now, if one did; a failed one says why.
 
         Raises:
             TrainerError: the collective raised anything but a failed round; the state is as before the round.
         """
-        self._steps_since_round += 1
+        self.inner_step += 1
         for work in self._pending:
             work.add(num_batches)
         self._relaunch()
@@ -151,8 +109,8 @@ class DiLoCoTrainer:
             self._background.steps_left -= 1
             # Merged when it is time, or when others wait for the next round already.
             early = self._background.result.done() and self._collective.requested()
-            return self._finish(self._background) if self._background.steps_left <= 0 or early else None
-        due = self._steps_since_round >= self._config.steps_before(self._state.fragment)
+            return self.drain() if self._background.steps_left <= 0 or early else None
+        due = self.inner_step >= self._config.steps_before(self._state.fragment)
         if not due and not self._collective.requested():
             return None
         return self._begin()
@@ -160,25 +118,17 @@ class DiLoCoTrainer:
     def drain(self) -> OuterResult | None:
         """Waits for the round under way, if there is one, and merges it now instead of some steps later."""
         self._relaunch()
-        return None if self._background is None else self._finish(self._background)
+        background = self._background
+        return None if background is None else self._conclude(background.contribution, background.result)
 
     def answer_others(self) -> OuterResult | None:
-        """Takes part in a round that others wait for, between two inner steps, unless one is under way here.
-
-        For a node whose inner steps depend on others that wait in that round.
-        """
+        """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
         return None if self._is_under_way() or not self._collective.requested() else self._begin()
 
     def share(self) -> OuterResult | None:
-        """Tries a round now and waits for it: for a node that leaves with work that the others do not have.
-
-        The round comes early, and its outer step weighs as little as the work in it.
-
-        Returns:
-            The round that ended last; None: there was nothing to share.
-        """
+        """Tries a round now and waits for it: for a node that leaves with work that the others do not have."""
         drained = self.drain()
-        if not self._steps_since_round:
+        if not self.inner_step:
             return drained
         result = self._begin()
         return result if result is not None else self.drain()
@@ -188,32 +138,21 @@ class DiLoCoTrainer:
         return self._state.shared(self._layout_digest)
 
     def adopt(self, shared: SharedState) -> None:
-        """Replaces the state by another member's: parameters become the anchor.
-
-        Local work since the last round is dropped, and so is a round under way.
-
-        Args:
-            shared: the state; its tensors are copied.
+        """Replaces the state by a copy of another member's; local work and a round under way are dropped.
 
         Raises:
             IncompatiblePeerError: it does not belong to this model. Nothing was changed.
         """
-        adopted = ReplicaState.adopted(shared, self._plan)
+        adopted = ReplicaState.adopted(shared, self.plan)
         self._background = self._saved_round = None
         self._install(adopted)
-        self._steps_since_round = 0
-        self._pending = [PendingWork() for _ in self._plan.layouts]
-        for layout, fragment in zip(self._plan.layouts, adopted.fragments, strict=True):
+        self.inner_step = 0
+        self._pending = [PendingWork() for _ in self.plan.layouts]
+        for layout, fragment in zip(self.plan.layouts, adopted.fragments, strict=True):
             layout.scatter(fragment.anchor, self._parameters)
 
     def grow(self, model: nn.Module, vocab_rows: int) -> None:
-        """Continues with a model that has more rows in some tensors, just grown and not yet trained (`state`).
-
-        Work since the last round is kept: it is in the model's old rows.
-
-        Args:
-            model: the grown model; the same as before or another, with the same names.
-            vocab_rows: its rows now.
+        """Continues with a model just grown to ``vocab_rows`` (`state`), and keeps the work since the last round.
 
         Raises:
             TrainerUsageError: a round is under way (:meth:`drain` first), names differ, or a tensor shrank or changed
@@ -223,34 +162,30 @@ class DiLoCoTrainer:
             raise TrainerUsageError("expected no round under way while the vocabulary grows, found one; drain() first")
         parameters = synchronised_parameters(model)
         plan = FragmentPlan.of(parameters, self._config.num_fragments)
-        state = grown_state(self._state, self._plan, plan, parameters, vocab_rows)
-        self._parameters, self._plan, self._layout_digest = parameters, plan, plan.digest()
+        state = grown_state(self._state, self.plan, plan, parameters, vocab_rows)
+        self._parameters, self.plan, self._layout_digest = parameters, plan, plan.digest()
         self._install(state)
 
     def state_dict(self) -> dict[str, StateValue]:
-        """Returns everything to go on from here, also in the middle of an inner loop and with a round under way.
+        """Returns everything to go on from here; a round under way is stored as its contribution, and begins again.
 
-        The tensors never change afterwards: a checkpoint may be written from another thread without a copy. A round
-        under way is stored as its contribution, and begins again with the next inner step after loading. If the others
-        have committed it meanwhile, the round fails and the node catches up as one that missed a round.
+        The tensors never change afterwards: a checkpoint may be written from another thread without a copy.
         """
-        saved_round = self._saved_round if self._background is None else self._background.saved()
-        return SavedDiLoCo.of(
-            self._state, self._layout_digest, self._steps_since_round, self._pending, saved_round
-        ).to_dict()
+        saved_round = self._saved_round
+        if self._background is not None:
+            saved_round = SavedRound.of(self._background.contribution, self._background.steps_left)
+        return SavedDiLoCo.of(self._state, self._layout_digest, self.inner_step, self._pending, saved_round)
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on from a saved state; the caller restores the model's parameters.
-
-        Nobody is contacted: a round that was under way begins again with the next inner step, or :meth:`drain`.
+        """Goes on from a saved state, without contacting anybody; the caller restores the model's parameters.
 
         Raises:
             CheckpointMismatchError: another version or another model. Nothing was changed.
         """
-        saved = SavedDiLoCo.from_dict(state, self._plan)
+        saved = SavedDiLoCo.from_dict(state, self.plan)
         self._background, self._saved_round = None, saved.flight
         self._install(saved.state())
-        self._steps_since_round = saved.inner_step
+        self.inner_step = saved.inner_step
         self._pending = saved.pending()
 
     def _is_under_way(self) -> bool:
@@ -265,22 +200,21 @@ class DiLoCoTrainer:
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
         contribution = self._prepare()
-        self._steps_since_round = 0
+        self.inner_step = 0
         if self._last_call is not None and not self._last_call.done():
             return self._failed(contribution, "the round that was given up before has not ended yet")
         if self._config.overlap_steps:
             self._launch(contribution, self._config.overlap_steps)
             return None
-        return self._conclude(contribution, lambda: self._collective.reduce(contribution), keep=0.0)
+        return self._conclude(contribution)
 
     def _prepare(self) -> Contribution:
         """Measures the pseudo-gradient of the next fragment.
 
-        Parameters that are not finite are not worth sending and would never recover: they become the anchor again, and
-        the node takes part without a contribution.
+        Parameters that are not finite would never recover: they become the anchor again, and nothing is contributed.
         """
         fragment = self._state.fragment
-        layout, anchor = self._plan.layouts[fragment], self._state.fragments[fragment].anchor
+        layout, anchor = self.plan.layouts[fragment], self._state.fragments[fragment].anchor
         vector = layout.gather(self._parameters)
         torch.sub(anchor, vector, out=vector)
         if not is_finite(vector):
@@ -316,25 +250,13 @@ class DiLoCoTrainer:
             contribution = self._contribution(saved.vector, saved.num_batches, saved.age_s, saved.progress)
             self._launch(contribution, saved.steps_left)
 
-    def _finish(self, background: _BackgroundRound) -> OuterResult:
-        """Waits for a background round and merges its result."""
+    def _conclude(self, contribution: Contribution, call: Future[RoundResult] | None = None) -> OuterResult:
+        """Commits the result of a round, of one in the background with a share of the own parameters."""
         self._background = None
-        timeout_s = self._config.round_timeout_s
-
-        def obtain() -> RoundResult:
-            try:
-                return background.result.result(timeout_s)
-            except TimeoutError as error:
-                raise RoundFailedError(f"the round in the background is not back after {timeout_s:.0f} s") from error
-
-        return self._conclude(background.contribution, obtain, keep=self._config.merge_alpha)
-
-    def _conclude(self, contribution: Contribution, obtain: Callable[[], RoundResult], *, keep: float) -> OuterResult:
-        """Commits what ``obtain`` returns, or reports why there is nothing to commit."""
         started_s, fragment = time.monotonic(), self._state.fragment
         try:
-            result = obtain()
-            self._commit(contribution, result, keep)
+            result = self._collective.reduce(contribution) if call is None else self._awaited(call)
+            self._commit(contribution, result, 0.0 if call is None else self._config.merge_alpha)
         except RoundFailedError as error:
             return self._failed(contribution, error, waited_s=time.monotonic() - started_s)
         return OuterResult(
@@ -345,8 +267,15 @@ class DiLoCoTrainer:
             num_batches=contribution.num_batches,
             waited_s=time.monotonic() - started_s,
             report=result.report,
-            contributed_steps_ago=self._steps_since_round if contribution.num_batches else None,
+            contributed_steps_ago=self.inner_step if contribution.num_batches else None,
         )
+
+    def _awaited(self, call: Future[RoundResult]) -> RoundResult:
+        timeout_s = self._config.round_timeout_s
+        try:
+            return call.result(timeout_s)
+        except TimeoutError as error:
+            raise RoundFailedError(f"the round in the background is not back after {timeout_s:.0f} s") from error
 
     def _failed(
         self, contribution: Contribution, error: RoundFailedError | str, *, waited_s: float = 0.0
@@ -370,7 +299,7 @@ class DiLoCoTrainer:
     def _commit(self, contribution: Contribution, result: RoundResult, keep: float) -> None:
         """Applies an agreed pseudo-gradient. Every check comes before the first change."""
         fragment = self._state.fragment
-        layout, current = self._plan.layouts[fragment], self._state.fragments[fragment]
+        layout, current = self.plan.layouts[fragment], self._state.fragments[fragment]
         if result.vector.shape != current.anchor.shape or not is_finite(result.vector):
             raise RoundFailedError(
                 f"expected {current.anchor.numel()} finite values as the round's result, "
@@ -390,6 +319,6 @@ class DiLoCoTrainer:
         new = FragmentState(anchor, momentum, result.vector, result.residual)
         self._install(self._state.committed(new, num_inner_steps))
         layout.scatter(parameters, self._parameters)
-        self._pending[fragment].settle(contribution.num_batches, self._steps_since_round)
+        self._pending[fragment].settle(contribution.num_batches, self.inner_step)
         if progress < 1.0:
             logger.info("round %d: requested with %.0f %% of its work", contribution.round_index, 100 * progress)

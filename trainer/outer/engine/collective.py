@@ -1,13 +1,9 @@
 """What a strategy asks of the other members, and what it gets back: one protocol with several engines.
 
 In each round a strategy passes one vector and gets the vector that *all* members of the round agreed on, bit for bit
-the same at each of them, or :class:`~trainer.errors.RoundFailedError`. Engines are a node alone (`LocalCollective`:
-its own pseudo-gradient is the agreed one, spec T-15), a process group inside a cluster, and strangers over the
-internet.
-
-``reduce`` is a function of its argument: what must survive a round (the residual of a lossy encoding) travels in
-:class:`Contribution` and :class:`RoundResult`. A round that fails, or whose result is not used, leaves nothing behind,
-and the strategy alone saves, restores and resizes state.
+the same at each of them, or :class:`~trainer.errors.RoundFailedError`. ``reduce`` is a function of its argument: what
+must survive a round (the residual of a lossy encoding) travels in :class:`Contribution` and :class:`RoundResult`, and
+the strategy alone saves, restores and resizes state.
 """
 
 from __future__ import annotations
@@ -20,16 +16,6 @@ from torch import Tensor
 
 from trainer.aggregation import Finding
 
-__all__ = [
-    "Collective",
-    "Contribution",
-    "LocalCollective",
-    "MemberFinding",
-    "RoundReport",
-    "RoundResult",
-    "member_findings",
-]
-
 _KEY_DIGITS = 64
 
 
@@ -38,7 +24,7 @@ class Contribution:
     """A node's part in a round. Tensors are 1-D fp32 on the CPU; the collective only reads them."""
 
     round_index: int
-    """Number of rounds committed before this one (outer step · fragments + fragment)."""
+    """Rounds committed before this one."""
     vector: Tensor
     """[P] to be aggregated (a pseudo-gradient); finite."""
     num_batches: int
@@ -89,19 +75,16 @@ class RoundReport:
 
     round_index: int
     members: tuple[str, ...]
-    """Members whose contributions are in the result, in the agreed order."""
+    """In the result, in the agreed order."""
     dropped: tuple[tuple[str, str], ...] = ()
     """Members not in it, or not wholly, and why."""
     completeness: float = 1.0
     """Share of the agreed members' values that are in the result, 0 to 1."""
     sent_bytes: int = 0
-    """Payload sent to others."""
     received_bytes: int = 0
-    """Payload received from others."""
     seconds: float = 0.0
-    """From the contribution to the result."""
     rule: str = "mean"
-    """The aggregation rule used, possibly a fallback of the configured one."""
+    """The one used, possibly a fallback of the configured one."""
     num_passes: int = 1
     """1, plus one for each time slices of dead reducers were reduced again."""
     weights: tuple[float, ...] = ()
@@ -112,22 +95,17 @@ class RoundReport:
     """For each member, in the agreed order, if validation is on and this node has reduced anything. Judge a member by
     these: ``validation`` and ``dropped`` are partly the word of others."""
     note: str = ""
-    """Anything else a reader of the log must know, such as that too few members took part for a robust rule."""
+    """Anything else a reader of the log must know."""
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""
         left_out = dict(self.dropped)
         odd = {member: reason for member, reason in self.validation if member not in left_out}
-        return (
-            *(f"{_short_name(member)} left out: {reason}" for member, reason in left_out.items()),
-            *(f"{_short_name(member)} looks odd: {reason}" for member, reason in odd.items()),
-            *([self.note] if self.note else []),
-        )
-
-
-def _short_name(member: str) -> str:
-    """The first digits of a key; any other name unchanged."""
-    return member[:8] if len(member) == _KEY_DIGITS else member
+        said = [(member, "left out", reason) for member, reason in left_out.items()]
+        said += [(member, "looks odd", reason) for member, reason in odd.items()]
+        # Of a key the first digits; any other name as it is.
+        lines = (f"{who[:8] if len(who) == _KEY_DIGITS else who} {what}: {reason}" for who, what, reason in said)
+        return (*lines, *([self.note] if self.note else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +147,7 @@ class Collective(Protocol):
 
 
 class LocalCollective:
-    """A round of one.
-
-    Args:
-        member: this node's name in the report.
-    """
+    """A round of one: the node's own pseudo-gradient is the agreed one (spec T-15)."""
 
     def __init__(self, member: str = "self") -> None:
         self._member = member

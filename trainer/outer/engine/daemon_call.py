@@ -1,7 +1,6 @@
 """Blocking calls in daemon threads: they hold up neither the caller, nor an event loop, nor the end of the process.
 
-`asyncio.to_thread` joins its threads when the loop ends, and a store that does not answer keeps one for up to twenty
-minutes. The trade-off: each call makes a thread, 0.1 ms of a read of a millisecond or more.
+`asyncio.to_thread` joins its threads when the loop ends; a store that does not answer keeps one for twenty minutes.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ T = TypeVar("T")
 def start_daemon(function: Callable[[], T], name: str) -> Future[T]:
     """Calls ``function`` in a daemon thread of that name; the future has its result or exception."""
     future: Future[T] = Future()
-    threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001 - re-raised by Future.result
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
 async def in_daemon_thread(function: Callable[[], T], name: str) -> T:
     """Returns or raises what ``function`` does; if cancelled, the call ends by itself and its result is dropped."""
     return await asyncio.wrap_future(start_daemon(function, name))
-
-
-def _run(future: Future[T], function: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:  # noqa: BLE001 - re-raised by Future.result
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -1,8 +1,4 @@
-"""The every-step baseline: gradients averaged in every step by PyTorch's DistributedDataParallel.
-
-DiLoCo is compared with it in loss at equal tokens and in bytes on the wire (4 bytes a parameter, out and in, each
-step). The outer strategy has nothing to do: replicas that take equal steps stay equal.
-"""
+"""The every-step baseline: gradients averaged in every step by PyTorch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -22,9 +18,7 @@ _VERSION = 1
 
 
 def ddp_model(model: nn.Module, device: torch.device | None = None) -> DistributedDataParallel:
-    """Wraps a model so that each backward pass averages gradients over all ranks.
-
-    Parameters become those of the first rank. Gradients are views of the communication buckets, which saves a copy.
+    """Wraps a model so that each backward pass averages gradients over all ranks; it starts as that of the first rank.
 
     Args:
         model: on ``device`` already.
@@ -40,7 +34,7 @@ def ddp_model(model: nn.Module, device: torch.device | None = None) -> Distribut
 
 
 class EveryStepStrategy:
-    """An outer strategy without outer steps: gradients were averaged in the inner step."""
+    """An outer strategy without outer steps: replicas that take equal steps stay equal."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -59,11 +53,7 @@ class EveryStepStrategy:
         return {"version": _VERSION, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on counting.
-
-        Raises:
-            CheckpointMismatchError: another version, or another strategy's state.
-        """
+        """Goes on counting; raises CheckpointMismatchError (another version, or another strategy's state)."""
         num_steps = state.get("num_steps")
         if state.get("version") != _VERSION or not isinstance(num_steps, int):
             raise CheckpointMismatchError(

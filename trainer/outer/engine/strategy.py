@@ -1,8 +1,4 @@
-"""What the training loop sees of synchronisation: one call after each inner step.
-
-The loop does not know whether nodes synchronise every step (DDP), every 500 (DiLoCo) or never; it hands over control
-after each inner step and logs what is returned. Strategies that make rounds share the helpers here.
-"""
+"""What the training loop sees of synchronisation: one call after each inner step, whose result it logs."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ class OuterResult:
     """One attempt at an outer step, for the log and the checkpointer."""
 
     round_index: int
-    """The round that was tried."""
     fragment: int
     """Which part of the model it was for."""
     outer_step: int
@@ -40,11 +35,10 @@ class OuterResult:
     waited_s: float
     """How long training stood still for it."""
     report: RoundReport | None = None
-    """How the round went; None if it failed."""
+    """None if it failed."""
     contributed_steps_ago: int | None = None
     """Inner steps since the parameters of this node's contribution were read; None: it has no weight in the result."""
     error: str = ""
-    """Why it failed."""
 
 
 @runtime_checkable
@@ -52,13 +46,10 @@ class OuterStrategy(Protocol):
     """Keeps a node's model in step with the others'."""
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Counts an inner step and synchronises when it is time.
+        """Counts an inner step and synchronises when it is time; returns the outer step that ended now, if one did.
 
         Args:
             num_batches: batches that changed the parameters: 0 for a step that was skipped.
-
-        Returns:
-            The outer step that ended now, if one did.
         """
         ...
 
@@ -80,16 +71,13 @@ class PendingWork:
     """Batches trained since the last committed round of a fragment or slice: a contribution's weight and progress.
 
     Ages are wall-clock time, because they must mean something after a restart; a clock set back counts as no age.
-
-    Args:
-        num_batches: batches that wait for a round.
-        since_s: Unix time of the oldest of them; 0 if there is none.
-        num_steps: inner steps that they took, those included that changed nothing.
     """
 
     num_batches: int = 0
     since_s: float = 0.0
+    """Unix time of the oldest batch; 0 if there is none."""
     num_steps: int = 0
+    """Inner steps that they took, those included that changed nothing."""
 
     def add(self, num_batches: int) -> None:
         """Counts an inner step and its batches."""
@@ -103,11 +91,9 @@ class PendingWork:
         return max(0.0, time.time() - self.since_s) if self.num_batches else 0.0
 
     def settle(self, num_batches: int, steps_since: int) -> None:
-        """Takes off the work of a committed round; the age of what is left, which is younger, counts from now.
+        """Takes off the batches of a committed round, whose contribution was read ``steps_since`` inner steps ago.
 
-        Args:
-            num_batches: batches in the round.
-            steps_since: inner steps since its contribution was read.
+        The age of what is left, which is younger, counts from now.
         """
         self.num_steps = steps_since
         self.num_batches = max(0, self.num_batches - num_batches)

@@ -1,13 +1,9 @@
 """A round inside a trusted cluster: the ranks of a torch process group, each reducing one slice.
 
-Headers are compared, contributions are cut into a slice a rank and exchanged all to all, each rank reduces its slice
-with the configured rule, and the encoded results go to all ranks. Every rank, the reducer included, takes what a result
-decodes to, so all ranks end bit-identical under any codec. Each rank sends its vector about once and receives it once,
-``2·(n−1)/n`` vectors in all, as an all-reduce does, but the rule sees single contributions instead of sums.
-
-Weights, validation, rules and report are those of the rounds among strangers (``trainer/aggregation``). Deaths are not
-tolerated: a rank that dies ends the job. Moments of all contributions are always taken, in about as much time as the
-exchange over the loopback, so that all ranks leave out the same contributions.
+Headers are compared, slices exchanged all to all, each rank reduces its own with the configured rule, and the encoded
+results go to all ranks, which take what they decode to: all end bit-identical under any codec. A rank sends
+``2·(n−1)/n`` vectors, as in an all-reduce, but the rule sees single contributions, and all ranks leave out the same
+ones. Rules and report are those of the rounds among strangers. A rank that dies ends the job.
 """
 
 from __future__ import annotations
@@ -16,13 +12,18 @@ import hashlib
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Buffer
 
 from trainer.aggregation import (
     DEFAULT_MAX_RATIO,
@@ -37,11 +38,10 @@ from trainer.aggregation import (
     reduce_part,
 )
 from trainer.compression.vectors import BLOCK_VALUES, Codec
-from trainer.errors import CodecError, RoundFailedError, TrainerError
+from trainer.errors import CodecError, PeerUnavailableError, RoundFailedError, TrainerError, TrainerUsageError
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult, member_findings
-from trainer.outer.engine.process_group import RankedBytes
 
-__all__ = ["TorchCollective", "rank_slices"]
+__all__ = ["RankedBytes", "TorchCollective", "rank_slices"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +60,6 @@ class _RankHeader:
     progress: float
     usable: bool
     terms: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedContribution:
-    """This rank's contribution as it is sent: a slice for each rank, and what encoding leaves out."""
-
-    slices: tuple[memoryview, ...]
-    residual: Tensor | None
-    usable: bool
 
 
 class TorchCollective:
@@ -98,18 +89,25 @@ class TorchCollective:
         """
         started_s = time.monotonic()
         places = rank_slices(contribution.vector.numel(), self._ranks.num_ranks)
-        own = self._encode(contribution, places)
-        headers = self._agree(contribution, own.usable)
+        own_place = places[self._ranks.rank]
+        reference = contribution.reference[own_place]
+        slices, residual, usable = self._encode(contribution, places)
+        headers = self._agree(contribution, usable)
         weights = cap_weights(
             [contribution_weight(header.num_batches, header.age_s) if header.usable else 0.0 for header in headers],
             self._max_weight_ratio,
         )
-        rows = self._exchange(own, places)
-        decision = self._decide(rows, contribution.reference[places[self._ranks.rank]], weights)
-        vector = self._collect(self._reduce_own(rows, weights, decision, contribution, places), places)
+        rows = self._exchange(slices, own_place.stop - own_place.start)
+        decision = self._decide(rows, reference, weights)
+        try:
+            own = _OK + self._codec.encode(reduce_part(rows, weights, self._rule, decision, reference))
+        except TrainerError as error:
+            # The others wait for this rank's slice: they are told, and all ranks fail the round together.
+            logger.warning("round %d: this rank cannot reduce its slice: %s", contribution.round_index, error)
+            own = _FAILED
         return RoundResult(
-            vector=vector,
-            residual=own.residual,
+            vector=self._collect(own, places),
+            residual=residual,
             progress=common_progress([header.progress for header in headers], weights),
             report=self._report(contribution, places, weights, decision, time.monotonic() - started_s),
         )
@@ -121,32 +119,33 @@ class TorchCollective:
     def close(self) -> None:
         """Does nothing: the process group belongs to its creator."""
 
-    def _encode(self, contribution: Contribution, places: Sequence[slice]) -> _EncodedContribution:
-        """Encodes vector plus residual by slice; zeros if that is not finite, so that no rank waits in vain."""
+    def _encode(
+        self, contribution: Contribution, places: Sequence[slice]
+    ) -> tuple[list[memoryview], Tensor | None, bool]:
+        """A slice of vector plus residual for each rank, what encoding leaves out, and whether it counts.
+
+        Zeros that do not count if it is not finite, so that no rank waits in vain.
+        """
         carried = contribution.vector
         if contribution.residual is not None:
             carried = carried + contribution.residual
-        usable = True
+        is_lossless = self._codec.name == "fp32"
         try:
-            encoded = tuple(self._codec.encode(carried[place]) for place in places)
+            slices = [self._codec.encode(carried[place]) for place in places]
         except CodecError as error:
             logger.warning("round %d: this rank contributes nothing: %s", contribution.round_index, error)
-            encoded, usable = tuple(self._codec.encode(torch.zeros_like(carried[place])) for place in places), False
-        if self._codec.name == "fp32":
-            return _EncodedContribution(encoded, None, usable)
-        if not usable:
-            return _EncodedContribution(encoded, contribution.residual, usable)
+            zeros = torch.zeros_like(carried)
+            slices = [self._codec.encode(zeros[place]) for place in places]
+            return slices, None if is_lossless else contribution.residual, False
+        if is_lossless:
+            return slices, None, True
         residual = carried.clone()
-        for place, piece in zip(places, encoded, strict=True):
+        for place, piece in zip(places, slices, strict=True):
             residual[place].sub_(self._codec.decode(piece, place.stop - place.start))
-        return _EncodedContribution(encoded, residual, usable)
+        return slices, residual, True
 
     def _agree(self, contribution: Contribution, usable: bool) -> list[_RankHeader]:
-        """Returns the headers of all ranks.
-
-        Raises:
-            RoundFailedError: they differ; every rank sees the same headers and raises it.
-        """
+        """Returns the headers of all ranks; every rank sees the same, and fails if they differ."""
         terms = f"{contribution.state_digest}|{self._codec.name}|{self._rule}|{self._max_weight_ratio}"
         own = _HEADER.pack(
             contribution.round_index,
@@ -166,22 +165,16 @@ class TorchCollective:
                 raise RoundFailedError(f"expected one {what} at all ranks, found {found}; restart from one checkpoint")
         return headers
 
-    def _exchange(self, own: _EncodedContribution, places: Sequence[slice]) -> Tensor:
+    def _exchange(self, slices: Sequence[memoryview], num_values: int) -> Tensor:
         """Returns all contributions to this rank's slice, fp32[n, values of the slice]."""
-        place = places[self._ranks.rank]
-        num_values = place.stop - place.start
-        pieces = self._ranks.exchange(own.slices, self._codec.encoded_bytes(num_values))
+        pieces = self._ranks.exchange(slices, self._codec.encoded_bytes(num_values))
         rows = torch.empty(len(pieces), num_values)
         for row, piece in zip(rows, pieces, strict=True):
             self._codec.decode(piece, num_values, out=row)
         return rows
 
     def _decide(self, rows: Tensor, reference: Tensor, weights: Sequence[float]) -> RuleDecision:
-        """Returns the same decision at every rank, from the moments of all slices added in the order of the ranks.
-
-        Raises:
-            RoundFailedError: no contribution is usable; every rank raises it.
-        """
+        """Returns the same decision at every rank, from the moments of all slices added in the order of the ranks."""
         own = moments(rows, reference).to_bytes()
         found = [Moments.from_bytes(theirs, len(rows)) for theirs in self._ranks.gather(own, len(own))]
         decision = decide(reduce(add, found), weights, self._rule)
@@ -189,29 +182,8 @@ class TorchCollective:
             raise RoundFailedError(f"expected a usable contribution of {len(rows)} ranks, found none: {decision.note}")
         return decision
 
-    def _reduce_own(
-        self,
-        rows: Tensor,
-        weights: Sequence[float],
-        decision: RuleDecision,
-        contribution: Contribution,
-        places: Sequence[slice],
-    ) -> bytes:
-        """Returns a byte that says whether this rank has a result, followed by its slice of it, encoded."""
-        reference = contribution.reference[places[self._ranks.rank]]
-        try:
-            return _OK + self._codec.encode(reduce_part(rows, weights, self._rule, decision, reference))
-        except TrainerError as error:
-            # The others wait for this rank's slice: they are told, and all ranks fail the round together.
-            logger.warning("round %d: this rank cannot reduce its slice: %s", contribution.round_index, error)
-            return _FAILED
-
     def _collect(self, own: bytes, places: Sequence[slice]) -> Tensor:
-        """Returns the whole result, from all ranks' slices.
-
-        Raises:
-            RoundFailedError: a rank has none; every rank raises it.
-        """
+        """Returns the whole result, from all ranks' slices."""
         sizes = [len(_OK) + self._codec.encoded_bytes(place.stop - place.start) for place in places]
         pieces = self._ranks.gather(own, max(sizes))
         failed = [rank for rank, piece in enumerate(pieces) if bytes(piece[:1]) != _OK]
@@ -257,3 +229,65 @@ def rank_slices(num_values: int, num_ranks: int) -> list[slice]:
     num_blocks = -(-num_values // BLOCK_VALUES)
     borders = [min(num_values, BLOCK_VALUES * (rank * num_blocks // num_ranks)) for rank in range(num_ranks)]
     return [slice(start, stop) for start, stop in zip(borders, [*borders[1:], num_values], strict=True)]
+
+
+class RankedBytes:
+    """Sends and receives bytes in a process group (None: of all ranks), without pickling; gloo and NCCL.
+
+    A group cannot lose a member: if a rank dies or falls silent, the others get `PeerUnavailableError` within the
+    group's timeout (``init_process_group``), and the job has to be started again, as torchrun does.
+
+    Raises:
+        TrainerUsageError: there is no process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise TrainerUsageError("expected a process group, found none: start the ranks with torchrun")
+        self._group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        needs_cuda = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if needs_cuda else torch.device("cpu")
+
+    def exchange(self, outgoing: Sequence[Buffer], incoming_bytes: int) -> list[memoryview]:
+        """Sends each rank its own bytes; returns what each has for this one, ``incoming_bytes`` of each."""
+        sizes = [memoryview(buffer).nbytes for buffer in outgoing]
+        sent = torch.from_numpy(np.concatenate([_bytes(buffer) for buffer in outgoing]))
+        received = torch.empty(self.num_ranks * incoming_bytes, dtype=torch.uint8, device=self._device)
+        with _rank_errors():
+            dist.all_to_all_single(
+                received,
+                sent.to(self._device),
+                output_split_sizes=[incoming_bytes] * self.num_ranks,
+                input_split_sizes=sizes,
+                group=self._group,
+            )
+            return self._by_rank(received, incoming_bytes)
+
+    def gather(self, own: Buffer, size_bytes: int) -> list[memoryview]:
+        """Sends this rank's bytes to all; returns each rank's, padded to ``size_bytes`` with zeros."""
+        padded = torch.zeros(size_bytes, dtype=torch.uint8)
+        padded.numpy()[: memoryview(own).nbytes] = _bytes(own)
+        received = torch.empty(self.num_ranks * size_bytes, dtype=torch.uint8, device=self._device)
+        rows = list(received.view(self.num_ranks, size_bytes).unbind(0))
+        with _rank_errors():
+            dist.all_gather(rows, padded.to(self._device), group=self._group)
+            return self._by_rank(received, size_bytes)
+
+    def _by_rank(self, received: Tensor, size_bytes: int) -> list[memoryview]:
+        view = received.cpu().numpy().data
+        return [view[rank * size_bytes : (rank + 1) * size_bytes] for rank in range(self.num_ranks)]
+
+
+def _bytes(buffer: Buffer) -> NDArray[np.uint8]:
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+
+
+@contextmanager
+def _rank_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what every backend raises, DistBackendError included
+        raise PeerUnavailableError(
+            f"a rank of the process group is gone or silent; start the job again from its checkpoints: {error}"
+        ) from error

@@ -3,17 +3,8 @@
     trainer = SpartaTrainer(model, SpartaConfig(), collective, optimizer=optimizer)
     loop.step(); outcome = trainer.after_inner_step(num_batches)
 
-Every 20 steps a twentieth of the parameters is averaged among the replicas of a stage while training goes on, so that
-all of them are averaged once in 400 steps. That sends 0.25 % of what averaging gradients every step sends; in return
-replicas are never bit-identical while they train, only close.
-
-Guarantees: ``num_slices`` rounds in a row touch each parameter exactly once, whatever ``every_steps``; a round changes
-parameters only when its result is whole, and keeps the steps taken meanwhile; moments are never averaged; a round that
-fails or is given up changes no bit.
-
-``slices`` says which values a round averages and what they become; ``rounds`` counts rounds and failures, and what is
-known of the others' rounds; ``moments`` and ``state`` are what a joiner gets and a checkpoint has; ``trainer`` brings
-it together.
+``num_slices`` rounds in a row touch each parameter exactly once; a round changes parameters only when its result is
+whole, and keeps the steps taken meanwhile; moments are never averaged. Replicas are close, never bit-identical.
 """
 
 from __future__ import annotations

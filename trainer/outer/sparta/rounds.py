@@ -1,23 +1,17 @@
 """Which round a node is at, what it knows of the others' rounds, and how far it is behind.
 
-A round's number advances when the round is committed, here or, as far as is known, by others; never by a failure. A
-round that fails for all members is thus tried again by all, with the same slice. One that failed for this node alone is
-over: the node learns that when it is refused, and goes on with the next. Rounds it missed so are tolerated up to
-``max_staleness_rounds``: the next cycles average the same parameters.
-
-No node has to rejoin because of failures that all members had (spec P-41: after two failed averages): it rejoins only
-if rounds failed for it *and* the others have committed some since it last did.
-
-The others' announcements name the round each is at. Their lower median is believed: a minority of liars moves nobody,
-and among honest nodes, which differ by a round at most, it is a round that was reached.
+A round's number advances when the round is committed, here or, as far as is known, by others; never by a failure: one
+that fails for all members is tried again by all. A node rejoins only if rounds failed for it *and* the others have
+committed some since it last did (spec P-41). The others' announcements name the round each is at; their lower median is
+believed: a minority of liars moves nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median_low
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.transfer import choose_state
@@ -27,29 +21,27 @@ __all__ = ["NOBODY", "OtherRounds", "RoundStanding", "choose_recent_state", "fro
 
 @dataclass(slots=True)
 class RoundStanding:
-    """Counters of one node; :class:`~trainer.outer.sparta.trainer.SpartaTrainer` moves them.
-
-    Args:
-        max_staleness_rounds: rounds of the others that may be missed.
-        max_failed_rounds: failures in a row before rejoining.
-        round_index: the next round.
-        reached: the round that was next after this node's last committed round, or when it took up a state.
-        failed_in_a_row: rounds tried in vain since the last committed one.
-        failed_round: the last round that failed, -1: none since the last committed one.
-        ghost_rounds_left: committed rounds in which this node still counts for nothing.
-        behind: more rounds were missed than allowed.
-        damaged: parameters are not finite; only another's state repairs that.
-    """
+    """Counters of one node; :class:`~trainer.outer.sparta.trainer.SpartaTrainer` moves them."""
 
     max_staleness_rounds: int
     max_failed_rounds: int
     round_index: int = 0
+    """The next round."""
     reached: int = 0
+    """The round that was next after this node's last committed round, or when it took up a state."""
     failed_in_a_row: int = 0
     failed_round: int = -1
+    """The last round that failed; -1: none since the last committed one."""
     ghost_rounds_left: int = 0
+    """Committed rounds in which this node still counts for nothing."""
     behind: bool = False
+    """More rounds were missed than allowed."""
     damaged: bool = False
+    """Parameters are not finite; only another's state repairs that."""
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds: all but the options."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("max_")}
 
     @property
     def missed_rounds(self) -> int:
@@ -84,21 +76,13 @@ class RoundStanding:
         self.failed_round = self.round_index
 
     def missed(self, frontier: int = 0) -> None:
-        """Counts a round that the others made without this node, once, even if its own failure came first.
-
-        Args:
-            frontier: the round they are at, if known.
-        """
+        """Counts a round that the others made without this node, once, even if its own failure came first."""
         if self.failed_round != self.round_index:
             self.failed()
         self.see(max(frontier, self.round_index + 1))
 
     def see(self, frontier: int) -> bool:
-        """Takes note of the round the others are at.
-
-        Returns:
-            Whether this node went on to it, or is found behind for the first time.
-        """
+        """Notes the round the others are at; returns whether this node went on to it, or is found behind by it."""
         if frontier <= self.round_index:
             return False
         if frontier - self.reached > self.max_staleness_rounds:

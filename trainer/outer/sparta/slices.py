@@ -1,15 +1,9 @@
 """Which values a round averages, and what they become.
 
-The slice of a round is a function of its number and the layout alone, without random numbers or an index in memory.
 Value ``i`` of all values laid end to end belongs to slice ``i mod num_slices``, and round ``r`` averages slice
-``(r + salt) mod num_slices``. So any ``num_slices`` rounds in a row touch each value exactly once; slices differ by one
-value at most; and a slice of a tensor is a strided view of it: 0 bytes a parameter, on any device alike (a mask of
-random numbers costs 1 to 8 bytes a parameter and differs between CPU and GPU).
-
-**Kept axes.** Where a constraint binds the values along an axis of a matrix (subspace networks: each column of an
-output projection lies in span(U)), averaging some of them breaks it, and projecting back undoes most of the average:
-with single values, a cycle of 20 rounds removes at most some 1 − 0.95^20 = 64 % of a difference. Tensors with a kept
-axis are therefore cut into whole columns or rows, whose averages satisfy the constraint as they are.
+``(r + salt) mod num_slices``; a slice of a tensor is a strided view of it. Where a constraint binds the values along an
+axis of a matrix (subspace networks: each column of an output projection lies in span(U)), averaging some of them breaks
+it: tensors with a kept axis are cut into whole columns or rows, whose averages satisfy the constraint.
 """
 
 from __future__ import annotations
@@ -27,28 +21,21 @@ from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.outer.diloco.flat import FlatLayout, is_finite
 from trainer.outer.engine.collective import RoundResult
 
-__all__ = ["ParameterSlice", "check_kept_axes", "merged", "schedule_digest", "slice_index", "slice_of"]
+__all__ = ["ParameterSlice", "check_slices", "merged", "schedule_digest", "slice_index", "slice_of"]
 
 _NOTHING_KEPT: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePiece:
-    """A slice's part of one tensor: every ``stride``-th value from ``start``, or row, or column.
-
-    Args:
-        name: of the tensor.
-        start: first value, row or column.
-        stride: from one to the next.
-        num_values: in the piece.
-        kept_axis: values along it stay together (0: whole columns, 1: whole rows); None: single values.
-    """
+    """A slice's part of one tensor: every ``stride``-th value from ``start``, or row, or column."""
 
     name: str
     start: int
     stride: int
     num_values: int
     kept_axis: int | None
+    """Values along it stay together (0: whole columns, 1: whole rows); None: single values."""
 
     def view(self, tensor: Tensor) -> Tensor:
         """Returns the piece as a view of its tensor."""
@@ -62,14 +49,10 @@ class SlicePiece:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """The values of one round.
-
-    Args:
-        index: of the slice, 0 to num_slices − 1.
-        pieces: of each tensor that has some, in the layout's order.
-    """
+    """The values of one round, by tensor in the layout's order."""
 
     index: int
+    """Of the slice, 0 to num_slices − 1."""
     pieces: tuple[SlicePiece, ...]
 
     @property
@@ -78,14 +61,7 @@ class ParameterSlice:
         return sum(piece.num_values for piece in self.pieces)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copies the slice's values.
-
-        Args:
-            tensors: those of the layout, contiguous, on any device, of any floating point type.
-
-        Returns:
-            [num_values] fp32 on the CPU.
-        """
+        """Copies the slice's values from the layout's tensors, contiguous ones, to [num_values] fp32 on the CPU."""
         vector = torch.empty(self.num_values)
         for piece, place in self._placed():
             view = piece.view(tensors[piece.name])
@@ -93,12 +69,7 @@ class ParameterSlice:
         return vector
 
     def scatter(self, vector: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the slice's values, in place and unseen by autograd.
-
-        Args:
-            vector: [num_values] fp32 on the CPU.
-            tensors: as in :meth:`gather`.
-        """
+        """Writes the slice's values, [num_values] fp32 on the CPU, in place and unseen by autograd."""
         for piece, place in self._placed():
             view = piece.view(tensors[piece.name])
             view.copy_(vector[place].view(view.shape))
@@ -116,21 +87,9 @@ def slice_index(round_index: int, num_slices: int, salt: int = 0) -> int:
 
 
 def slice_of(
-    round_index: int,
-    layout: FlatLayout,
-    num_slices: int,
-    salt: int = 0,
-    kept_axes: Mapping[str, int] = _NOTHING_KEPT,
+    round_index: int, layout: FlatLayout, num_slices: int, salt: int = 0, kept_axes: Mapping[str, int] = _NOTHING_KEPT
 ) -> ParameterSlice:
-    """Returns the values that a round averages.
-
-    Args:
-        round_index: rounds before it, 0 or more.
-        layout: of the parameters.
-        num_slices: rounds in a cycle.
-        salt: rotates the order.
-        kept_axes: by name of a matrix, the axis along which values are always averaged together.
-    """
+    """Returns the values that a round averages."""
     index = slice_index(round_index, num_slices, salt)
     pieces, num_before = [], 0
     for name, shape, _ in layout.slices():
@@ -144,17 +103,27 @@ def slice_of(
     return ParameterSlice(index, tuple(pieces))
 
 
-def check_kept_axes(layout: FlatLayout, kept_axes: Mapping[str, int]) -> None:
-    """Refuses axes that tensors do not have.
+def check_slices(
+    tensors: Mapping[str, Tensor], layout: FlatLayout, num_slices: int, kept_axes: Mapping[str, int]
+) -> None:
+    """Refuses tensors that cannot be cut so.
 
     Raises:
-        TrainerUsageError: a name is unknown, its tensor is not a matrix, or the axis is neither 0 nor 1.
+        TrainerUsageError: a kept axis is none of a matrix, a tensor is not contiguous, or a slice is empty.
     """
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     for name, axis in kept_axes.items():
         shape = shapes.get(name)
         if shape is None or len(shape) != 2 or axis not in (0, 1):
             raise TrainerUsageError(f"kept axis {axis} of {name!r}: expected axis 0 or 1 of a matrix, found {shape}")
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise TrainerUsageError(f"async_sparta: expected contiguous parameters, found {name!r} otherwise")
+    if not all(slice_of(index, layout, num_slices, kept_axes=kept_axes).pieces for index in range(num_slices)):
+        raise TrainerUsageError(
+            f"sparta.num_slices: expected at most as many as the model has values to cut between, "
+            f"found {num_slices} with {layout.num_values} values"
+        )
 
 
 def schedule_digest(
@@ -177,9 +146,6 @@ def merged(now: Tensor, contributed: Tensor, result: RoundResult) -> Tensor:
         now: [P] fp32, the values now.
         contributed: [P] fp32, the values when the round began.
         result: what the members agreed on.
-
-    Returns:
-        [P] fp32, a new tensor.
 
     Raises:
         RoundFailedError: the result does not fit or is not finite, or the sum is not.

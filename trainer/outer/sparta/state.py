@@ -1,10 +1,8 @@
 """The state of a SPARTA replica: what it hands to a joiner, its form in a snapshot, and its part of a checkpoint.
 
-Replicas differ a little, so a joiner takes one replica's state (parameters, AdamW's moments, counters) and becomes its
-twin. Making it costs 12 bytes a parameter, since parameters go on changing.
-
-A checkpoint has the counters here, as plain values; parameters and moments are saved beside it. A round under way is
-not saved: its result was not applied, so the round begins again with the first step after loading.
+Replicas differ a little, so a joiner takes one replica's state (parameters, AdamW's moments, counters; spec P-42) and
+becomes its twin. Moments have no other use: the average of replicas' moments belongs to no replica. A checkpoint has
+the counters alone; parameters and moments are saved beside it. A round under way begins again after loading.
 """
 
 from __future__ import annotations
@@ -16,15 +14,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
+from torch.optim import Adam, Optimizer
 
-from trainer.errors import CheckpointMismatchError, IncompatiblePeerError
+from trainer.errors import CheckpointMismatchError, IncompatiblePeerError, TrainerUsageError
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco.flat import FlatLayout
 from trainer.outer.engine.strategy import StateValue, first_problem
-from trainer.outer.sparta.moments import AdamMoments
-
-__all__ = ["SavedPendingWork", "SavedSparta", "SpartaFit", "SpartaMeta", "SpartaState", "check_meta", "from_snapshot"]
 
 _VECTORS = ("parameters", "exp_avg", "exp_avg_sq")
 _STEPS = "steps"
@@ -48,27 +44,14 @@ class SpartaState:
     parameters: Tensor
     """[P] fp32."""
     exp_avg: Tensor
-    """[P] fp32, AdamW's first moments."""
+    """[P] fp32, AdamW's."""
     exp_avg_sq: Tensor
-    """[P] fp32, AdamW's second moments; 0 or more."""
+    """[P] fp32, AdamW's; 0 or more."""
     steps: Tensor
     """[T] fp32, AdamW's steps of each tensor of the layout, whole numbers."""
 
-    @property
-    def moments(self) -> AdamMoments:
-        """AdamW's moments and steps."""
-        return AdamMoments(self.exp_avg, self.exp_avg_sq, self.steps)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by name, as in a snapshot."""
-        return {name: getattr(self, name) for name in (*_VECTORS, _STEPS)}
-
     def check(self, layout: FlatLayout, *, vocab_rows: int) -> None:
         """Refuses a state that does not belong to a model of this layout, or is not sound.
-
-        Args:
-            layout: of the parameters.
-            vocab_rows: of the model.
 
         Raises:
             IncompatiblePeerError: the message names the first thing that does not fit.
@@ -99,6 +82,56 @@ def _check(tensor: Tensor, num_values: int, name: str) -> None:
         )
 
 
+def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    """Raises TrainerUsageError for an optimizer that is no plain Adam or AdamW, or lacks a parameter."""
+    if not isinstance(optimizer, Adam) or any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise TrainerUsageError(f"async_sparta: expected AdamW without amsgrad, found {type(optimizer).__name__}")
+    groups = _group_of(optimizer)
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in groups]
+    if missing:
+        raise TrainerUsageError(
+            f"async_sparta: expected an optimizer of all trainable parameters, found none for {missing[0]!r}"
+        )
+
+
+def gather_moments(layout: FlatLayout, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies the optimizer's moments and steps as `SpartaState` has them; zeros where it has taken no step yet."""
+    exp_avg, exp_avg_sq = torch.zeros(layout.num_values), torch.zeros(layout.num_values)
+    steps = torch.zeros(len(layout.names))
+    for index, (name, shape, place) in enumerate(layout.slices()):
+        state = optimizer.state.get(parameters[name])
+        if state:
+            exp_avg[place].view(shape).copy_(state["exp_avg"])
+            exp_avg_sq[place].view(shape).copy_(state["exp_avg_sq"])
+            steps[index] = float(state["step"])
+    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "steps": steps}
+
+
+@torch.no_grad()
+def install_moments(
+    shared: SpartaState, layout: FlatLayout, parameters: Mapping[str, Tensor], optimizer: Optimizer
+) -> None:
+    """Replaces the optimizer's moments; the caller has checked them (`SpartaState.check`)."""
+    groups = _group_of(optimizer)
+    for index, (name, shape, place) in enumerate(layout.slices()):
+        parameter = parameters[name]
+        group = groups[id(parameter)]
+        on_device = bool(group.get("fused") or group.get("capturable"))  # Where AdamW itself keeps its step count.
+        first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        first.copy_(shared.exp_avg[place].view(shape))
+        second.copy_(shared.exp_avg_sq[place].view(shape))
+        optimizer.state[parameter] = {
+            "step": shared.steps[index].clone().to(parameter.device if on_device else "cpu"),
+            "exp_avg": first,
+            "exp_avg_sq": second,
+        }
+
+
+def _group_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """Parameter groups by identity of the parameter."""
+    return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -115,11 +148,7 @@ class SpartaMeta(_Strict):
 
 
 def check_meta(meta: Mapping[str, Any]) -> SpartaMeta:
-    """Reads what a descriptor says of a state.
-
-    Raises:
-        IncompatiblePeerError: it does not describe one.
-    """
+    """Reads what a descriptor says of a state; raises IncompatiblePeerError if it does not describe one."""
     try:
         return SpartaMeta.model_validate(dict(meta))
     except ValidationError as error:
@@ -128,43 +157,12 @@ def check_meta(meta: Mapping[str, Any]) -> SpartaMeta:
         ) from error
 
 
-def from_snapshot(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SpartaState:
-    """Returns the state in a snapshot; `SpartaState.check` says whether it fits a model.
-
-    Raises:
-        IncompatiblePeerError: it is not a snapshot of one.
-    """
-    found = check_meta(meta)
-    if set(tensors) != {*_VECTORS, _STEPS}:
-        raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)} and {_STEPS}, found others")
-    return SpartaState(
-        round_index=found.round_index,
-        num_inner_steps=found.num_inner_steps,
-        vocab_rows=found.vocab_rows,
-        layout_digest=found.layout_digest,
-        parameters=tensors["parameters"],
-        exp_avg=tensors["exp_avg"],
-        exp_avg_sq=tensors["exp_avg_sq"],
-        steps=tensors[_STEPS],
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class SpartaFit:
-    """The form of a replica's state on the network side (a ``StateForm``): which states a node can take up.
-
-    Args:
-        layout: of the parameters (``SpartaTrainer.layout``).
-        vocab_rows: of the model.
-    """
+    """The form of a replica's state on the network side (a ``StateForm``): which states a node can take up."""
 
     layout: FlatLayout
     vocab_rows: int = 0
-
-    @property
-    def max_bytes(self) -> int:
-        """Size of a state: 12 bytes a parameter, 4 a tensor."""
-        return 12 * self.layout.num_values + 4 * len(self.layout.names)
 
     def outer_step(self, shared: SpartaState) -> int:
         """Returns the state's round, by which `choose_recent_state` chooses."""
@@ -180,24 +178,19 @@ class SpartaFit:
             vocab_rows=shared.vocab_rows,
             layout_digest=shared.layout_digest,
         )
-        return meta.model_dump(), shared.tensors()
+        return meta.model_dump(), {name: getattr(shared, name) for name in (*_VECTORS, _STEPS)}
 
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SpartaState:
-        """Returns the state in a snapshot, every value checked.
-
-        Raises:
-            IncompatiblePeerError: it is not a snapshot of one, or does not fit.
-        """
-        shared = from_snapshot(meta, tensors)
+        """Returns the state in a snapshot; raises IncompatiblePeerError if it is none, or does not fit."""
+        found = check_meta(meta).model_dump(exclude={"kind", "version"})
+        if set(tensors) != {*_VECTORS, _STEPS}:
+            raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)} and {_STEPS}, found others")
+        shared = SpartaState(**{**found, **tensors})
         shared.check(self.layout, vocab_rows=self.vocab_rows)
         return shared
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
-        """Returns what a state of this descriptor has to be, before a tensor is fetched.
-
-        Raises:
-            IncompatiblePeerError: this node cannot take it up.
-        """
+        """Returns what a state has to be, before it is fetched; IncompatiblePeerError if it cannot be taken up."""
         meta = check_meta(descriptor.meta)
         self.layout.require_same(meta.layout_digest, "the state to adopt")
         if meta.vocab_rows != self.vocab_rows:
@@ -211,7 +204,8 @@ class SpartaFit:
                 f"expected a state of {', '.join(expected)} over {self.layout.num_values} values, "
                 f"found other tensors or shapes"
             )
-        return Expectation(max_bytes=self.max_bytes, tensors=expected)
+        max_bytes = 12 * self.layout.num_values + 4 * len(self.layout.names)
+        return Expectation(max_bytes=max_bytes, tensors=expected)
 
 
 class SavedPendingWork(_Strict):
@@ -242,12 +236,7 @@ class SavedSparta(_Strict):
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, StateValue], schedule_digest: str, num_slices: int) -> SavedSparta:
-        """Checks every value of a checkpoint.
-
-        Args:
-            saved: from ``SpartaTrainer.state_dict``, possibly of another process.
-            schedule_digest: of the model and slices it is to be loaded for.
-            num_slices: expected number of counters.
+        """Checks every value of a checkpoint for this model and schedule.
 
         Raises:
             CheckpointMismatchError: another version, model or schedule, or values that are missing or of another kind.

@@ -1,23 +1,10 @@
 """Async SPARTA: a slice of the parameters is averaged in the background while local steps go on.
 
-A round is a transaction. *Prepare*: the slice's values are copied. *Collective*: the replicas agree on one average of
-them, in a thread; training does not wait. *Commit*, between two steps: the slice becomes the average with the node's
-own progress since (`slices.merged`). A result that fails, is late, damaged or no longer wanted leaves every bit as it
-was.
-
-Only parameters are averaged. AdamW's moments stay each replica's own, and go to joiners alone (:meth:`shared_state`).
-
-A replica's weight follows from the batches its slice has taken in since that slice's last round; a joiner counts for
-nothing in its first ``ghost_rounds``. Values are absolute, so a member that counts for nothing still sends its slice:
-otherwise, if all members were newcomers, zeros would be averaged.
-
-The rules of the collective: means, medians, trimming, Krum and centred clip work on parameters as on any vectors, and
-so does validation among three or more members, which compares them with each other. Among two it needs a reference that
-both share, which replicas that may miss rounds do not have; the reference is zeros, and validation reports that there
-is nothing to compare with. Parameters are best sent as fp32 or fp16: int8 leaves replicas some 1/250 of a block's
-largest value apart.
-
-Memory: the slice, its average and their sum, 12 to 16 bytes for every ``num_slices``-th parameter, during a round.
+A round is a transaction: the slice's values are copied, the replicas agree on one average of them in a thread, and
+between two steps the slice becomes the average with the node's own progress since (`slices.merged`). A joiner counts
+for nothing in its first ``ghost_rounds``, but sends its slice: values are absolute, so zeros would be averaged if all
+were newcomers. Validation between two members alone needs a reference that both share, which replicas do not have;
+int8 leaves replicas some 1/250 of a block's largest value apart.
 """
 
 from __future__ import annotations
@@ -26,73 +13,49 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
-from trainer.outer.diloco.flat import FlatLayout, is_finite
-from trainer.outer.diloco.fragments import synchronised_parameters
+from trainer.outer.diloco.flat import FlatLayout, is_finite, synchronised_parameters
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
 from trainer.outer.sparta.config import SpartaConfig
-from trainer.outer.sparta.moments import check_optimizer, gather_moments, install_moments
 from trainer.outer.sparta.rounds import NOBODY, OtherRounds, RoundStanding
-from trainer.outer.sparta.slices import ParameterSlice, check_kept_axes, merged, schedule_digest, slice_of
-from trainer.outer.sparta.state import SavedPendingWork, SavedSparta, SpartaState
+from trainer.outer.sparta.slices import ParameterSlice, check_slices, merged, schedule_digest, slice_of
+from trainer.outer.sparta.state import (
+    SavedPendingWork,
+    SavedSparta,
+    SpartaState,
+    check_optimizer,
+    gather_moments,
+    install_moments,
+)
 
 __all__ = ["SpartaTrainer"]
 
 logger = logging.getLogger(__name__)
 
-_SAVED_COUNTERS = (
-    "round_index",
-    "reached",
-    "failed_in_a_row",
-    "failed_round",
-    "ghost_rounds_left",
-    "behind",
-    "damaged",
-)
-"""Of `RoundStanding`, in the order of a checkpoint."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Attempt:
-    """One attempt at a round."""
+class _Round:
+    """A round under way, in a thread unless training waits for it."""
 
     values: ParameterSlice
     contribution: Contribution
     """The slice's values when it began."""
     num_batches: int
     """Batches in them since the slice's last round, also of a node that counts for nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _BackgroundRound:
-    """A round under way in a thread; given up at ``deadline_s`` of the monotonic clock."""
-
-    attempt: _Attempt
-    call: Future[RoundResult]
     deadline_s: float
+    """Of the monotonic clock; then it is given up."""
+    call: Future[RoundResult] | None = None
 
     def is_over(self) -> bool:
-        """Returns whether there is nothing more to wait for."""
-        return self.call.done() or time.monotonic() >= self.deadline_s
-
-    def result(self) -> RoundResult:
-        """Waits for the round's result.
-
-        Raises:
-            RoundFailedError: it failed, or is not back in time.
-        """
-        try:
-            return self.call.result(max(0.0, self.deadline_s - time.monotonic()))
-        except TimeoutError as error:
-            raise RoundFailedError("the round in the background is not back in time, and given up") from error
+        return self.call is None or self.call.done() or time.monotonic() >= self.deadline_s
 
 
 class SpartaTrainer:
@@ -135,30 +98,25 @@ class SpartaTrainer:
         self._kept_axes = dict(kept_axes or {})
         self._vocab_rows = vocab_rows
         self._parameters = synchronised_parameters(model)
-        self._layout = FlatLayout.of(self._parameters)
-        check_kept_axes(self._layout, self._kept_axes)
-        check_optimizer(optimizer, self._parameters)
-        self._check_slices()
-        self._digest = schedule_digest(self._layout, config.num_slices, config.salt, self._kept_axes)
-        self._standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
-        self._pending = [PendingWork() for _ in range(config.num_slices)]
-        self._steps_since_round = 0
-        self._num_inner_steps = 0
-        self._begin_again = False
-        self._background: _BackgroundRound | None = None
-        self._last_call: Future[RoundResult] | None = None
-
-    # -- standing -----------------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> FlatLayout:
+        self.layout = FlatLayout.of(self._parameters)
         """Layout of the vectors of :meth:`shared_state`."""
-        return self._layout
+        check_optimizer(optimizer, self._parameters)
+        check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)
+        self._digest = schedule_digest(self.layout, config.num_slices, config.salt, self._kept_axes)
+        self.standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
+        self._pending = [PendingWork() for _ in range(config.num_slices)]
+        self.inner_step = 0
+        """Steps since the last round was begun."""
+        self.num_inner_steps = 0
+        """Steps behind the parameters, for schedules; a joiner takes up those of the state."""
+        self._begin_again = False
+        self._background: _Round | None = None
+        self._last_call: Future[RoundResult] | None = None
 
     @property
     def round_index(self) -> int:
         """The next round: rounds committed by the run, as far as this node knows."""
-        return self._standing.round_index
+        return self.standing.round_index
 
     @property
     def outer_step(self) -> int:
@@ -166,61 +124,35 @@ class SpartaTrainer:
         return self.round_index // self._config.num_slices
 
     @property
-    def inner_step(self) -> int:
-        """Steps since the last round was begun."""
-        return self._steps_since_round
-
-    @property
-    def num_inner_steps(self) -> int:
-        """Steps behind the parameters, for schedules; a joiner takes up those of the state."""
-        return self._num_inner_steps
-
-    @property
-    def standing(self) -> RoundStanding:
-        """Counters of rounds, failures and missed rounds; read-only."""
-        return self._standing
-
-    @property
     def behind(self) -> bool:
-        """Whether too many rounds were missed, or values are not finite: the others' state has to be taken up.
-
-        Until :meth:`adopt` this node counts for nothing in the average.
-        """
-        return self._standing.must_adopt
+        """Whether the others' state has to be taken up; until then this node counts for nothing in the average."""
+        return self.standing.must_adopt
 
     @property
     def must_rejoin(self) -> bool:
         """Behind, or ``max_failed_rounds`` failed in a row while the others went on."""
-        return self._standing.must_rejoin
+        return self.standing.must_rejoin
 
     def state_digest(self) -> str:
         """Returns the SHA-256 of what members of a round have alike: the parameters' layout and slices."""
         return self._digest
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
-        """Counts an inner step; begins a round, or applies one that is back.
+        """Counts an inner step; begins a round, or applies one that is back, and returns the one that ended.
 
         A round is due ``every_steps`` after the one before was begun, and at once if others wait for this node. At most
         one round is under way; if it takes longer than that, the next begins when it is over.
 
-        Args:
-            num_batches: batches that changed the parameters in this step; 0 for a skipped step.
-
-        Returns:
-            The round that ended now, if one did; a failed one says why.
-
         Raises:
             TrainerError: the collective raised anything but a failed round; parameters are as before the round.
         """
-        self._steps_since_round += 1
-        self._num_inner_steps += 1
+        self.inner_step += 1
+        self.num_inner_steps += 1
         for work in self._pending:
             work.add(num_batches)
         if self._background is not None:
             return self.drain() if self._background.is_over() else None
-        if self._standing.see(self._others.frontier()):
+        if self.standing.see(self._others.frontier()):
             if self.behind:
                 return self._failed(
                     "the others have made more rounds than may be missed; their state has to be taken up"
@@ -228,48 +160,41 @@ class SpartaTrainer:
             self._move()
         if self._last_call is not None and not self._last_call.done():
             return None  # A round that was given up still runs, and the collective allows one at a time.
-        due = self._steps_since_round >= self._config.every_steps or self._begin_again
-        if self._standing.damaged or not (due or self._collective.requested()):
+        due = self.inner_step >= self._config.every_steps or self._begin_again
+        if self.standing.damaged or not (due or self._collective.requested()):
             return None
         return self._begin()
 
     def drain(self) -> OuterResult | None:
         """Waits for the round under way, if there is one, and applies it now."""
         background, self._background = self._background, None
-        return None if background is None else self._conclude(background.attempt, background.result)
-
-    # -- joining and resuming ------------------------------------------------------------------------------------------
+        return None if background is None else self._conclude(background)
 
     def shared_state(self) -> SpartaState:
         """Returns what a joiner adopts: a copy of 12 bytes a parameter, for any thread."""
-        moments = gather_moments(self._layout, self._parameters, self._optimizer)
         return SpartaState(
             round_index=self.round_index,
-            num_inner_steps=self._num_inner_steps,
+            num_inner_steps=self.num_inner_steps,
             vocab_rows=self._vocab_rows,
-            layout_digest=self._layout.digest(),
-            parameters=self._layout.gather(self._parameters),
-            exp_avg=moments.exp_avg,
-            exp_avg_sq=moments.exp_avg_sq,
-            steps=moments.steps,
+            layout_digest=self.layout.digest(),
+            parameters=self.layout.gather(self._parameters),
+            **gather_moments(self.layout, self._parameters, self._optimizer),
         )
 
     def adopt(self, shared: SpartaState) -> None:
-        """Replaces parameters and moments by another replica's, whose tensors are copied; drops a round under way.
-
-        For the next ``ghost_rounds`` committed rounds this node counts for nothing in the average.
+        """Replaces parameters and moments by a copy of another replica's; drops a round under way.
 
         Raises:
             IncompatiblePeerError: it does not belong to this model, or is not sound. Nothing was changed.
         """
-        shared.check(self._layout, vocab_rows=self._vocab_rows)
+        shared.check(self.layout, vocab_rows=self._vocab_rows)
         self._background = None
-        self._layout.scatter(shared.parameters, self._parameters)
-        install_moments(shared.moments, self._layout, self._parameters, self._optimizer)
-        self._standing.adopted(shared.round_index, self._config.ghost_rounds)
+        self.layout.scatter(shared.parameters, self._parameters)
+        install_moments(shared, self.layout, self._parameters, self._optimizer)
+        self.standing.adopted(shared.round_index, self._config.ghost_rounds)
         self._pending = [PendingWork() for _ in self._pending]
-        self._num_inner_steps = shared.num_inner_steps
-        self._steps_since_round, self._begin_again = 0, False
+        self.num_inner_steps = shared.num_inner_steps
+        self.inner_step, self._begin_again = 0, False
         if self._after_average is not None:
             self._after_average(self._model)
         self._others.move_to(self.round_index)
@@ -288,111 +213,97 @@ class SpartaTrainer:
         """Returns everything to go on from here beside parameters and optimizer, also with a round under way."""
         return SavedSparta(
             schedule_digest=self._digest,
-            **{name: getattr(self._standing, name) for name in _SAVED_COUNTERS},
-            num_inner_steps=self._num_inner_steps,
-            steps_since_round=self._steps_since_round,
+            **self.standing.counters(),
+            num_inner_steps=self.num_inner_steps,
+            steps_since_round=self.inner_step,
             begin_again=self._begin_again or self._background is not None,
             progress=[SavedPendingWork(num_batches=it.num_batches, since_s=it.since_s) for it in self._pending],
         ).model_dump()
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on from a saved state; the caller restores parameters and optimizer.
-
-        Nobody is contacted: a round that was under way begins again with the next inner step.
+        """Goes on from a saved state, without contacting anybody; the caller restores parameters and optimizer.
 
         Raises:
             CheckpointMismatchError: another version, model or schedule. Nothing was changed.
         """
         saved = SavedSparta.from_dict(state, self._digest, self._config.num_slices)
         self._background = None
-        self._standing = RoundStanding(
-            self._config.max_staleness_rounds,
-            self._config.max_failed_rounds,
-            **{name: getattr(saved, name) for name in _SAVED_COUNTERS},
-        )
-        self._num_inner_steps = saved.num_inner_steps
-        self._steps_since_round = saved.steps_since_round
+        self.standing = replace(self.standing, **{name: getattr(saved, name) for name in self.standing.counters()})
+        self.num_inner_steps = saved.num_inner_steps
+        self.inner_step = saved.steps_since_round
         self._begin_again = saved.begin_again
         self._pending = [PendingWork(it.num_batches, it.since_s) for it in saved.progress]
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _check_slices(self) -> None:
-        for name, parameter in self._parameters.items():
-            if not parameter.is_contiguous():
-                raise TrainerUsageError(f"async_sparta: expected contiguous parameters, found {name!r} otherwise")
-        num_slices = self._config.num_slices
-        slices = [slice_of(it, self._layout, num_slices, kept_axes=self._kept_axes) for it in range(num_slices)]
-        if not all(values.pieces for values in slices):
-            raise TrainerUsageError(
-                f"sparta.num_slices: expected at most as many as the model has values to cut between, "
-                f"found {num_slices} with {self._layout.num_values} values"
-            )
-
     def _next_slice(self) -> ParameterSlice:
         config = self._config
-        return slice_of(self.round_index, self._layout, config.num_slices, config.salt, self._kept_axes)
+        return slice_of(self.round_index, self.layout, config.num_slices, config.salt, self._kept_axes)
 
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
-        self._steps_since_round, self._begin_again = 0, False
+        self.inner_step, self._begin_again = 0, False
         values = self._next_slice()
         vector = values.gather(self._parameters)
         if not is_finite(vector):
             # There is no anchor to restart from: what is not finite came with a step, and is in the moments too.
-            self._standing.damaged = True
+            self.standing.damaged = True
             return self._failed("parameters are not finite; the others' state has to be taken up")
         work = self._pending[values.index]
         contribution = Contribution(
             round_index=self.round_index,
             vector=vector,
-            num_batches=work.num_batches if self._standing.counts else 0,
+            num_batches=work.num_batches if self.standing.counts else 0,
             age_s=work.age_s(),
             reference=torch.zeros_like(vector),
             state_digest=self._digest,
         )
-        attempt = _Attempt(values, contribution, work.num_batches)
-        if not self._config.background:
-            return self._conclude(attempt, lambda: self._collective.reduce(contribution))
-        self._last_call = start_daemon(lambda: self._collective.reduce(contribution), "sparta-round")
         deadline_s = time.monotonic() + self._config.round_timeout_s
-        self._background = _BackgroundRound(attempt, self._last_call, deadline_s)
+        begun = _Round(values, contribution, work.num_batches, deadline_s)
+        if not self._config.background:
+            return self._conclude(begun)
+        self._last_call = start_daemon(lambda: self._collective.reduce(contribution), "sparta-round")
+        self._background = replace(begun, call=self._last_call)
         return None
 
-    def _conclude(self, attempt: _Attempt, obtain: Callable[[], RoundResult]) -> OuterResult:
-        """Applies what ``obtain`` returns, or reports why there is nothing to apply."""
-        started_s = time.monotonic()
+    def _obtain(self, begun: _Round) -> RoundResult:
+        if begun.call is None:
+            return self._collective.reduce(begun.contribution)
         try:
-            result = obtain()
-            now = attempt.values.gather(self._parameters)
-            new = merged(now, attempt.contribution.vector, result)
+            return begun.call.result(max(0.0, begun.deadline_s - time.monotonic()))
+        except TimeoutError as error:
+            raise RoundFailedError("the round in the background is not back in time, and given up") from error
+
+    def _conclude(self, begun: _Round) -> OuterResult:
+        """Applies the result of a round, or reports why there is nothing to apply."""
+        started_s = time.monotonic()
+        num_batches = begun.contribution.num_batches
+        try:
+            result = self._obtain(begun)
+            new = merged(begun.values.gather(self._parameters), begun.contribution.vector, result)
         except RoundFailedError as error:
-            failed = self._failed(error, attempt, waited_s=time.monotonic() - started_s)
+            failed = self._failed(error, num_batches, waited_s=time.monotonic() - started_s)
             if isinstance(error, StateBehindError):
-                self._standing.missed(self._others.frontier())
+                self.standing.missed(self._others.frontier())
                 self._move()
             else:
-                self._standing.failed()
+                self.standing.failed()
             return failed
-        attempt.values.scatter(new, self._parameters)
+        begun.values.scatter(new, self._parameters)
         if self._after_average is not None:
             self._after_average(self._model)
-        self._pending[attempt.values.index].settle(attempt.num_batches, self._steps_since_round)
-        self._standing.committed()
+        self._pending[begun.values.index].settle(begun.num_batches, self.inner_step)
+        self.standing.committed()
         return OuterResult(
-            round_index=attempt.contribution.round_index,
-            fragment=attempt.values.index,
+            round_index=begun.contribution.round_index,
+            fragment=begun.values.index,
             outer_step=self.outer_step,
             committed=True,
-            num_batches=attempt.contribution.num_batches,
+            num_batches=num_batches,
             waited_s=time.monotonic() - started_s,
             report=result.report,
-            contributed_steps_ago=self._steps_since_round if attempt.contribution.num_batches else None,
+            contributed_steps_ago=self.inner_step if num_batches else None,
         )
 
-    def _failed(
-        self, error: RoundFailedError | str, attempt: _Attempt | None = None, *, waited_s: float = 0.0
-    ) -> OuterResult:
+    def _failed(self, error: RoundFailedError | str, num_batches: int = 0, *, waited_s: float = 0.0) -> OuterResult:
         # A round that the others made without this node is no failure: the node goes on with their next one.
         level = logging.INFO if isinstance(error, StateBehindError | RoundLeftError) else logging.WARNING
         logger.log(level, "round %d: no average, parameters stay as they are: %s", self.round_index, error)
@@ -401,7 +312,7 @@ class SpartaTrainer:
             fragment=self._next_slice().index,
             outer_step=self.outer_step,
             committed=False,
-            num_batches=attempt.contribution.num_batches if attempt is not None else 0,
+            num_batches=num_batches,
             waited_s=waited_s,
             error=str(error),
         )

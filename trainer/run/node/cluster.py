@@ -22,8 +22,7 @@ from trainer.compression.vectors import codec_named
 from trainer.errors import TrainerUsageError
 from trainer.inner import choose_device
 from trainer.outer.engine.collective import Collective, LocalCollective
-from trainer.outer.engine.process_group import RankedBytes
-from trainer.outer.engine.torch_collective import TorchCollective
+from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
 from trainer.run.config import RunConfig
 
 __all__ = ["Ranks", "cluster_collective", "joined_cluster"]

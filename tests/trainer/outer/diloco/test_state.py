@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.replica_group import Scripted
+from tests.support.replica_group import Scripted, restore, to_bytes
 from tests.support.toy_models import Quadratic, Regression, drift, parameter_bits
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.model import Transformer, grow_vocabulary, preset
@@ -26,7 +26,7 @@ NUM_STEPS = 16
 
 
 class Run:
-    """A node from its own parts, and back from bytes."""
+    """A node from its own parts."""
 
     def __init__(self, config: DiLoCoConfig) -> None:
         self.model = Regression(0)
@@ -43,30 +43,21 @@ class Run:
                 self.committed.append(step)
                 assert result.committed
 
-    def to_bytes(self) -> bytes:
-        buffer = io.BytesIO()
-        parts = {"model": self.model, "optimizer": self.optimizer, "diloco": self.trainer}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
-        return buffer.getvalue()
-
-    def restore(self, saved: bytes) -> None:
-        contents = torch.load(io.BytesIO(saved), weights_only=True)
-        self.model.load_state_dict(contents["model"])
-        self.optimizer.load_state_dict(contents["optimizer"])
-        self.trainer.load_state_dict(contents["diloco"])
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "diloco": self.trainer}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_restart_at_any_step_goes_on_bit_for_bit(config: DiLoCoConfig) -> None:
     undisturbed = Run(config)
-    saved = [undisturbed.to_bytes()]
+    saved = [to_bytes(**undisturbed.parts())]
     for step in range(NUM_STEPS):
         undisturbed.train(step, step + 1)
-        saved.append(undisturbed.to_bytes())
+        saved.append(to_bytes(**undisturbed.parts()))
     for step in range(NUM_STEPS + 1):
         restarted = Run(config)
-        restarted.restore(saved[step])
+        restore(saved[step], **restarted.parts())
         restarted.train(step, NUM_STEPS)
         assert parameter_bits(restarted.model) == parameter_bits(undisturbed.model), f"from step {step}"
         assert restarted.trainer.state_digest() == undisturbed.trainer.state_digest()
@@ -74,14 +65,12 @@ def test_a_restart_at_any_step_goes_on_bit_for_bit(config: DiLoCoConfig) -> None
 
 
 def test_what_is_restored_is_what_was_saved() -> None:
-    run = Run(CONFIGS["whole"])
+    run, again = Run(CONFIGS["whole"]), Run(CONFIGS["whole"])
     run.train(0, 8)
-    state = run.trainer.state_dict()
-    again = Run(CONFIGS["whole"])
-    again.restore(run.to_bytes())
+    restore(to_bytes(**run.parts()), **again.parts())
     assert (again.trainer.inner_step, again.trainer.outer_step, again.trainer.shared_state().vocab_rows) == (3, 1, 7)
-    assert again.trainer.state_dict()["fragments"][0]["num_batches"] == 3
-    assert again.trainer.state_dict()["fragments"][0]["since_s"] == state["fragments"][0]["since_s"]
+    (fragment,), (was,) = (it.trainer.state_dict()["fragments"] for it in (again, run))
+    assert (fragment["num_batches"], fragment["since_s"]) == (3, was["since_s"])
 
 
 def test_neither_saved_nor_loaded_tensors_change_with_the_others() -> None:
@@ -98,39 +87,31 @@ def test_neither_saved_nor_loaded_tensors_change_with_the_others() -> None:
     assert other.trainer.shared_state().digest() == loaded
 
 
-def spoiled(change):
-    def make() -> dict:
-        state = Run(CONFIGS["whole"]).trainer.state_dict()
-        change(state)
-        return state
-
-    return make
-
-
 @pytest.mark.parametrize(
-    "make",
+    "spoil",
     [
-        dict,
-        spoiled(lambda state: state.update(version=2)),
-        spoiled(lambda state: state.pop("fragments")),
-        spoiled(lambda state: state.update(round_index=-1)),
-        spoiled(lambda state: state.update(inner_step="3")),
-        spoiled(lambda state: state["fragments"].append(state["fragments"][0])),
-        spoiled(lambda state: state["fragments"][0].pop("momentum")),
-        spoiled(lambda state: state["fragments"][0].update(anchor=torch.zeros(3))),
-        spoiled(lambda state: state["fragments"][0].update(residual=torch.zeros(3))),
-        spoiled(lambda state: state["fragments"][0].update(num_batches=1.5)),
-        spoiled(lambda state: state.update(flight={"vector": torch.zeros(2)})),
-        lambda: DiLoCoTrainer(Quadratic(0), CONFIGS["whole"], LocalCollective()).state_dict(),
-        lambda: Run(CONFIGS["fragments"]).trainer.state_dict(),
+        lambda state: state.clear(),
+        lambda state: state.update(version=2),
+        lambda state: state.pop("fragments"),
+        lambda state: state.update(round_index=-1),
+        lambda state: state.update(inner_step="3"),
+        lambda state: state["fragments"].append(state["fragments"][0]),
+        lambda state: state["fragments"][0].pop("momentum"),
+        lambda state: state["fragments"][0].update(anchor=torch.zeros(3)),
+        lambda state: state["fragments"][0].update(residual=torch.zeros(3)),
+        lambda state: state["fragments"][0].update(num_batches=1.5),
+        lambda state: state.update(flight={"vector": torch.zeros(2)}),
+        lambda state: state.update(DiLoCoTrainer(Quadratic(0), DiLoCoConfig(), LocalCollective()).state_dict()),
+        lambda state: state.update(Run(CONFIGS["fragments"]).trainer.state_dict()),
     ],
 )
-def test_anothers_state_is_refused_and_changes_nothing(make) -> None:
-    run = Run(CONFIGS["whole"])
+def test_anothers_state_is_refused_and_changes_nothing(spoil) -> None:
+    run, state = Run(CONFIGS["whole"]), Run(CONFIGS["whole"]).trainer.state_dict()
+    spoil(state)
     run.train(0, 7)
     before, at = run.trainer.state_digest(), run.trainer.inner_step
     with pytest.raises(CheckpointMismatchError, match="expected"):
-        run.trainer.load_state_dict(make())
+        run.trainer.load_state_dict(state)
     assert (run.trainer.state_digest(), run.trainer.inner_step) == (before, at)
 
 

@@ -8,12 +8,24 @@ import pytest
 import torch
 
 from tests.support.rank_group import GROUP_TIMEOUT_S, run_ranks
-from tests.support.rank_scenarios import DILOCO, LIAR, NUM_VALUES, ROUNDS, all_rounds, contribution_of, diloco, one_dies
+from tests.support.rank_scenarios import (
+    DILOCO,
+    LIAR,
+    NUM_VALUES,
+    ROUNDS,
+    all_rounds,
+    contribution_of,
+    diloco,
+    every_step,
+    one_dies,
+)
+from tests.support.toy_models import Quadratic, Regression
 from trainer.aggregation import cap_weights, contribution_weight, decide, moments, reduce_part
 from trainer.compression.vectors import BLOCK_VALUES, codec_named
-from trainer.errors import TrainerUsageError
-from trainer.outer.engine.process_group import RankedBytes
-from trainer.outer.engine.torch_collective import rank_slices
+from trainer.errors import CheckpointMismatchError, TrainerUsageError
+from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
+from trainer.outer.engine.strategy import OuterStrategy
+from trainer.outer.engine.torch_collective import RankedBytes, rank_slices
 
 GROUP_SIZES = [1, 2, 4]
 
@@ -54,12 +66,9 @@ def test_all_ranks_have_the_bits_of_a_single_process(ranks: list[dict], name: st
         assert torch.equal(vectors[0], expected)
 
 
-def test_the_mean_is_the_mean(ranks: list[dict]) -> None:
+def test_reports_are_alike_and_say_who_and_how(ranks: list[dict]) -> None:
     expected = torch.stack([contribution_of(rank).vector for rank in range(len(ranks))]).mean(dim=0)
     torch.testing.assert_close(ranks[0]["mean"]["vector"], expected)
-
-
-def test_reports_are_alike_and_say_who_and_how(ranks: list[dict]) -> None:
     names = [f"rank {rank}" for rank in range(len(ranks))]
     for rank in ranks:
         report = rank["mean"]
@@ -68,11 +77,7 @@ def test_reports_are_alike_and_say_who_and_how(ranks: list[dict]) -> None:
     bytes_sent = sum(rank["mean"]["bytes"][0] for rank in ranks)
     assert bytes_sent == sum(rank["mean"]["bytes"][1] for rank in ranks)
     assert bytes_sent == 2 * (len(ranks) - 1) * 4 * NUM_VALUES, "as many as an all-reduce"
-
-
-def test_a_claim_of_a_trillion_batches_is_capped(ranks: list[dict]) -> None:
-    weights = ranks[0]["weighted"]["weights"]
-    assert weights == [2.0, 3.0, 4.0, 9.0][: len(ranks)]
+    assert ranks[0]["weighted"]["weights"] == [2.0, 3.0, 4.0, 9.0][: len(ranks)], "claims of batches are capped"
 
 
 @pytest.mark.parametrize("name", ["nan", "idle"])
@@ -139,8 +144,9 @@ def test_slices_cover_everything_at_block_borders(num_values: int, num_ranks: in
 
 
 def test_without_a_process_group_the_way_out_is_named() -> None:
-    with pytest.raises(TrainerUsageError, match="torchrun"):
-        RankedBytes()
+    for needs_group in (RankedBytes, lambda: ddp_model(Quadratic(0))):
+        with pytest.raises(TrainerUsageError, match="torchrun"):
+            needs_group()
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +171,35 @@ def test_a_dead_rank_ends_the_job_and_changes_nothing(tmp_path) -> None:
     for survivor in (results[0], results[2]):
         assert "is gone or silent" in survivor["error"]
         assert survivor["unchanged"] and survivor["rounds"] == 1
+
+
+@pytest.mark.slow
+def test_gradients_are_averaged_in_every_step(tmp_path) -> None:
+    first, second = run_ranks(every_step, 2, tmp_path)
+    assert torch.equal(first["parameters"], second["parameters"])
+    assert first["state"] == {"version": 1, "num_steps": 5}
+    model, other = Regression(0), Regression(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(5):
+        other.load_state_dict(model.state_dict())
+        optimizer.zero_grad()
+        other.zero_grad()
+        model(step).backward()
+        other(step).backward()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad.add_(theirs.grad).div_(2)
+        optimizer.step()
+    alone = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(first["parameters"], alone)
+
+
+def test_the_strategy_counts_and_does_nothing_else() -> None:
+    strategy = EveryStepStrategy()
+    assert isinstance(strategy, OuterStrategy)
+    assert strategy.after_inner_step() is None and strategy.drain() is None
+    again = EveryStepStrategy()
+    again.load_state_dict(strategy.state_dict())
+    again.after_inner_step()
+    assert again.state_dict()["num_steps"] == 2
+    with pytest.raises(CheckpointMismatchError, match="every-step state of version 1"):
+        again.load_state_dict({"version": 1, "round_index": 3})

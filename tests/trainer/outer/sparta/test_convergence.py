@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup
-from tests.support.sparta_replicas import Replica
+from tests.support.replica_group import MeetingCollective, Replica, ReplicaGroup
 from tests.support.toy_models import parameter_bits
 from trainer.model import ModelConfig, build_model
 from trainer.outer.sparta import SpartaConfig
@@ -50,13 +49,9 @@ def held_out(model: nn.Module) -> float:
         return float(model(windows[:, :-1], windows[:, 1:]))
 
 
-def rate(step: int, num_steps: int) -> float:
-    """Falls to a tenth, as in a real run: else what is compared is the noise of the last steps."""
-    return LR * (1 - 0.9 * step / num_steps)
-
-
 def learn(reader: nn.Module, optimizer: torch.optim.Optimizer, step: int, num_steps: int) -> None:
-    optimizer.param_groups[0]["lr"] = rate(step, num_steps)
+    # The rate falls to a tenth, as in a real run: else what is compared is the noise of the last steps.
+    optimizer.param_groups[0]["lr"] = LR * (1 - 0.9 * step / num_steps)
     optimizer.zero_grad()
     reader(step).backward()
     optimizer.step()
@@ -69,12 +64,6 @@ def on_its_own(windows: Tensor, rows: int, num_steps: int) -> float:
     for step in range(num_steps):
         learn(reader, optimizer, step, num_steps)
     return held_out(reader.transformer)
-
-
-def by_gradients(data: list[Tensor], num_steps: int) -> float:
-    """One model on all replicas' rows of each step: what averaging gradients every step computes."""
-    parts = [windows.view(num_steps, ROWS, -1) for windows in data]
-    return on_its_own(torch.cat(parts, dim=1).flatten(0, 1), ROWS * NUM_REPLICAS, num_steps)
 
 
 def by_sparta(data: list[Tensor], num_steps: int, config: SpartaConfig) -> tuple[list[float], float]:
@@ -107,7 +96,9 @@ def by_sparta(data: list[Tensor], num_steps: int, config: SpartaConfig) -> tuple
 def test_replicas_learn_nearly_as_well_as_with_every_gradient_averaged() -> None:
     num_steps = 200
     data = [language(num_steps * ROWS, seed=rank) for rank in range(NUM_REPLICAS)]
-    together = by_gradients(data, num_steps)
+    # One model on all replicas' rows of each step: what averaging gradients every step computes.
+    rows = torch.cat([windows.view(num_steps, ROWS, -1) for windows in data], dim=1).flatten(0, 1)
+    together = on_its_own(rows, ROWS * NUM_REPLICAS, num_steps)
     alone = on_its_own(data[0], ROWS, num_steps)
     learned, rested = by_sparta(data, num_steps, SpartaConfig(every_steps=2, num_slices=8))
     assert max(learned) < 1.03 * together

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.replica_group import Replica
 from tests.support.round_actor import KnownPeers
-from tests.support.sparta_replicas import Replica
 from tests.support.toy_models import parameter_bits
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
-from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.outer.sparta import SpartaConfig, frontier_of
 from trainer.run.node.loop_thread import LoopThread
 
@@ -27,30 +27,20 @@ CONFIG = SpartaConfig(every_steps=2, num_slices=4, ghost_rounds=2)
 class Node:
     """A replica with an endpoint, perhaps informed of the others' rounds as by announcements."""
 
-    def __init__(
-        self, number: int, compression: str, gather_timeout_s: float, informed: bool, every_steps: int
-    ) -> None:
+    def __init__(self, number: int, compression: str, gather_timeout_s: float, informed: bool, every_steps: int):
         self.informed = informed
         self.loop = LoopThread(f"replica-{number}")
-        self.endpoint = Endpoint(
-            Identity.create(),
-            RUN_ID,
-            RpcConfig(host="127.0.0.1", port=0, tls=False, heartbeat_s=0.25, stop_grace_s=0.1),
-        )
+        self.loop.start()
+        rpc = RpcConfig(host="127.0.0.1", port=0, tls=False, heartbeat_s=0.25, stop_grace_s=0.1)
+        self.endpoint = Endpoint(Identity.create(), RUN_ID, rpc)
         self.directory = KnownPeers()
-        config = CollectiveConfig(
-            compression=compression,
-            min_members=2,
-            invite_after_s=0.1,
-            gather_timeout_s=gather_timeout_s,
-            stall_timeout_s=2.5,
-            round_timeout_s=20.0,
-        )
-        self.collective = PeerCollective(
-            self.endpoint, self.loop.loop, RUN_ID, TERMS, RuleConfig(), config, self.directory, lambda: 0
-        )
+        waits = {"invite_after_s": 0.1, "gather_timeout_s": gather_timeout_s, "stall_timeout_s": 2.5}
+        config = CollectiveConfig(compression=compression, min_members=2, round_timeout_s=20.0, **waits)
+        context = (self.endpoint, self.loop.loop, RUN_ID, TERMS, RuleConfig(), config, self.directory)
+        self.collective = PeerCollective(*context, lambda: 0)
         self.others: list[Node] = []
         self.replica = Replica(replace(CONFIG, every_steps=every_steps), self.collective, number=number, others=self)
+        self.loop.run(self.endpoint.start(), 10)
 
     def frontier(self) -> int:
         rounds = [other.replica.trainer.round_index for other in self.others]
@@ -59,31 +49,25 @@ class Node:
     def move_to(self, round_index: int) -> None:
         self.collective.move_to(round_index)
 
+    def close(self) -> None:
+        self.collective.close()
+        self.loop.run(self.endpoint.stop(), 10)
+        self.loop.stop()
+
 
 @contextmanager
 def nodes(
-    num_nodes: int,
-    compression: str = "fp32",
-    *,
-    gather_timeout_s: float = 15.0,
-    informed: bool = True,
-    every_steps: int = CONFIG.every_steps,
+    num_nodes: int, compression="fp32", *, gather_timeout_s=15.0, informed=True, every_steps=2
 ) -> Iterator[list[Node]]:
     """Nodes that know each other; informed of each other's rounds, or not."""
     with ExitStack() as stack:
-        found = [Node(number, compression, gather_timeout_s, informed, every_steps) for number in range(num_nodes)]
-        for node in found:
-            node.loop.start()
-            stack.callback(node.loop.stop)
-            node.loop.run(node.endpoint.start(), 10)
-            stack.callback(node.loop.run, node.endpoint.stop(), 10)
-            stack.callback(node.collective.close)
+        found = []
+        for number in range(num_nodes):
+            found.append(Node(number, compression, gather_timeout_s, informed, every_steps))
+            stack.callback(found[-1].close)
         for node in found:
             node.others = [other for other in found if other is not node]
-            node.directory.known = {
-                other.endpoint.peer_id: Peer(other.endpoint.peer_id, other.endpoint.address, None)
-                for other in node.others
-            }
+            node.directory.known = {other.endpoint.peer_id: other.endpoint.peer for other in node.others}
             node.move_to(0)
         yield found
 
@@ -117,12 +101,8 @@ def test_three_train_and_become_alike_when_they_rest() -> None:
         apart, before = spread(found), [committed(node) for node in found]
         assert apart > 1e-4
         # The first of these may have begun in training; those behind it are a cycle of rest.
-        rested = 2 + CONFIG.num_slices
-        turn(
-            found,
-            lambda: all(committed(it) >= was + rested for it, was in zip(found, before, strict=True)),
-            train=False,
-        )
+        enough = [was + 2 + CONFIG.num_slices for was in before]
+        turn(found, lambda: all(committed(it) >= least for it, least in zip(found, enough, strict=True)), train=False)
         assert len({parameter_bits(node.replica.model) for node in found}) == 1
         assert all(result.committed for node in found for result in node.replica.results)
         assert {len(result.report.members) for node in found for result in node.replica.results} == {3}

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup, Scripted
-from tests.support.sparta_replicas import Replica
+from tests.support.replica_group import MeetingCollective, Replica, ReplicaGroup, Scripted
 from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.engine.collective import RoundReport, RoundResult
 from trainer.outer.sparta import SpartaConfig, schedule_digest, slice_index, slice_of
-from trainer.outer.sparta.slices import check_kept_axes, merged
+from trainer.outer.sparta.slices import check_slices, merged
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -57,24 +56,19 @@ def test_slices_differ_by_one_value_at_most(shapes: list[tuple[int, ...]], num_s
 
 
 @pytest.mark.slow
-@given(layouts(), st.integers(1, 9), st.integers(0, 40), st.integers(0, 2**31))
+@given(layouts(), st.integers(1, 12), st.integers(0, 40), st.integers(0, 2**31))
 def test_what_is_gathered_goes_back_where_it_was(laid, num_slices: int, round_index: int, seed: int) -> None:
     layout, kept = laid
     torch.manual_seed(seed)
     tensors = {name: torch.randn(shape) for name, shape, _ in layout.slices()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
+    rng_state = torch.get_rng_state()
     values = slice_of(round_index, layout, num_slices, kept_axes=kept)
     values.scatter(values.gather(tensors) + 1, tensors)
+    assert torch.equal(torch.get_rng_state(), rng_state), "no random numbers are drawn"
     mask = touched(layout, values)
     assert all(torch.equal(tensors[name], before[name] + mask[name]) for name in tensors)
-
-
-@pytest.mark.slow
-@given(layouts(), st.integers(1, 12), st.integers(0, 40))
-def test_a_kept_axis_is_averaged_whole(laid, num_slices: int, round_index: int) -> None:
-    layout, kept = laid
-    mask = touched(layout, slice_of(round_index, layout, num_slices, kept_axes=kept))
-    for name, axis in kept.items():
+    for name, axis in kept.items():  # Averaged whole.
         sums = mask[name].sum(axis)
         assert bool(((sums == 0) | (sums == mask[name].shape[axis])).all())
 
@@ -91,14 +85,6 @@ def test_twenty_rounds_of_a_replica_touch_each_parameter_once(every_steps: int, 
     assert torch.allclose(replica.vector(), before + 1, atol=1e-6)
     assert Counter(result.fragment for result in replica.results) == Counter(range(20))
     assert replica.trainer.outer_step == 1 and len(collective.contributions) == 20
-
-
-def test_no_random_numbers_are_drawn() -> None:
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    layout = FlatLayout.from_shapes({"a": (5, 4)})
-    assert slice_of(3, layout, 4, 2) == slice_of(3, layout, 4, 2)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 100), st.integers(0, 10**9))
@@ -121,7 +107,7 @@ def test_the_digest_tells_schedules_apart() -> None:
 @pytest.mark.parametrize("kept", [{"b": 0}, {"a": 2}, {"a": -1}, {"v": 0}])
 def test_axes_that_are_not_there_are_refused(kept: dict[str, int]) -> None:
     with pytest.raises(TrainerUsageError, match="kept axis"):
-        check_kept_axes(FlatLayout.from_shapes({"a": (5, 4), "v": (3,)}), kept)
+        check_slices({}, FlatLayout.from_shapes({"a": (5, 4), "v": (3,)}), 2, kept)
 
 
 VALUES = st.floats(-1e6, 1e6, width=32)
@@ -133,31 +119,14 @@ def result(average: torch.Tensor, *, completeness: float = 1.0, residual: torch.
     return RoundResult(vector=average, report=report, residual=residual)
 
 
-def columns(rows: list[tuple[float, float, float]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.tensor(column) for column in zip(*rows, strict=True))
-
-
 @pytest.mark.slow
 @given(ROWS)
 def test_the_average_with_ones_own_progress_since(rows) -> None:
-    now, contributed, average = columns(rows)
+    now, contributed, average = (torch.tensor(column) for column in zip(*rows, strict=True))
     expected = (average.double() + now.double() - contributed.double()).float()
-    new = merged(now, contributed, result(average))
-    assert torch.allclose(new, expected, rtol=1e-5, atol=0.5)
-
-
-@pytest.mark.slow
-@given(ROWS)
-def test_who_has_not_moved_takes_the_average_bit_for_bit(rows) -> None:
-    contributed, average, _ = columns(rows)
-    assert torch.equal(merged(contributed, contributed, result(average)), average)
-
-
-@pytest.mark.slow
-@given(ROWS)
-def test_who_was_at_the_average_keeps_every_bit(rows) -> None:
-    now, contributed, _ = columns(rows)
-    assert torch.equal(merged(now, contributed, result(contributed.clone())), now)
+    assert torch.allclose(merged(now, contributed, result(average)), expected, rtol=1e-5, atol=0.5)
+    assert torch.equal(merged(contributed, contributed, result(average)), average), "has not moved: bit for bit"
+    assert torch.equal(merged(now, contributed, result(contributed.clone())), now), "was at the average: every bit"
 
 
 def test_a_part_nobody_brought_is_left_alone() -> None:
@@ -227,16 +196,9 @@ def difference_left(kept_axes: dict[str, int]) -> tuple[float, float]:
         farthest = max(farthest, model.distance())
         model.project()
 
-    replicas = [
-        Replica(
-            SpartaConfig(every_steps=1),
-            MeetingCollective(group, rank),
-            model=Bound(rank, basis),
-            after_average=project,
-            kept_axes=kept_axes,
-        )
-        for rank in range(2)
-    ]
+    config, options = SpartaConfig(every_steps=1), {"after_average": project, "kept_axes": kept_axes}
+    meetings = [MeetingCollective(group, rank) for rank in range(2)]
+    replicas = [Replica(config, it, model=Bound(rank, basis), **options) for rank, it in enumerate(meetings)]
 
     def apart() -> float:
         return float((replicas[0].vector() - replicas[1].vector()).norm())

@@ -1,7 +1,8 @@
-"""Rounds of replicas: what they change, and what they leave alone."""
+"""Rounds of replicas: what they change and leave alone, and what a node believes of the others' rounds and states."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 
@@ -10,24 +11,47 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup, Scripted, fail, leave, raising, refuse, same
-from tests.support.sparta_replicas import Frontier, Replica
+from tests.support.replica_group import (
+    Frontier,
+    MeetingCollective,
+    Replica,
+    ReplicaGroup,
+    Scripted,
+    fail,
+    leave,
+    raising,
+    refuse,
+    same,
+)
 from tests.support.toy_models import parameter_bits
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
+from trainer.network.discovery import Announcement
 from trainer.outer.engine.collective import Contribution, LocalCollective
 from trainer.outer.engine.strategy import OuterStrategy
-from trainer.outer.sparta import SpartaConfig, SpartaTrainer
+from trainer.outer.sparta import NOBODY, OtherRounds, SpartaConfig, SpartaTrainer, choose_recent_state, frontier_of
+from trainer.outer.sparta.rounds import RoundStanding
 from trainer.pipeline.worker.replies import SharedThrough
 
 EACH_STEP = SpartaConfig(every_steps=1, num_slices=4, background=False)
 BEHIND_THE_SCENES = SpartaConfig(every_steps=2, num_slices=4)
 
 
+def replica_with(answer=same, config: SpartaConfig = EACH_STEP, *, held: bool = False, **options):
+    """A replica, and its collective, whose gate is shut if held."""
+    collective = Scripted(answer)
+    if held:
+        collective.gate.clear()
+    return Replica(config, collective, **options), collective
+
+
+def plus(by: float) -> Callable[[Contribution], torch.Tensor]:
+    return lambda contribution: contribution.vector + by
+
+
 def group_of(num_replicas: int, config: SpartaConfig, failing=(), **options) -> tuple[ReplicaGroup, list[Replica]]:
     group = ReplicaGroup(num_replicas, failing)
-    return group, [
-        Replica(config, MeetingCollective(group, rank), number=rank, **options) for rank in range(num_replicas)
-    ]
+    ranks = range(num_replicas)
+    return group, [Replica(config, MeetingCollective(group, rank), number=rank, **options) for rank in ranks]
 
 
 def spread(replicas: list[Replica]) -> float:
@@ -35,9 +59,9 @@ def spread(replicas: list[Replica]) -> float:
     return (vectors - vectors.mean(dim=0)).abs().max().item()
 
 
-def take_turns(replicas: list[Replica], num_steps: int, *, train: bool = True, first: int = 0) -> None:
+def take_turns(replicas: list[Replica], num_steps: int, *, train: bool = True) -> None:
     """All of them in one thread; a round begun in a step is over at its end, so that it goes the same way always."""
-    for index in range(first, first + num_steps):
+    for index in range(num_steps):
         for replica in replicas:
             if train:
                 replica.step(index)
@@ -51,10 +75,6 @@ def wait_for(ready: Callable[[], bool]) -> None:
     while not ready():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
-
-
-def test_it_is_an_outer_strategy() -> None:
-    assert isinstance(Replica(EACH_STEP).trainer, OuterStrategy)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
@@ -82,9 +102,8 @@ def test_a_round_makes_its_slice_the_mean_and_nothing_else() -> None:
 
 
 def test_steps_taken_while_a_round_runs_are_kept() -> None:
-    collective = Scripted(lambda contribution: contribution.vector + 0.25)
-    collective.gate.clear()
-    replica, twin = Replica(BEHIND_THE_SCENES, collective), Replica(BEHIND_THE_SCENES)
+    replica, collective = replica_with(plus(0.25), BEHIND_THE_SCENES, held=True)
+    twin = Replica(BEHIND_THE_SCENES)
     replica.train(0, 2)
     twin.train(0, 2)
     for index in range(2, 7):
@@ -103,23 +122,17 @@ def test_steps_taken_while_a_round_runs_are_kept() -> None:
 @pytest.mark.parametrize("num_meanwhile", [0, 1, 7])
 def test_a_round_says_how_many_steps_were_taken_while_it_ran(num_meanwhile: int) -> None:
     """However many more than `every_steps`: what outlives a replica is told from it."""
-    collective = Scripted()
-    collective.gate.clear()
-    replica = Replica(BEHIND_THE_SCENES, collective)
+    replica, collective = replica_with(same, BEHIND_THE_SCENES, held=True)
     for _ in range(2 + num_meanwhile):
         replica.turn()
     collective.gate.set()
     result = replica.drain()
     assert result is not None and result.committed and result.contributed_steps_ago == num_meanwhile
-
-
-def test_a_round_in_the_foreground_holds_all_steps_and_a_failed_one_none() -> None:
-    collective = Scripted()
-    replica = Replica(EACH_STEP, collective)
+    replica, collective = replica_with()
     replica.turn(), replica.turn(num_batches=0)
     collective.answer = fail
     replica.turn()
-    assert [result.contributed_steps_ago for result in replica.results] == [0, 0, None]
+    assert [result.contributed_steps_ago for result in replica.results] == [0, 0, None], "in the foreground"
 
 
 @pytest.mark.slow
@@ -127,10 +140,9 @@ def test_a_round_in_the_foreground_holds_all_steps_and_a_failed_one_none() -> No
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=40))
 def test_what_is_said_to_outlive_a_replica_was_in_the_rounds(steps: list[tuple[int, bool]]) -> None:
     """However long each of them takes: against what had been counted when it began."""
-    collective, shared = Scripted(), SharedThrough(BEHIND_THE_SCENES.num_slices)
-    replica = Replica(BEHIND_THE_SCENES, collective)
+    replica, collective = replica_with(same, BEHIND_THE_SCENES, held=True)
+    shared = SharedThrough(BEHIND_THE_SCENES.num_slices)
     by_slice, applied, brought = [0] * BEHIND_THE_SCENES.num_slices, 0, 0
-    collective.gate.clear()
     for version, (num_batches, lands) in enumerate(steps, start=1):
         applied += num_batches
         shared.stepped(version, applied)
@@ -151,9 +163,7 @@ def test_what_is_said_to_outlive_a_replica_was_in_the_rounds(steps: list[tuple[i
 
 
 def test_a_round_lands_by_itself_at_the_next_step() -> None:
-    collective = Scripted()
-    collective.gate.clear()
-    replica = Replica(BEHIND_THE_SCENES, collective)
+    replica, collective = replica_with(same, BEHIND_THE_SCENES, held=True)
     for _ in range(9):
         assert replica.turn() is None
     assert len(collective.contributions) == 1, "one at most is in flight"
@@ -177,24 +187,12 @@ def test_moments_are_nobodys_but_ones_own() -> None:
             assert all(bool((now[name] >= 0).all()) for name in now if name.endswith("exp_avg_sq"))
 
 
-BAD_RESULTS = {
-    "failed": fail,
-    "refused": refuse,
-    "nan": lambda contribution: contribution.vector * torch.nan,
-    "short": lambda contribution: contribution.vector[1:],
-}
-
-
 @pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("answer", BAD_RESULTS.values(), ids=BAD_RESULTS)
+@pytest.mark.parametrize("answer", [fail, refuse, lambda it: it.vector * torch.nan, lambda it: it.vector[1:]])
 def test_a_round_without_a_result_leaves_every_bit(answer, background: bool) -> None:
     projected: list[int] = []
-    collective = Scripted(answer)
-    replica = Replica(
-        SpartaConfig(every_steps=3, num_slices=4, background=background),
-        collective,
-        after_average=lambda model: projected.append(1),
-    )
+    config = SpartaConfig(every_steps=3, num_slices=4, background=background)
+    replica, _ = replica_with(answer, config, after_average=lambda model: projected.append(1))
     for index in range(3):
         replica.step(index)
         before, moments = parameter_bits(replica.model), replica.moments()
@@ -208,9 +206,8 @@ def test_a_round_without_a_result_leaves_every_bit(answer, background: bool) -> 
 
 
 def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_over() -> None:
-    collective = Scripted(lambda contribution: contribution.vector + 1)
-    collective.gate.clear()
-    replica = Replica(SpartaConfig(every_steps=1, num_slices=4, round_timeout_s=0.02), collective)
+    config = SpartaConfig(every_steps=1, num_slices=4, round_timeout_s=0.02)
+    replica, collective = replica_with(plus(1), config, held=True)
     before = parameter_bits(replica.model)
     replica.turn()
     time.sleep(0.03)
@@ -225,7 +222,10 @@ def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_o
 
 def test_a_failed_round_is_tried_again_with_the_same_slice() -> None:
     _, replicas = group_of(2, SpartaConfig(every_steps=1, num_slices=3), failing=[1, 2])
-    take_turns(replicas, 6)
+    take_turns(replicas, 3)
+    assert all(it.trainer.standing.failed_in_a_row == 2 and it.trainer.standing.counts for it in replicas)
+    assert not any(it.trainer.must_rejoin for it in replicas), "no node is sent away for what happened to all"
+    take_turns(replicas, 3)
     for replica in replicas:
         assert [result.committed for result in replica.results] == [True, False, False, True, True, True]
         assert [result.fragment for result in replica.results] == [0, 1, 1, 1, 2, 0]
@@ -233,10 +233,9 @@ def test_a_failed_round_is_tried_again_with_the_same_slice() -> None:
 
 
 def test_other_errors_come_out_and_change_nothing() -> None:
-    replica = Replica(BEHIND_THE_SCENES, Scripted(raising(IncompatiblePeerError("another architecture"))))
+    replica, _ = replica_with(raising(IncompatiblePeerError("another architecture")), BEHIND_THE_SCENES)
     before = parameter_bits(replica.model)
-    replica.turn()
-    replica.turn()
+    replica.turn(), replica.turn()
     with pytest.raises(IncompatiblePeerError, match="another architecture"):
         replica.drain()
     assert parameter_bits(replica.model) == before and replica.trainer.round_index == 0
@@ -244,8 +243,8 @@ def test_other_errors_come_out_and_change_nothing() -> None:
 
 def test_who_is_refused_goes_on_with_the_round_the_others_are_at() -> None:
     frontier = Frontier()
-    collective = Scripted(refuse)
-    replica = Replica(SpartaConfig(every_steps=5, num_slices=4, background=False), collective, others=frontier)
+    config = SpartaConfig(every_steps=5, num_slices=4, background=False)
+    replica, collective = replica_with(refuse, config, others=frontier)
     for _ in range(5):
         replica.turn()
     assert frontier.moved_to == [1] and replica.trainer.standing.missed_rounds == 1
@@ -256,23 +255,22 @@ def test_who_is_refused_goes_on_with_the_round_the_others_are_at() -> None:
 
 
 @pytest.mark.parametrize(("answer", "level"), [(refuse, "INFO"), (leave, "INFO"), (fail, "WARNING")])
-def test_only_a_round_that_failed_for_all_is_a_warning(
-    answer: Callable[[Contribution], torch.Tensor], level: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_round_that_failed_for_all_is_a_warning(answer, level: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    replica = Replica(EACH_STEP, Scripted(answer))
-    replica.turn()
+    replica_with(answer)[0].turn()
     assert [record.levelname for record in caplog.records if "round 0: no average" in record.message] == [level]
 
 
 def test_rounds_made_by_others_are_skipped_up_to_five() -> None:
     frontier = Frontier()
-    collective = Scripted()
-    replica = Replica(SpartaConfig(every_steps=50, num_slices=4, background=False), collective, others=frontier)
+    config = SpartaConfig(every_steps=50, num_slices=4, background=False)
+    replica, collective = replica_with(same, config, others=frontier)
     assert replica.turn() is None
     frontier.at = 5
     result = replica.turn()
     assert result is not None and (result.round_index, result.fragment, result.committed) == (5, 1, True)
+    frontier.at = 3
+    assert replica.turn() is None and replica.trainer.round_index == 6, "what they were at before is nothing new"
     frontier.at = 12
     result = replica.turn()
     assert result is not None and not result.committed and "their state has to be taken up" in result.error
@@ -281,8 +279,7 @@ def test_rounds_made_by_others_are_skipped_up_to_five() -> None:
 
 
 def test_batches_are_counted_since_the_slices_last_round() -> None:
-    collective = Scripted()
-    replica = Replica(SpartaConfig(every_steps=2, num_slices=3, background=False), collective)
+    replica, collective = replica_with(same, SpartaConfig(every_steps=2, num_slices=3, background=False))
     for _ in range(12):
         replica.turn(num_batches=5)
     assert [brought.num_batches for brought in collective.contributions] == [10, 20, 30, 30, 30, 30]
@@ -294,13 +291,11 @@ def test_batches_are_counted_since_the_slices_last_round() -> None:
 
 
 def test_a_joiner_counts_for_nothing_until_its_ghost_rounds_are_over() -> None:
-    collective = Scripted(lambda contribution: contribution.vector + 1)
     config = SpartaConfig(every_steps=1, num_slices=3, ghost_rounds=2, background=False)
-    donor, joiner = Replica(config), Replica(config, collective, number=1)
+    donor, (joiner, collective) = Replica(config), replica_with(plus(1), config, number=1)
     donor.train(0, 4)
     joiner.trainer.adopt(donor.trainer.shared_state())
-    was = joiner.vector()
-    ghost = []
+    was, ghost = joiner.vector(), []
     for _ in range(4):
         ghost.append(not joiner.trainer.standing.counts)
         joiner.turn(num_batches=3)
@@ -309,13 +304,11 @@ def test_a_joiner_counts_for_nothing_until_its_ghost_rounds_are_over() -> None:
     assert [result.contributed_steps_ago for result in joiner.results] == [None, None, 0, 0], "not theirs"
     assert [brought.round_index for brought in collective.contributions] == [4, 5, 6, 7]
     assert all(bool(brought.vector.any()) for brought in collective.contributions), "were all ghosts, zeros would win"
-    moved = joiner.vector() - was
-    assert bool((moved > 0.9).all()), "it takes the average meanwhile"
+    assert bool((joiner.vector() - was > 0.9).all()), "it takes the average meanwhile"
 
 
 def test_parameters_that_are_not_finite_are_not_sent_and_a_state_is_asked_for() -> None:
-    collective = Scripted()
-    replica, donor = Replica(EACH_STEP, collective), Replica(EACH_STEP)
+    (replica, collective), donor = replica_with(), Replica(EACH_STEP)
     donor.train(0, 3)
     with torch.no_grad():
         next(replica.model.parameters()).view(-1)[0] = torch.nan
@@ -329,14 +322,13 @@ def test_parameters_that_are_not_finite_are_not_sent_and_a_state_is_asked_for() 
 
 def test_the_hook_is_called_after_each_average_with_the_model() -> None:
     seen: list[int] = []
-    replica = Replica(EACH_STEP, Scripted(lambda it: it.vector + 1), after_average=lambda model: seen.append(id(model)))
+    replica, _ = replica_with(plus(1), after_average=lambda model: seen.append(id(model)))
     replica.train(0, 3)
     assert seen == [id(replica.model)] * 3
 
 
 def test_peers_that_wait_bring_a_round_forward() -> None:
-    collective = Scripted()
-    replica = Replica(SpartaConfig(every_steps=100, num_slices=4, background=False), collective)
+    replica, collective = replica_with(same, SpartaConfig(every_steps=100, num_slices=4, background=False))
     assert replica.turn() is None
     collective.peers_wait = True
     result = replica.turn()
@@ -347,12 +339,12 @@ def test_peers_that_wait_bring_a_round_forward() -> None:
 
 
 def test_a_node_alone_trains_as_if_there_were_no_rounds() -> None:
-    config = SpartaConfig(every_steps=2, num_slices=4)
-    replica, twin = Replica(config), Replica(config)
+    replica, twin = Replica(BEHIND_THE_SCENES), Replica(BEHIND_THE_SCENES)
     for index in range(20):
         replica.train(index, index + 1)
         twin.step(index)
     replica.drain()
+    assert isinstance(replica.trainer, OuterStrategy)
     assert replica.results and parameter_bits(replica.model) == parameter_bits(twin.model)
 
 
@@ -377,38 +369,117 @@ def test_bf16_parameters_become_alike_too() -> None:
 
 
 @pytest.mark.slow
-def test_more_slices_than_values() -> None:
-    with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
-        Replica(SpartaConfig(num_slices=10_000))
-
-
-def test_an_optimizer_whose_state_cannot_be_handed_on() -> None:
+def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
     model = torch.nn.Linear(5, 5)
-    with pytest.raises(TrainerUsageError, match="expected AdamW"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
-    with pytest.raises(TrainerUsageError, match="all trainable parameters"):
-        half = torch.optim.AdamW([model.weight])
-        SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=half)
-
-
-def test_parameters_that_are_not_contiguous() -> None:
-    model = torch.nn.Linear(5, 4)
-    model.weight = torch.nn.Parameter(torch.randn(5, 4).t())
+    for optimizer, says in (
+        (torch.optim.SGD(model.parameters(), lr=0.1), "expected AdamW"),
+        (torch.optim.AdamW([model.weight]), "all trainable parameters"),
+    ):
+        with pytest.raises(TrainerUsageError, match=says):
+            SpartaTrainer(model, EACH_STEP, LocalCollective(), optimizer=optimizer)
+    model.weight = torch.nn.Parameter(torch.randn(5, 5).t())
     with pytest.raises(TrainerUsageError, match="contiguous"):
         Replica(EACH_STEP, model=model)
-
-
-def test_the_vocabulary_does_not_grow() -> None:
+    with pytest.raises(TrainerUsageError, match=r"sparta.num_slices"):
+        Replica(SpartaConfig(num_slices=10_000))
     replica = Replica(EACH_STEP)
     with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
         replica.trainer.grow(replica.model, 64)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}],
+    "options", [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}]
 )
 def test_options_that_make_no_sense(options) -> None:
     with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
         SpartaConfig(**options)
+
+
+def announced(name: str, round_index: int, state: str = "") -> Announcement:
+    return Announcement(
+        peer_id=hashlib.sha256(name.encode()).hexdigest(),
+        node_id=name,
+        run_id="r",
+        address="127.0.0.1:1",
+        outer_step=round_index,
+        state_digest=hashlib.sha256((state or name).encode()).hexdigest(),
+    )
+
+
+def digest(state: str) -> str:
+    return hashlib.sha256(state.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [([], 0), ([7], 7), ([7, 8], 7), ([7, 7, 8], 7), ([7, 8, 10**12], 8), ([0, 7, 8], 7), ([7, 8, 9, 10**12], 8)],
+)
+def test_a_minority_of_liars_moves_nobody(rounds: list[int], expected: int) -> None:
+    assert frontier_of(rounds) == expected
+    assert isinstance(NOBODY, OtherRounds) and NOBODY.frontier() == 0
+
+
+def test_a_joiner_takes_a_state_of_those_that_are_where_the_others_are() -> None:
+    others = [announced("a", 40), announced("b", 41), announced("old", 3), announced("ahead", 10**9)]
+    chosen = choose_recent_state((0, ""), others)
+    assert chosen in {digest("a"), digest("b")}
+    assert choose_recent_state((0, ""), reversed(others)) == chosen
+    others = [announced("a", 40), announced("b", 41), announced("c", 40, "a")]
+    assert choose_recent_state((0, ""), others) == digest("a"), "held by several: several donors"
+
+
+def test_a_node_keeps_its_own_while_it_is_current() -> None:
+    others = [announced("a", 40), announced("b", 41), announced("c", 40)]
+    own = digest("own")
+    assert choose_recent_state((36, own), others) is None
+    assert choose_recent_state((34, own), others) is not None
+    assert choose_recent_state((36, ""), others) is not None
+    assert choose_recent_state((0, ""), []) is None
+    assert choose_recent_state((0, ""), [announced("a", 4).model_copy(update={"state_digest": ""})]) is None
+
+
+def standing(**fields: int) -> RoundStanding:
+    return RoundStanding(max_staleness_rounds=5, max_failed_rounds=2, **fields)
+
+
+def test_two_rounds_failed_while_the_others_went_on() -> None:
+    it = standing(round_index=4, reached=4)
+    it.failed()
+    it.missed()
+    assert (it.round_index, it.failed_in_a_row) == (5, 1), "to be refused with a round that failed is no new failure"
+    assert not it.must_rejoin
+    it.missed()
+    assert (it.round_index, it.failed_in_a_row) == (6, 2)
+    assert it.must_rejoin and not it.behind
+
+
+@pytest.mark.parametrize("field", ["behind", "damaged"])
+def test_only_a_state_of_others_helps_the_damaged(field: str) -> None:
+    it = standing()
+    setattr(it, field, True)
+    it.committed()
+    assert it.must_adopt == (field == "damaged")
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["committed", "failed", "missed", "see", "adopted"]), st.integers(0, 30)), max_size=40
+)
+
+
+@given(EVENTS)
+def test_whatever_happens_the_counters_make_sense(events: list[tuple[str, int]]) -> None:
+    it = standing()
+    for kind, number in events:
+        before = it.round_index
+        match kind:
+            case "see":
+                it.see(number)
+            case "missed":
+                it.missed(number)
+            case "adopted":
+                it.adopted(number, 5)
+            case _:
+                getattr(it, kind)()
+        assert kind == "adopted" or it.round_index >= before
+        assert 0 <= it.missed_rounds <= it.max_staleness_rounds
+        assert it.ghost_rounds_left >= 0 and it.failed_in_a_row >= 0
