@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.support.aggregation import noise
 from trainer.aggregation import RuleConfig, RuleDecision, reduce_part, trim_count
-from trainer.aggregation.averages import SortingNetwork, sorting_network
+from trainer.aggregation.reducing import SortingNetwork, sorting_network
 from trainer.errors import RoundFailedError, TrainerUsageError
 
 LARGEST = torch.finfo(torch.float32).max
