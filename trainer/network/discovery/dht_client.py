@@ -1,5 +1,9 @@
 """The DHT process as its parent sees it: requests with deadlines, restarts with growing pauses, no orphans.
 
+The two exchange one JSON object a line, through the process's standard streams: first a `DhtSettings`, then
+`DhtRequest`s; each line it writes is a `DhtReply` with the id of a request (0: the first, once it is ready). Lines are
+bounded, and both ends refuse what does not fit.
+
 The process is started again whenever it ended, after a pause that doubles from 1 s to 60 s and is reset once it has run
 for a minute. A request while it is down, or without a reply in time, raises `DiscoveryError`; after three such timeouts
 in a row the process counts as hung, and is killed and restarted. Its log is forwarded to ours.
@@ -17,17 +21,33 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from genesis.extras import with_extra
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.dht_messages import MAX_LINE_BYTES, DhtReply, DhtRequest, DhtSettings, Record
+from trainer.network.rpc.messages import Message
 
-__all__ = ["DhtProcess"]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "MAX_RECORDS",
+    "MAX_VALUE_BYTES",
+    "DhtProcess",
+    "DhtReply",
+    "DhtRequest",
+    "DhtSettings",
+    "Record",
+]
 
 logger = logging.getLogger(__name__)
+
+MAX_VALUE_BYTES = 16 * 1024
+"""Longest value stored or returned."""
+MAX_RECORDS = 4096
+"""Most records of one reply."""
+MAX_LINE_BYTES = 16 << 20
+"""Longest line. hivemind's own messages hold 4 MiB, and JSON at most doubles an announcement's quotation marks."""
 
 _START_TIMEOUT_S = 60.0
 """hivemind takes 3 s to import on an idle core, and waits 15 s for its daemon."""
@@ -38,6 +58,71 @@ _MAX_UNANSWERED = 3
 _MAX_FOLDER_CHARS = 60
 _MAX_PENDING = 256
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _STEADY_S = 1.0, 60.0, 60.0
+
+_Key = Annotated[str, Field(max_length=256)]
+_Timeout = Annotated[float, Field(gt=0, le=3600)]
+
+
+class DhtSettings(Message):
+    """The configuration of the process's DHT node."""
+
+    parent_pid: int
+    """The process ends when this is no longer its parent."""
+    initial_peers: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    """Addresses to publish instead of those listened on."""
+    identity_path: str | None = None
+    """File of the libp2p key, made if it is missing; None takes a new key each time."""
+    socket_folder: str = ""
+    """Folder for the daemon's sockets, which the process removes at its end; empty: hivemind's choice, /tmp."""
+    client_mode: bool = False
+    map_port: bool = True
+    """Whether to ask the router to forward the port (UPnP)."""
+    rejoin_interval_s: _Timeout = 5.0
+    """Seconds between two checks whether the initial peers are still connected."""
+    refresh_interval_s: _Timeout = 30.0
+    """Seconds without contact with a part of the routing table after which nodes are looked for there."""
+
+
+class DhtRequest(Message):
+    """Asks to store a value until it expires, for the records of a key, or for the node's status."""
+
+    id: int
+    op: Literal["store", "get", "status"]
+    timeout_s: _Timeout
+    key: _Key = ""
+    subkey: _Key = ""
+    value: Annotated[str, Field(max_length=MAX_VALUE_BYTES)] = ""
+    expires_at: float = 0.0
+
+    @model_validator(mode="after")
+    def _has_keys(self) -> Self:
+        if (self.op != "status" and not self.key) or (self.op == "store" and not self.subkey):
+            raise ValueError(f"expected key and subkey to {self.op}, found none")
+        return self
+
+
+class Record(Message):
+    """A stored value."""
+
+    subkey: str
+    value: str
+
+
+class DhtReply(Message):
+    """The reply to the request of this id."""
+
+    id: int
+    error: str = ""
+    """Why the request failed; empty if it did not."""
+    records: tuple[Record, ...] = ()
+    skipped: int = 0
+    """Number of records left out because they are too long, not text, or too many."""
+    addresses: tuple[str, ...] = ()
+    """The node's addresses, each with its peer id: initial peers for others."""
+    num_neighbours: int = 0
+    """Nodes in the routing table; set in every reply."""
 
 
 class DhtProcess:
@@ -67,9 +152,7 @@ class DhtProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts it in the background; it is ready some seconds later.
-
-        It ends with the thread that runs this event loop, so that thread must live as long as the node.
+        """Starts it in the background; it is ready some seconds later, and ends with the thread of this event loop.
 
         Raises:
             ModuleNotFoundError: hivemind is not installed; the message says what to install.
@@ -93,10 +176,8 @@ class DhtProcess:
             for task in waiting:
                 task.cancel()
         if not self._ready.is_set():
-            raise DiscoveryError(
-                f"expected the DHT process to be ready within {timeout_s:g} s, found it is not"
-                f" ({self._last_error or 'no error in its log'})"
-            )
+            found = f"found it is not ({self._last_error or 'no error in its log'})"
+            raise DiscoveryError(f"expected the DHT process to be ready within {timeout_s:g} s, {found}")
 
     async def store(self, key: str, subkey: str, value: str, expires_at: float, timeout_s: float) -> None:
         """Stores a value until it expires."""
@@ -169,11 +250,10 @@ class DhtProcess:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _run_once(self, socket_folder: str) -> None:
-        """Runs the process once, from start to end."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "trainer.network.discovery.dht_process",
+            "trainer.network.discovery.dht_node",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -242,9 +322,8 @@ class DhtProcess:
             number = {"WARN": logging.WARNING, "WARNING": logging.WARNING, "ERROR": logging.ERROR}.get(level)
             if number == logging.ERROR:
                 self._last_error = text[:500]
-            logger.log(
-                number or logging.DEBUG, "DHT process %d: %s", process.pid, text[:1000] if number else line[:1000]
-            )
+            shown = text[:1000] if number else line[:1000]
+            logger.log(number or logging.DEBUG, "DHT process %d: %s", process.pid, shown)
 
 
 async def _end(process: Process) -> None:

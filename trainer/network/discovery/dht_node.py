@@ -1,11 +1,13 @@
-"""A hivemind DHT node that stores announcements and nothing else; imported in the DHT process only.
+"""The process that runs hivemind's DHT, with a node that stores announcements and nothing else.
 
-A loop of ours joins hivemind's node to the seeds, instead of once at its start: every `rejoin_interval_s` each seed
-that is not in the routing table is dialled again. So a node starts though all seeds are down, joins when one starts,
-and finds a seed that was restarted with an empty table; joined only once, two halves of a run would never meet.
+`DhtProcess` starts this module and sends it requests. It is a process of its own because hivemind brings a Go daemon,
+its own logging and 2 s of imports, and because a hang or crash in it must not stop training. It logs to standard error,
+``LEVEL message``. A loop of ours joins hivemind's node to the seeds again and again, instead of once at its start:
+joined only once, two halves of a run would never meet after all seeds were down or restarted with empty tables.
 
-All our nodes, seeds included, store a record only if `AnnouncementValidator` accepts it: nobody can hide a node by
-storing garbage under its id, nor use the seeds to store anything else. `RecordQuotas` bounds how many.
+Guarantees: it ends within a few seconds when standard input closes or the parent dies (SIGKILL included), together with
+the Go daemon. At most 64 requests run at a time; each has a deadline. Every node of the DHT, seeds included, stores a
+record only if `AnnouncementValidator` accepts it, and `RecordQuotas` bounds how many.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import functools
 import hashlib
 import heapq
 import logging
+import os
 import random
+import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
+from asyncio import StreamReader, StreamReaderProtocol
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -35,33 +40,49 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
+from pydantic import ValidationError
 
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.announcement import AnnouncementRefusedError, verify_announcement
-from trainer.network.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
+from trainer.network.discovery.dht_client import (
+    MAX_LINE_BYTES,
+    MAX_RECORDS,
+    MAX_VALUE_BYTES,
+    DhtReply,
+    DhtRequest,
+    DhtSettings,
+    Record,
+)
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
 from trainer.network.discovery.parent import die_with_parent
 from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage"]
+__all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage", "main"]
 
 logger = logging.getLogger(__name__)
+
+Send = Callable[[DhtReply], None]
 
 _MAX_CLOCK_SKEW_S = 300.0
 _MAX_ACCEPTED = 16_384
 _MAX_GONE = 1024
 _SWEEP_INTERVAL_S = 5.0
+_MAX_CONCURRENT = 64
+_STOP_TIMEOUT_S = 5.0
+_GIVE_UP_S = 1.0
+_PARENT_CHECK_INTERVAL_S = 2.0
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
     """Accepts a record if it is a signed announcement, stored under its own node, run and partition, until it expires.
 
     Expired ones pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in. Accepted
-    records are not verified again: a look-up returns the same ones every few seconds.
+    records are not verified again.
     """
 
     def __init__(self) -> None:
@@ -148,13 +169,16 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
     def _sweep(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._swept_s >= _SWEEP_INTERVAL_S:
-            self._swept_s = now_s
-            self._drop(self._quotas.overdue())
-            for known in list(self.data.values()):
-                if isinstance(known.value, DictionaryDHTValue):
-                    _compact(known.value)
-            _compact(self)
+        if now_s - self._swept_s < _SWEEP_INTERVAL_S:
+            return
+        self._swept_s = now_s
+        self._drop(self._quotas.overdue())
+        # hivemind would keep the expiry times of removed records until they come.
+        values = [known.value for known in self.data.values() if isinstance(known.value, DictionaryDHTValue)]
+        for storage in (self, *values):
+            if len(storage.expiration_heap) > 2 * len(storage.data) + _MAX_GONE:
+                storage.expiration_heap = list(storage.key_to_heap.values())
+                heapq.heapify(storage.expiration_heap)
 
     def _drop(self, places: list[Place]) -> None:
         for key, subkey in places:
@@ -165,15 +189,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                     del self[DHTID.from_bytes(key)]
 
 
-def _compact(storage: DictionaryDHTValue | DHTLocalStorage) -> None:
-    """Drops the expiry times of removed records, which hivemind would keep until they come."""
-    if len(storage.expiration_heap) > 2 * len(storage.data) + _MAX_GONE:
-        storage.expiration_heap = list(storage.key_to_heap.values())
-        heapq.heapify(storage.expiration_heap)
-
-
 class AnnouncementNode:
-    """The node, its loops that look for others, and its libp2p daemon; see `start`."""
+    """hivemind's node, loops that look for others, and its libp2p daemon; see `start`."""
 
     def __init__(self, settings: DhtSettings, node: DHTNode) -> None:
         self._settings = settings
@@ -186,7 +203,6 @@ class AnnouncementNode:
 
         Raises:
             DiscoveryError: a port to listen on is taken.
-            Exception: of hivemind, when its daemon does not start (no binary, for one).
         """
         for address in settings.listen:
             _check_port_is_free(Multiaddr(address))
@@ -196,27 +212,25 @@ class AnnouncementNode:
             P2P._UNIX_SOCKET_PREFIX = f"/unix{settings.socket_folder}/"
         # hivemind leaves its daemon behind when its own process is killed.
         die_with_us = functools.partial(die_with_parent, signal.SIGKILL)
-        start_daemon = functools.partial(asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_us)
-        with (
-            _replaced(asyncio.subprocess, "create_subprocess_exec", start_daemon),
-            _replaced(hivemind.dht.node, "DHTProtocol", _AttributingProtocol),
-        ):
-            node = await DHTNode.create(
-                host_maddrs=list(settings.listen),
-                announce_maddrs=list(settings.announce) or None,
-                identity_path=settings.identity_path,
-                check_if_identity_free=False,
-                client_mode=settings.client_mode,
-                no_listen=settings.client_mode,
-                nat_port_map=settings.map_port,
-                record_validator=AnnouncementValidator(),
-                refresh_timeout=None,  # See `_refresh_forever`.
-                # Every look-up asks for the newest record, which is never in a cache.
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                cache_refresh_before_expiry=0,
-            )
+        start_process = functools.partial(asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_us)
+        asyncio.subprocess.create_subprocess_exec = start_process
+        hivemind.dht.node.DHTProtocol = _AttributingProtocol
+        node = await DHTNode.create(
+            host_maddrs=list(settings.listen),
+            announce_maddrs=list(settings.announce) or None,
+            identity_path=settings.identity_path,
+            check_if_identity_free=False,
+            client_mode=settings.client_mode,
+            no_listen=settings.client_mode,
+            nat_port_map=settings.map_port,
+            record_validator=AnnouncementValidator(),
+            refresh_timeout=None,  # See `_refresh_forever`.
+            # Every look-up asks for the newest record, which is never in a cache.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
         node.protocol.storage = BoundedStorage(RecordQuotas())
         return cls(settings, node)
 
@@ -248,11 +262,7 @@ class AnnouncementNode:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def stop(self, timeout_s: float) -> None:
-        """Stops node and daemon.
-
-        Raises:
-            TimeoutError: they did not stop in time.
-        """
+        """Stops node and daemon; raises `TimeoutError` where that takes longer."""
         for task in self._tasks:
             task.cancel()
         async with asyncio.timeout(timeout_s):
@@ -306,9 +316,8 @@ class AnnouncementNode:
 
 
 def _record(subkey: Any, value: Any) -> Record | None:
-    if not (isinstance(subkey, str) and len(subkey) <= 256):
-        return None
-    if not (isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES):
+    is_short = isinstance(subkey, str) and len(subkey) <= 256
+    if not (is_short and isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES):
         return None
     try:
         return Record(subkey=subkey, value=value.decode())
@@ -343,11 +352,105 @@ def _make_identity(path: Path) -> None:
         new.replace(path)
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
+def _write(descriptor: int, reply: DhtReply) -> None:
+    data = memoryview(reply.model_dump_json().encode() + b"\n")
+    while data:  # The parent always reads; a pipe that is full for a moment may block this process.
+        data = data[os.write(descriptor, data) :]
+
+
+async def _serve(node: AnnouncementNode, requests: StreamReader, send: Send) -> None:
+    """Serves until standard input ends; cancels running requests before the node they need stops."""
+    slots = asyncio.Semaphore(_MAX_CONCURRENT)
+    running: set[asyncio.Task[None]] = set()
     try:
-        yield
+        while line := await requests.readline():
+            try:
+                request = DhtRequest.model_validate_json(line)
+            except ValidationError as error:
+                logger.error("unreadable request: %s", error.errors(include_input=False)[0]["msg"])
+                continue
+            await slots.acquire()
+            task = asyncio.create_task(_handle(node, request, send))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            task.add_done_callback(lambda _: slots.release())
     finally:
-        setattr(owner, name, original)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=_GIVE_UP_S)
+
+
+async def _handle(node: AnnouncementNode, request: DhtRequest, send: Send) -> None:
+    reply = DhtReply(id=request.id)
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            if request.op == "get":
+                records, skipped = await node.get(request.key)
+                reply = DhtReply(id=request.id, records=records, skipped=skipped)
+            elif request.op == "status":
+                reply = DhtReply(id=request.id, addresses=await node.addresses())
+            elif not await node.store(request.key, request.subkey, request.value, request.expires_at):
+                reply = DhtReply(id=request.id, error="no DHT node took the record")
+    except TimeoutError:
+        reply = DhtReply(id=request.id, error=f"no answer of the DHT within {request.timeout_s:g} s")
+    except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent gets the text
+        reply = DhtReply(id=request.id, error=f"{type(error).__name__}: {error}"[:500])
+    send(reply.model_copy(update={"num_neighbours": node.num_neighbours()}))
+
+
+async def _run(send: Send) -> None:
+    loop = asyncio.get_running_loop()
+    requests = StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: StreamReaderProtocol(requests), sys.stdin)
+    settings = DhtSettings.model_validate_json(await requests.readline())
+    serving = asyncio.create_task(_run_node(settings, requests, send))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    watching = asyncio.create_task(_watch_parent(settings.parent_pid, serving))
+    try:
+        await serving
+    except asyncio.CancelledError:
+        logger.info("stopped by a signal")
+    finally:
+        watching.cancel()
+        if settings.socket_folder:
+            shutil.rmtree(settings.socket_folder, ignore_errors=True)
+
+
+async def _run_node(settings: DhtSettings, requests: StreamReader, send: Send) -> None:
+    node = await AnnouncementNode.start(settings)
+    try:
+        send(DhtReply(id=0, addresses=await node.addresses()))
+        await _serve(node, requests, send)
+    finally:
+        await node.stop(_STOP_TIMEOUT_S)
+
+
+async def _watch_parent(parent_pid: int, serving: asyncio.Task[None]) -> None:
+    """Covers a fork of the dead parent that holds standard input open, and kernels without a parent-death signal."""
+    while os.getppid() == parent_pid:
+        await asyncio.sleep(_PARENT_CHECK_INTERVAL_S)
+    serving.cancel()
+
+
+def main() -> int:
+    """Runs until the parent closes standard input or ends; returns 0, or 1 if the node did not start or stop."""
+    die_with_parent(signal.SIGTERM)
+    send = functools.partial(_write, os.dup(1))
+    os.dup2(2, 1)  # Everything printed goes into the log.
+    use_hivemind_log_handler("nowhere")  # All logging, hivemind's included, in the form the parent reads.
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s", force=True)
+    code = 0
+    try:
+        asyncio.run(_run(send))
+    except Exception as error:  # noqa: BLE001 - the last line of defence; it is logged and the process ends
+        logger.error("the DHT process ends: %s: %s", type(error).__name__, str(error) or "no details")
+        code = 1
+    if code and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # The daemon may still run.
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

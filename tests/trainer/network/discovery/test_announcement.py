@@ -231,11 +231,12 @@ def test_it_is_signed_again_when_it_changes_or_grows_old() -> None:
     now += 1
     second = own.current()
     assert first is not None and second is not None
-    assert second[0].sent_at == now > first[0].sent_at
+    assert second.announcement.sent_at == now > first.announcement.sent_at
     own.set(said.model_copy(update={"inner_step": 3}))
     third = own.current()
-    assert third is not None and third[0].sent_at > second[0].sent_at and third[0].inner_step == 3
-    assert verify_announcement(third[1], now=now, max_clock_skew_s=1) == third[0]
+    assert third is not None and third.announcement.inner_step == 3
+    assert third.announcement.sent_at > second.announcement.sent_at
+    assert verify_announcement(own.wire, now=now, max_clock_skew_s=1) == third.announcement
 
 
 def test_a_clock_that_is_set_back_does_not_silence_the_node() -> None:
@@ -244,4 +245,4 @@ def test_a_clock_that_is_set_back_does_not_silence_the_node() -> None:
     own.set(announcement(_IDENTITY))
     now -= 3600
     current = own.current()
-    assert current is not None and current[0].sent_at == now
+    assert current is not None and current.announcement.sent_at == now

@@ -6,8 +6,7 @@ import pytest
 
 from trainer.errors import DiscoveryError, TrainerUsageError
 from trainer.network.discovery.config import DiscoveryConfig
-from trainer.network.discovery.dht import listen_address
-from trainer.network.discovery.seeding import SeedConfig
+from trainer.network.discovery.dht import SeedConfig, listen_address
 
 _ID = "12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
 _RSA_ID = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"

@@ -366,8 +366,7 @@ async def _more(count: str, process: Faulty) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lifetime_s", "said"),
-    [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])],
+    ("lifetime_s", "said"), [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])]
 )
 def test_what_lasts_is_told_and_what_does_not_is_not(
     lifetime_s: float, said: list[str], caplog: pytest.LogCaptureFixture

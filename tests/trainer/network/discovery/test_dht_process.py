@@ -19,9 +19,8 @@ import pytest
 
 from tests.support.dht_processes import descendants, dht_settings, running_dht, wait_until_gone
 from trainer.errors import DiscoveryError, TrainerUsageError
-from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.dht_messages import DhtSettings
-from trainer.network.discovery.seeding import SeedConfig
+from trainer.network.discovery.dht import SeedConfig
+from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 
 _ROOT = Path(__file__).parents[4]
 _START_S = 60.0
@@ -38,12 +37,7 @@ def short_folder() -> Iterator[Path]:
 @contextmanager
 def _started(*arguments: str, **options: object) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
+        [sys.executable, *arguments], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -94,8 +88,7 @@ def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(
 
 _PARENT = """
 import asyncio, json, os, sys
-from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.dht_messages import DhtSettings
+from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 
 async def main():
     process = DhtProcess(DhtSettings(parent_pid=os.getpid(), listen=("/ip4/127.0.0.1/tcp/0",), map_port=False))
@@ -136,7 +129,7 @@ def test_no_orphans_when_the_parent_is_killed(short_folder: Path) -> None:
 @pytest.mark.slow
 def test_both_killed_at_once_leave_no_daemon(short_folder: Path) -> None:
     settings = dht_settings(socket_folder=str(short_folder))
-    with _started("-m", "trainer.network.discovery.dht_process", stderr=subprocess.DEVNULL) as process:
+    with _started("-m", "trainer.network.discovery.dht_node", stderr=subprocess.DEVNULL) as process:
         process.stdin.write(settings.model_dump_json() + "\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["id"] == 0

@@ -14,21 +14,17 @@ from tests.support.announcements import announce
 from tests.support.event_loop import on_event_loop
 from trainer.errors import RefusedError
 from trainer.network.discovery.announcement import verify_announcement
-from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
     PeerExchangeReply,
     PeerExchangeRequest,
+    StrangerQueue,
     pack_request,
     records_for,
     split_records,
     unpack_request,
 )
 from trainer.network.discovery.peer_table import KnownPeer
-from trainer.network.discovery.static import StaticDiscovery
-from trainer.network.rpc.config import RpcConfig
-from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.identity import Identity
-from trainer.network.rpc.messages import Request
 
 
 @pytest.fixture
@@ -84,13 +80,11 @@ def test_an_answer_that_does_not_fit_its_head_is_refused() -> None:
 @on_event_loop
 async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
     """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
-    endpoint = Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1"))
-    service = StaticDiscovery(endpoint, ["127.0.0.1:1"], DiscoveryConfig(poll_interval_s=2.0))._service
+    queue = StrangerQueue(2.0, random.Random(0))
 
     async def is_answered(address: str) -> bool:
-        request = Request(Identity.create().peer_id, PeerExchangeRequest(own_bytes=0), memoryview(b""), address)
         try:
-            await service._exchange(request)
+            await queue.wait(address)
         except RefusedError as error:
             assert error.reason == "busy"
             return False
@@ -106,8 +100,7 @@ async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_a
     assert 64 <= num_answered <= 64 + 3 * (time.monotonic() - begun_s)
     assert num_answered <= 64 + 16
     async with asyncio.timeout(10):
-        while service._waiting or service._admitting:
+        while queue._waiting or queue.tasks:
             await asyncio.sleep(0.1)
     await asyncio.sleep(0.4)
     assert await is_answered("192.0.2.1"), "once the crowd is gone"
-    await service.close()

@@ -342,7 +342,7 @@ async def _pretend(endpoint: Endpoint, told: list[bytes]) -> None:
 
 @on_event_loop
 async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.network.discovery.verifying._RETRY_S", 0.1)
+    monkeypatch.setattr("trainer.network.discovery.base._RETRY_S", 0.1)
     num_calls = 0
 
     async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
@@ -394,7 +394,7 @@ async def test_a_lack_of_peers_is_reported_when_it_has_lasted_and_again_every_mi
         for seconds, num_others in ((0, 0), (29, 0), (2, 0), (58, 0), (3, 0), (500, 3), (29, 0)):
             now_s += seconds
             watchdog.look(num_others)
-    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.opening"]
+    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.base"]
     assert said == 2 * [f"nobody answers at {first}, {second}: no worker of any stage has been heard of"]
 
 
@@ -408,25 +408,23 @@ async def test_a_node_that_only_knows_its_own_address_misses_nobody(caplog: pyte
         for _ in range(3):
             watchdog.look(0)
         assert a.discovery.no_peers_reason() == ""
-    assert not [it for it in caplog.records if it.name == "trainer.network.discovery.opening"]
+    assert not [it for it in caplog.records if it.name == "trainer.network.discovery.base"]
 
 
 def test_pauses_double_up_to_a_bound_and_end_with_an_answer() -> None:
     backoff = AddressBackoff(first_pause_s=1, max_pause_s=5)
-    assert backoff.silent_s("a:1", 0.0) == 0
     now = 0.0
     for pause_s in (1, 2, 4, 5, 5):
         assert backoff.is_due("a:1", now)
-        assert backoff.failed("a:1", now) == pause_s
+        silence = backoff.failed("a:1", now)
+        assert (silence.since_s, silence.pause_s) == (0.0, pause_s)
         assert not backoff.is_due("a:1", now + pause_s - 0.01)
         now += pause_s
-    assert backoff.has_failed("a:1")
-    assert backoff.silent_s("a:1", now) == now
+    assert "a:1" in backoff.silent
     backoff.answered("a:1")
     assert backoff.is_due("a:1", now)
-    assert not backoff.has_failed("a:1")
-    assert backoff.failed("a:1", now) == 1
-    assert backoff.silent_s("a:1", now + 1) == 1
+    assert not backoff.silent
+    assert (backoff.failed("a:1", now).since_s, backoff.silent["a:1"].pause_s) == (now, 1)
 
 
 @given(st.lists(st.integers(0, 50), max_size=200))
@@ -434,4 +432,4 @@ def test_failures_are_remembered_of_so_many_addresses_and_no_more(addresses: lis
     backoff = AddressBackoff(first_pause_s=1, max_pause_s=5, max_addresses=7)
     for now, address in enumerate(addresses):
         backoff.failed(str(address), float(now))
-    assert sum(backoff.has_failed(str(address)) for address in range(51)) <= 7
+    assert len(backoff.silent) <= 7
