@@ -1,9 +1,8 @@
 """One rank of a cluster, under torchrun: the process group, and what its ranks have to decide alike.
 
-Ranks read the same options but not the same machine: memory, the store's newest vocabulary and the checkpoints that
-survived may differ. What such a reading decides is agreed first, as the least of what the ranks found, by one exchange
-of 8 bytes a rank. The exchange has a process group of its own, over gloo: it must not meet the tensors of a round in
-the background.
+Memory, the store's newest vocabulary and the checkpoints that survived may differ between ranks. What they decide is
+agreed first, as the least of what the ranks found, over a process group of its own (gloo): the exchange must not meet
+the tensors of a round in the background.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ class Ranks:
         return replace(config, node_id=f"{config.node_id}-{self.rank}", api=replace(config.api, port=port))
 
     def least(self, value: int) -> int:
-        """Returns the least of all ranks' values; all ranks have to call it.
-
-        Raises:
-            PeerUnavailableError: a rank is gone.
-        """
+        """Returns the least of all ranks' values; all have to call it. Raises `PeerUnavailableError` if one is gone."""
         if self.control is None:
             return value
         found = self.control.gather(_NUMBER.pack(value), _NUMBER.size)
@@ -121,7 +116,5 @@ def cluster_collective(config: RunConfig) -> Collective:
     """Returns how ranks make their outer steps; under DDP they make none."""
     if config.strategy == "ddp":
         return LocalCollective(config.node_id)
-    collective = config.collective
-    return TorchCollective(
-        codec_named(collective.compression), config.rule, max_weight_ratio=collective.max_weight_ratio
-    )
+    codec = codec_named(config.collective.compression)
+    return TorchCollective(codec, config.rule, max_weight_ratio=config.collective.max_weight_ratio)

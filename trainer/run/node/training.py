@@ -1,10 +1,7 @@
 """The loop of a node: inner steps, outer steps, checkpoints, metrics; until it is asked to stop.
 
-    begin (catch up with the others) → step, step, … outer step, … → save
-
 A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads):
-everything that decides a step is in it. A node whose round went on without it fetches the others' state and joins the
-next.
+everything that decides a step is in it. One whose round went on without it fetches the others' state, and joins later.
 """
 
 from __future__ import annotations
@@ -72,11 +69,7 @@ class Node:
     _store_has_grown: bool = False
 
     def begin(self) -> None:
-        """Joins the others, if there are any: takes up their state, and announces its own.
-
-        Raises:
-            TrainerError: the port is taken, or the others train something else.
-        """
+        """Joins the others, if there are any: takes up their state, and announces its own."""
         if self.network is not None:
             self.network.collective.catch_up()
             self.network.start(self.watch)
@@ -90,8 +83,7 @@ class Node:
         """Trains until asked to stop, or for ``max_steps``, and saves.
 
         Raises:
-            TrainerError: it cannot go on, for instance because the others train something else; the last checkpoint is
-                whole.
+            TrainerError: it cannot go on; the last checkpoint is whole.
             LoaderError: the data cannot be read.
         """
         try:
@@ -120,21 +112,22 @@ class Node:
             CheckpointError: ``wait``, and it could not be written.
         """
         began_s = time.perf_counter()
+        outcome: CheckpointOutcome = "failed"
         loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
         try:
             taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
+            outcome = "saved" if taken else "skipped"
         except CheckpointError as error:
-            self._saved("failed", began_s)
             if wait:
                 raise
             logger.warning("%s", error)
-        else:
-            self._saved("saved" if taken else "skipped", began_s)
+        finally:
+            seconds = time.perf_counter() - began_s
+            self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)
 
     def _is_stopped(self) -> bool:
-        if self.config.strategy == "ddp":  # No rank may wait for the gradients of one that has left.
-            return self.ranks.any(self.stop())
-        return self.stop()
+        # Under DDP no rank may wait for the gradients of one that has left.
+        return self.ranks.any(self.stop()) if self.config.strategy == "ddp" else self.stop()
 
     def _has_all_steps(self) -> bool:
         return 0 < self.config.max_steps <= self.replica.inner.step_index
@@ -183,18 +176,15 @@ class Node:
             logger.info("vocabulary: %d rows, before %d", rows, before)
             self.watch.observer.event("vocabulary", rows=rows, before=before)
         if self._store_has_grown:
-            self._refresh_shards()
+            try:
+                num_shards = self.dataset.refresh()
+            except LoaderError as error:
+                logger.warning("the store's new shards cannot be read yet: %s", error)
+            else:
+                self._store_has_grown = False
+                logger.info("the store has %d shards now", num_shards)
+                self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)
-
-    def _refresh_shards(self) -> None:
-        try:
-            num_shards = self.dataset.refresh()
-        except LoaderError as error:
-            logger.warning("the store's new shards cannot be read yet: %s", error)
-            return
-        self._store_has_grown = False
-        logger.info("the store has %d shards now", num_shards)
-        self.watch.observer.event("store", shards=num_shards)
 
     def _catch_up(self, wait_s: float = 120.0) -> None:
         if self.network is None or self.replica.diloco is None:
@@ -236,7 +226,3 @@ class Node:
                 num_batches,
                 diloco.outer_step,
             )
-
-    def _saved(self, outcome: CheckpointOutcome, began_s: float) -> None:
-        seconds = time.perf_counter() - began_s
-        self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)

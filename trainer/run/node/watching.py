@@ -20,10 +20,7 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Tracker, observer and server of one node; a context manager.
-
-    ``stop`` is called by the API; ``further`` returns additional gauges (name, help, value).
-    """
+    """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value)."""
 
     def __init__(
         self,

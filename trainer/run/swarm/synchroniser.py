@@ -21,7 +21,7 @@ from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state
 from trainer.run.config import RunConfig
-from trainer.run.node.peer_book import StateChoice
+from trainer.run.node.network import StateChoice
 from trainer.run.node.state_form import StateForm
 from trainer.run.swarm.building import BuiltStage
 from trainer.run.swarm.compatibility import StageFit
