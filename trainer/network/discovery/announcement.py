@@ -142,11 +142,7 @@ class _Envelope(Message):
 
 
 def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
-    """Returns the wire form of a stamped announcement: canonical JSON with the signature, within `MAX_WIRE_BYTES`.
-
-    Raises:
-        DiscoveryError: ``identity`` is not the key of ``announcement.peer_id``, or the announcement is too long.
-    """
+    """Returns the wire form of a stamped announcement; raises `DiscoveryError` if it is another's, or too long."""
     if announcement.peer_id != identity.peer_id:
         raise DiscoveryError(
             f"expected to announce {identity.peer_id[:16]}…, whose key this is, found {announcement.peer_id[:16]}…"
@@ -179,7 +175,7 @@ def verify_announcement(
         allow_expired: accept it after its expiry.
 
     Raises:
-        AnnouncementRefusedError: it fails verification; `reason` says why.
+        AnnouncementRefusedError: with its reason.
     """
     if len(wire) > MAX_WIRE_BYTES:
         raise AnnouncementRefusedError("oversized", f"expected at most {MAX_WIRE_BYTES} bytes, found {len(wire)}")

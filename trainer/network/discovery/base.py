@@ -32,6 +32,7 @@ from trainer.network.discovery.exchange import (
     PeerExchangeRequest,
     PresentReply,
     StrangerQueue,
+    pack_request,
     records_for,
     unpack_request,
 )
@@ -59,12 +60,8 @@ _REPEAT_WARNING_S = 60.0
 class Discovery(ABC):
     """Finds the nodes of a run; every kind answers peer exchange. All methods belong to the node's one event loop.
 
-    Args:
-        endpoint: this node's; `start` registers the exchange methods on it, and from now on it guards itself against
-            addresses that strangers announce.
-        config: intervals and bounds.
-        named: addresses, or hosts, that the operator named as initial peers.
-        keeps_callers: whether nodes that cannot be reached are of use to the run, such as drivers that call workers.
+    From now on the endpoint guards itself against addresses that strangers announce; ``named`` are those, or the hosts,
+    that the operator named. With ``keeps_callers`` nodes that cannot be reached are of use to the run, such as drivers.
     """
 
     def __init__(
@@ -114,17 +111,11 @@ class Discovery(ABC):
         """Starts looking for others."""
 
     async def announce(self, announcement: Announcement) -> None:
-        """Announces this node from now on, repeatedly before expiry and with new times, until the next call.
-
-        Raises:
-            DiscoveryError: it is not this node's, or too long.
-        """
+        """Announces this node from now on, repeatedly before expiry; raises what `sign_announcement` does."""
         self._own.set(announcement)
 
     def look_for(self, stages: Collection[str] | None) -> None:
-        """Looks only for the workers of these stages from now on; None, as at first: of all.
-
-        Nodes without a stage, such as drivers, are always looked for. Peer exchange passes all on, whatever the stages.
+        """Looks only for the workers of these stages from now on (None: of all), and for nodes without a stage.
 
         Raises:
             DiscoveryError: the run has no such stage, as far as this is known here.
@@ -140,18 +131,12 @@ class Discovery(ABC):
         )
 
     def heard(self) -> tuple[Announcement, ...]:
-        """Returns what all other nodes announce, sorted by peer id, also of those that are not reached (any more).
-
-        These are signed statements, not nodes to connect to: whether an unreachable node lives, and as which process.
-        """
+        """Returns what all other nodes announce, sorted by peer id, also of those that are not reached (any more)."""
         return tuple(known.announcement for known in self._table.heard_of())
 
     @abstractmethod
     def no_peers_reason(self) -> str:
-        """Returns why no peer may have been found: the initial peers that do not answer.
-
-        Empty where none is expected: none was named, or they are this node itself.
-        """
+        """Returns why no peer may have been found, the initial peers that do not answer; empty: none is expected."""
 
     async def close(self) -> None:
         """Stops announcing and looking; ends what was started."""
@@ -248,8 +233,7 @@ class Discovery(ABC):
         self._has_candidates.set()
 
     async def _verify(self, node: Announcement) -> None:
-        own = self._own.wire
-        body = PeerExchangeRequest(own_bytes=len(own))
+        body, own = pack_request(self._own.wire, ())
         try:
             await self._endpoint.call(
                 node.peer(), PRESENT_METHOD, body, PresentReply, payload=own, timeout_s=_TIMEOUT_S
@@ -270,13 +254,7 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def open_discovery(endpoint: Endpoint, config: DiscoveryConfig, stages: tuple[str, ...] = ()) -> Discovery:
-    """Opens a DHT if the initial peers are seeds' multiaddresses, else peer exchange; not yet started.
-
-    Without initial peers it is peer exchange that waits to be found. ``stages`` are all of the run's, in order.
-
-    Raises:
-        TrainerUsageError: there are more partitions than stages.
-    """
+    """Opens a DHT if the initial peers are multiaddresses, else peer exchange; ``stages`` are all of the run's."""
     from trainer.network.discovery.dht import DhtDiscovery  # Both import this module.
     from trainer.network.discovery.static import StaticDiscovery
 

@@ -97,10 +97,7 @@ class DhtDiscovery(Discovery):
         await self.process.close()
 
     async def _repeat(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Runs an action every poll interval; logs once when it has failed for a while, and once when it works again.
-
-        A DHT node that leaves makes some look-ups fail; nothing is lost until announcements expire.
-        """
+        """Runs an action every poll interval; logs once when it has failed for a while, and once when it works."""
         failing_since_s: float | None = None
         is_reported = False
         with contextlib.suppress(DiscoveryError):
@@ -166,11 +163,7 @@ class DhtDiscovery(Discovery):
 
 
 def listen_address(host: str, port: int) -> str:
-    """Returns the multiaddress of an IP address and a TCP port.
-
-    Raises:
-        DiscoveryError: ``host`` is no IP address.
-    """
+    """Returns the multiaddress of an IP address and a TCP port; raises `DiscoveryError` where it is none."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
@@ -220,8 +213,8 @@ class SeedConfig:
 def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
     """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT or SIGTERM, then returns.
 
-    It stores only unexpired announcements, so it may be killed and restarted at any time: the nodes dial it again
-    within seconds. ``on_ready`` is called once with the addresses to give to nodes as ``--initial-peers``.
+    It may be killed and restarted at any time: the nodes dial it again within seconds. ``on_ready`` is called once with
+    the addresses to give to nodes as ``--initial-peers``.
 
     Raises:
         DiscoveryError: it did not become ready; the log says why (the port is taken, for one).

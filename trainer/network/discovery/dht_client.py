@@ -54,6 +54,7 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 8.0
 _GRACE_S = 1.0
 """Added to a request's deadline, which the process keeps too."""
+_POLL_S = 0.05
 _MAX_UNANSWERED = 3
 _MAX_FOLDER_CHARS = 60
 _MAX_PENDING = 256
@@ -126,11 +127,7 @@ class DhtReply(Message):
 
 
 class DhtProcess:
-    """Starts and supervises the DHT process and sends it requests; `start` it, and `close` it.
-
-    Raises:
-        DiscoveryError: by `store`, `get` and `status`, without a reply in time, or if the request failed.
-    """
+    """Starts and supervises the DHT process and sends it requests, which raise `DiscoveryError` where they fail."""
 
     def __init__(self, settings: DhtSettings) -> None:
         self.num_restarts = 0
@@ -141,8 +138,7 @@ class DhtProcess:
         self._pending: dict[int, asyncio.Future[DhtReply]] = {}
         self._last_id = 0
         self._num_unanswered = 0
-        self._ready = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._is_ready = self._has_failed = False
         self._last_error = ""
         self._supervising: asyncio.Task[None] | None = None
 
@@ -152,30 +148,19 @@ class DhtProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts it in the background; it is ready some seconds later, and ends with the thread of this event loop.
-
-        Raises:
-            ModuleNotFoundError: hivemind is not installed; the message says what to install.
-        """
+        """Starts it in the background; it is ready some seconds later, and ends with the thread of this event loop."""
         if importlib.util.find_spec("hivemind") is None:
             raise with_extra(ModuleNotFoundError("no hivemind", name="hivemind"))
         if self._supervising is None:
             self._supervising = asyncio.create_task(self._supervise())
 
     async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None:
-        """Waits until it answers; with ``first_start_only`` not for a second start if the first fails.
-
-        Raises:
-            DiscoveryError: it does not answer.
-        """
-        events = [self._ready, self._ended] if first_start_only else [self._ready]
-        waiting = [asyncio.create_task(event.wait()) for event in events]
-        try:
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-        if not self._ready.is_set():
+        """Waits until it answers; with ``first_start_only`` not for a second start if the first fails."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (self._is_ready or (first_start_only and self._has_failed)):
+                    await asyncio.sleep(_POLL_S)
+        if not self._is_ready:
             found = f"found it is not ({self._last_error or 'no error in its log'})"
             raise DiscoveryError(f"expected the DHT process to be ready within {timeout_s:g} s, {found}")
 
@@ -204,7 +189,7 @@ class DhtProcess:
         self._last_id += 1
         request = DhtRequest(id=self._last_id, op=op, timeout_s=timeout_s, **fields)
         process = self._process
-        if process is None or process.stdin is None or not self._ready.is_set():
+        if process is None or process.stdin is None or not self._is_ready:
             raise DiscoveryError("expected a running DHT process, found none (yet); it is being started")
         if len(self._pending) >= _MAX_PENDING:
             raise DiscoveryError(
@@ -266,12 +251,12 @@ class DhtProcess:
         try:
             await self._converse(process, socket_folder)
         finally:
-            self._ready.clear()
+            self._is_ready = False
             self._process = None
             await asyncio.shield(_end(process))
             await asyncio.wait({logging_task}, timeout=1.0)  # Its last lines say why it ended.
             logging_task.cancel()
-            self._ended.set()
+            self._has_failed = True
             for future in self._pending.values():
                 if not future.done():
                     future.set_exception(DiscoveryError("the DHT process ended before it answered"))
@@ -301,7 +286,7 @@ class DhtProcess:
             return
         self.num_neighbours = reply.num_neighbours
         if reply.id == 0:
-            self._ready.set()
+            self._is_ready = True
             logger.info("the DHT process is ready at %s", ", ".join(reply.addresses) or "no address of its own")
             return
         future = self._pending.get(reply.id)

@@ -199,11 +199,7 @@ class AnnouncementNode:
 
     @classmethod
     async def start(cls, settings: DhtSettings) -> AnnouncementNode:
-        """Starts daemon and node, which joins the seeds a moment later, or when one of them starts.
-
-        Raises:
-            DiscoveryError: a port to listen on is taken.
-        """
+        """Starts daemon and node, which joins the seeds a moment later; raises `DiscoveryError` for a taken port."""
         for address in settings.listen:
             _check_port_is_free(Multiaddr(address))
         if settings.identity_path is not None:
@@ -278,11 +274,7 @@ class AnnouncementNode:
             await asyncio.sleep(self._settings.rejoin_interval_s)
 
     async def _refresh_forever(self) -> None:
-        """Looks for nodes in those parts of the routing table that had no contact for a while.
-
-        hivemind 1.1.12 would do so itself, but passes its search an id in place of a list of ids: its task ends with
-        the first stale part, and that exception is reported when the node is collected.
-        """
+        """Looks for nodes where the routing table had no contact lately; hivemind 1.1.12's own task fails there."""
         interval_s = self._settings.refresh_interval_s
         while True:
             await asyncio.sleep(interval_s)
@@ -326,11 +318,7 @@ def _record(subkey: Any, value: Any) -> Record | None:
 
 
 def _check_port_is_free(address: Multiaddr) -> None:
-    """Checks a port, since the daemon listens with SO_REUSEPORT: on one in use it would silently share connections.
-
-    Raises:
-        DiscoveryError: it is in use.
-    """
+    """Checks a port, since the daemon listens with SO_REUSEPORT: on one in use it would silently share connections."""
     version = "ip6" if "ip6" in address else "ip4"
     host, port = address[version], int(address["tcp"])
     with socket.socket(socket.AF_INET6 if version == "ip6" else socket.AF_INET) as probe:

@@ -77,11 +77,7 @@ def pack_request(own: bytes, known: Iterable[KnownPeer]) -> tuple[PeerExchangeRe
 
 
 def unpack_request(body: PeerExchangeRequest, payload: bytes) -> tuple[bytes, dict[str, float]]:
-    """Returns the sender's own record, and the time of each record it has by peer id.
-
-    Raises:
-        RefusedError: the payload does not fit its head.
-    """
+    """Returns the sender's own record, and the time of each record it has by peer id; raises `RefusedError`."""
     rest = memoryview(payload)[body.own_bytes :]
     if body.own_bytes > len(payload) or len(rest) % _ENTRY.size or len(rest) > _MAX_KNOWN * _ENTRY.size:
         raise RefusedError(
@@ -95,10 +91,7 @@ def unpack_request(body: PeerExchangeRequest, payload: bytes) -> tuple[bytes, di
 def records_for(
     recipient: str, has: Mapping[str, float], known: Iterable[KnownPeer], rng: random.Random
 ) -> tuple[PeerExchangeReply, bytes]:
-    """Returns the known records that a node lacks, by the times of those it ``has``; its own is left out.
-
-    Where not all fit it is a random choice, so that in time all get through.
-    """
+    """Returns the known records that a node lacks, by the times of those it ``has``; a random choice if not all fit."""
     # "not <=": a NaN in the recipient's list is no reason to leave a record out.
     news = [
         peer.wire
@@ -118,11 +111,7 @@ def records_for(
 
 
 def split_records(body: PeerExchangeReply, payload: bytes) -> list[bytes]:
-    """Returns the records of a reply.
-
-    Raises:
-        RefusedError: the payload does not fit its head.
-    """
+    """Returns the records of a reply; raises `RefusedError` where the payload does not fit its head."""
     if sum(body.sizes) != len(payload):
         raise RefusedError("payload", f"expected records of {sum(body.sizes)} bytes in all, found {len(payload)}")
     ends = itertools.accumulate(body.sizes)
@@ -150,11 +139,7 @@ class StrangerQueue:
         return list(self._admitting.values())
 
     async def wait(self, address: str) -> None:
-        """Waits for the turn of one request.
-
-        Raises:
-            RefusedError: too many wait, or its turn did not come in time.
-        """
+        """Waits for the turn of a request; raises `RefusedError` if too many wait, or it does not come in time."""
         if not self._waiting.get(address) and self._tokens.take(address):
             return
         self._make_room(address)

@@ -113,15 +113,12 @@ class PeerTable:
     """Records of unreachable nodes: ignored until their nodes announce something newer."""
 
     def offer(self, wire: bytes, *, source: str = "", subkey: str | None = None) -> Announcement | None:
-        """Adds a record if it is valid and newer than the known one of its node.
+        """Adds a record if it is valid and newer than the known one of its node; returns it if it was news.
 
         Args:
             wire: the received record.
             source: its sender, by which candidates are grouped; empty: nobody in particular (a DHT).
             subkey: the peer id it was stored under, if it was.
-
-        Returns:
-            The announcement if it was news.
         """
         now = self.clock()
         # Most records of a look-up or an exchange are known.
@@ -199,10 +196,7 @@ class PeerTable:
             entry.used_s = now
 
     def unreachable(self, peer_id: str, address: str) -> None:
-        """Notes that a node does not answer at its announced address: it is no longer passed on, and is forgotten.
-
-        It stays a candidate where it was of use, since it may only be out of reach, and where it is a caller to keep.
-        """
+        """Forgets a node that does not answer at its announced address; one of use, or a caller, stays a candidate."""
         entry = self._entries.get(peer_id)
         if entry is None or entry.known.announcement.address != address:
             return
@@ -241,10 +235,7 @@ class PeerTable:
         )
 
     def to_reach(self) -> list[tuple[Announcement, str]]:
-        """Returns the announcements and hosts of the nodes to call: candidates, then peers long without contact.
-
-        Among candidates, those that sent their own records come first, the newest before others.
-        """
+        """Returns the nodes to call and their hosts: candidates, first by their own word, then peers long silent."""
         now = self.clock()
         self._forget_expired(now)
         entries = self._entries.values()

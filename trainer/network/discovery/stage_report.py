@@ -128,10 +128,7 @@ def workers_of(stage: str, announcements: Iterable[Announcement]) -> dict[str, i
 
 
 def settled_uid(stage: str, own_peer_id: str, own: StageUid | None, announcements: Iterable[Announcement]) -> StageUid:
-    """Returns the name a worker should have, given those of the others; to be called after every look-up.
-
-    It is its current name, unless that is of another stage, or a worker with a smaller key has its number.
-    """
+    """Returns a worker's name: its own, unless of another stage, or a worker with a smaller key has that number."""
     others = workers_of(stage, announcements)
     others.pop(own_peer_id, None)
     if own is not None and own.stage == stage:

@@ -52,10 +52,7 @@ class Silence:
 
 @dataclass(slots=True)
 class AddressBackoff:
-    """When to retry each address: at once if it answered, after a doubling pause if it did not.
-
-    It remembers at most ``max_addresses``; beyond it forgets the one that is due first.
-    """
+    """When to retry each address: after a doubling pause while it is silent; forgets the one due first if full."""
 
     _: KW_ONLY
     first_pause_s: float
@@ -171,11 +168,7 @@ class StaticDiscovery(Discovery):
             await self._hear(record, source=source)
 
     def _note_silence(self, name: str, peer: Peer, error: Exception) -> None:
-        """Notes when to retry, and logs what an operator should know.
-
-        Nodes that start together are not there at once, nor do they end at once: only a listed address that stays
-        silent needs attention.
-        """
+        """Notes when to retry; only a listed address that stays silent needs an operator's attention."""
         now = time.monotonic()
         silence = self._backoff.failed(name, now)
         silent_s = now - silence.since_s

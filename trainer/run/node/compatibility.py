@@ -95,11 +95,7 @@ class FitCheck:
     _strange_since_s: float | None = field(default=None, init=False)
 
     async def begin(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Asks the peers that are known, and those found meanwhile.
-
-        Raises:
-            IncompatiblePeerError: this process does not fit, and how.
-        """
+        """Asks the peers that are known, and those found meanwhile; raises `IncompatiblePeerError` for a misfit."""
         if not self.known():
             self.is_open = False
             return
@@ -185,11 +181,7 @@ async def _first(calls: Sequence[Coroutine[Any, Any, T | None]]) -> T | None:
 
 
 async def ask_addresses(endpoint: Endpoint, terms: Terms, config: RunConfig) -> None:
-    """Asks the configured addresses for their terms; for a process that found no peer.
-
-    Raises:
-        IncompatiblePeerError: they are of another run, or speak another protocol.
-    """
+    """Asks the configured addresses whether they are of this run and protocol; for a process that found no peer."""
 
     async def ask(address: str) -> None:
         try:

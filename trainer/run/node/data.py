@@ -75,10 +75,7 @@ def lineage_of(vocabulary: VocabularyFile) -> str:
 
 
 def within_vocabulary(batches: Iterator[Batch], rows: Callable[[], int]) -> Iterator[Batch]:
-    """Yields batches in which ids the model has no row for are UNK and not learned; ``rows`` is called for each.
-
-    So a node whose store is ahead of the run goes on training.
-    """
+    """Yields batches in which ids the model has no row for are UNK and not learned; ``rows`` is called for each."""
     is_logged = False
     for batch in batches:
         limit = rows()
@@ -123,11 +120,6 @@ class StoreWatch:
     def rows(self) -> int:
         """Returns the rows a model needs for the newest vocabulary seen."""
         return rows_for(self.num_ids)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether there is a request whose answer was not taken yet."""
-        return self._request is not None
 
     def look(self) -> bool:
         """Asks the store if it is time to, or takes the answer; returns whether it has changed. Never waits."""

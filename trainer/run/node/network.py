@@ -234,14 +234,6 @@ class Network(Generic[S]):
         """Digest of the snapshot handed out now."""
         return self._book.own_state[1]
 
-    def refused(self) -> dict[str, int]:
-        """Returns the messages refused, by reason."""
-        return dict(self.endpoint.counters.refused)
-
-    def traffic(self) -> tuple[int, int]:
-        """Returns bytes sent and received."""
-        return self.endpoint.counters.sent_bytes, self.endpoint.counters.received_bytes
-
     def start(self, listener: Listener) -> None:
         """Answers and looks for others from now on; waits a while for the first of them if any were named.
 

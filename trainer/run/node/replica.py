@@ -83,10 +83,8 @@ class Replica:
     def adopt(self, shared: SharedState) -> None:
         """Takes up the others' state: parameters become the anchor, the schedule continues where theirs is.
 
-        AdamW's moments stay: they nearly fit; with another vocabulary they begin anew.
-
-        Raises:
-            IncompatiblePeerError: it is not of this architecture. Nothing was changed.
+        AdamW's moments stay: they nearly fit; with another vocabulary they begin anew. Raises `IncompatiblePeerError`,
+        and changes nothing, where it is not of this architecture.
         """
         if self.diloco is None:
             return
@@ -141,11 +139,7 @@ class Replica:
         )
 
     def load(self, contents: CheckpointContents) -> None:
-        """Resumes from a checkpoint of the same shape, in a process that has just begun.
-
-        Raises:
-            CheckpointMismatchError: it is of another shape or strategy.
-        """
+        """Resumes from a checkpoint of the same shape and strategy, in a process that has just begun."""
         parameters = parameters_of(contents.layers)
         try:
             self.model.load_state_dict(parameters)

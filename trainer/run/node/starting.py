@@ -260,12 +260,7 @@ def _write_config(config: RunConfig, path: Path) -> None:
 
 
 def _checkpoint_to_resume(config: RunConfig, wallet: str, ranks: Ranks) -> CheckpointContents | None:
-    """Returns the checkpoint to resume; None where training begins anew.
-
-    Raises:
-        CorruptCheckpointError: there are some, and none is whole.
-        CheckpointMismatchError: it is of another run or release, or the ranks have none in common.
-    """
+    """Returns the checkpoint to resume; None where training begins anew."""
     newest = checkpoint_path(config.checkpoint.directory, wallet, ranks.instance)
     found = load_newest(config.checkpoint.directory, wallet, ranks.instance)
     saved = CheckpointContents.from_mapping(found) if found is not None else None

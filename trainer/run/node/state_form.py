@@ -59,10 +59,7 @@ class SharedMeta:
 
 
 class DilocoStates:
-    """DiLoCo's part of a `StateForm`; subclasses that know the model say what fits (`expectation`).
-
-    Every member makes the same bytes of the same state.
-    """
+    """DiLoCo's part of a `StateForm`; subclasses that know the model say what fits (`expectation`)."""
 
     __slots__ = ()
 

@@ -106,11 +106,7 @@ class Node:
         self._log_unshared()
 
     def save(self, *, wait: bool = False) -> None:
-        """Saves everything; a disk that is full is reported, and training goes on.
-
-        Raises:
-            CheckpointError: ``wait``, and it could not be written.
-        """
+        """Saves everything; a disk that is full is reported, and training goes on unless ``wait``."""
         began_s = time.perf_counter()
         outcome: CheckpointOutcome = "failed"
         loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}

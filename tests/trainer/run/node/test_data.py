@@ -194,7 +194,7 @@ def looked_until_answered(watch: StoreWatch) -> bool:
     """Looks until the question that is asked now is answered."""
     grown = watch.look()
     deadline_s = time.monotonic() + 60
-    while not grown and watch.is_asking:
+    while not grown and watch._request is not None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
         grown = watch.look()
