@@ -185,8 +185,7 @@ class Network(Generic[S]):
         self._listener: Listener | None = None
         self._members: tuple[str, ...] = ()
         self._fetched_digest = ""
-        self.donors: tuple[Announcement, ...] = ()
-        """The nodes that announced the state that was fetched last, when its fetching began."""
+        self._donors: tuple[Announcement, ...] = ()
         self._unpublished: deque[S] = deque(maxlen=1)
         """The newest state that is not being written yet; it replaces older ones, which a slow disk would pile up."""
         self._publishing: concurrent.futures.Future[None] | None = None
@@ -350,6 +349,11 @@ class Network(Generic[S]):
         self.settle()
         self._book.own_state = (self._book.own_state[0], "")
 
+    @property
+    def donors(self) -> tuple[Announcement, ...]:
+        """The nodes that announced the state that was fetched last, when its fetching began."""
+        return self._donors
+
     def pass_over_fetched(self) -> None:
         """Ignores the state that was fetched last, which does not fit, while it is announced."""
         if self._fetched_digest:
@@ -459,7 +463,7 @@ class Network(Generic[S]):
             timeout_s=self._config.collective.round_timeout_s,
             config=self._config.state,
         )
-        self._fetched_digest, self.donors = digest, tuple(donors)
+        self._fetched_digest, self._donors = digest, tuple(donors)
         with self._ignored_if_unfit(digest):
             return self._form.unpack(snapshot.meta, snapshot.tensors)
 

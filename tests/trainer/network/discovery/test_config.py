@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trainer.errors import DiscoveryError, TrainerUsageError
@@ -30,13 +32,12 @@ def test_a_value_out_of_range_is_named(name: str, value: object) -> None:
         DiscoveryConfig(**{name: value})  # type: ignore[arg-type]
 
 
-def test_the_form_of_the_addresses_says_which_kind() -> None:
-    assert DiscoveryConfig(initial_peers=(_SEED,)).uses_dht
-    assert not DiscoveryConfig(initial_peers=("10.0.0.1:1",)).uses_dht
-    assert not DiscoveryConfig().uses_dht
-
-
 def test_multiaddresses() -> None:
+    assert [DiscoveryConfig(initial_peers=peers).uses_dht for peers in ((_SEED,), ("10.0.0.1:1",), ())] == [
+        True,
+        False,
+        False,
+    ]
     assert listen_address("127.0.0.1", 7) == "/ip4/127.0.0.1/tcp/7"
     assert listen_address("::1", 7) == "/ip6/::1/tcp/7"
     with pytest.raises(DiscoveryError, match="IP address"):
@@ -72,7 +73,17 @@ def test_an_address_that_nobody_could_dial_is_refused_in_one_line(address: str) 
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:4001", "/ip4/10.0.0.1/tcp/4001", "foo"])
-def test_a_seed_begins_at_seeds_only(address: str) -> None:
-    with pytest.raises(TrainerUsageError, match=r"^initial_peers: expected an address of a seed"):
-        SeedConfig(initial_peers=(address,))
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(
+            ({"initial_peers": (it,)}, "an address of a seed")
+            for it in ("10.0.0.1:4001", "/ip4/10.0.0.1/tcp/4001", "foo")
+        ),
+        ({"port": 70_000}, "port"),
+        ({"port": 0, "public_host": "203.0.113.1"}, "public_host"),
+    ],
+)
+def test_a_seed_begins_at_seeds_and_is_reached_at_one_port(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainerUsageError, match=said):
+        SeedConfig(**options)

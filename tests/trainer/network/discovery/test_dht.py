@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -188,8 +189,9 @@ async def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -
             driver.look_for(["body-2"])
             await _until_known(head, "driver")
             await _until_known(driver, "body")
-            asked = await _keys_asked(head, seconds=1.0)
-            assert asked == {"run.peers", "run.head.0"}
+            with mock.patch.object(head.process, "get", wraps=head.process.get) as get:
+                await asyncio.sleep(1.0)
+            assert {call.args[0] for call in get.call_args_list} == {"run.peers", "run.head.0"}
             with pytest.raises(DiscoveryError, match="expected one of the run's stages"):
                 head.look_for(["body-7"])
 
@@ -289,23 +291,6 @@ def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")] == []
 
 
-async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
-    """Under which keys it looks meanwhile."""
-    asked: set[str] = set()
-    get = discovery.process.get
-
-    async def noted(key: str, timeout_s: float) -> object:
-        asked.add(key)
-        return await get(key, timeout_s)
-
-    discovery.process.get = noted
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        discovery.process.get = get
-    return asked
-
-
 @pytest.mark.long
 @_on_a_loop
 async def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> None:
@@ -337,31 +322,10 @@ async def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Pat
 _SEED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
 
 
-class Faulty:
-    """Stands for `DhtProcess`: its look-ups fail while they are told to."""
-
-    def __init__(self) -> None:
-        self.fails = False
-        self.num_failed = self.num_answered = 0
-
-    def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None: ...
-
-    async def get(self, _key: str, _timeout_s: float) -> tuple[tuple[()], int]:
-        if self.fails:
-            self.num_failed += 1
-            raise DiscoveryError("the DHT get failed: no answer")
-        self.num_answered += 1
-        return (), 0
-
-
-async def _more(count: str, process: Faulty) -> None:
-    before = getattr(process, count)
+async def _three_more(look_up: mock.AsyncMock) -> None:
+    before = look_up.await_count
     async with asyncio.timeout(20):
-        while getattr(process, count) < before + 3:
+        while look_up.await_count < before + 3:
             await asyncio.sleep(0.01)
 
 
@@ -376,17 +340,19 @@ def test_what_lasts_is_told_and_what_does_not_is_not(
             initial_peers=(_SEED,), announcement_lifetime_s=lifetime_s, announce_interval_s=0.5, poll_interval_s=0.05
         )
         discovery = DhtDiscovery(Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1")), config)
-        discovery.process = process = Faulty()
+        discovery.process = mock.create_autospec(DhtProcess, instance=True)
+        look_up = discovery.process.get
+        look_up.return_value = ((), 0)
         await discovery.start()
         try:
-            await _more("num_answered", process)
-            process.fails = True
-            await _more("num_failed", process)
+            await _three_more(look_up)
+            look_up.side_effect = DiscoveryError("the DHT get failed: no answer")
+            await _three_more(look_up)
             async with asyncio.timeout(20):
                 while said and said[0] not in caplog.text:
-                    await _more("num_failed", process)
-            process.fails = False
-            await _more("num_answered", process)
+                    await _three_more(look_up)
+            look_up.side_effect = None
+            await _three_more(look_up)
         finally:
             await discovery.close()
 

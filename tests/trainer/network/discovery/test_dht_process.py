@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -18,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.dht_processes import descendants, dht_settings, running_dht, wait_until_gone
-from trainer.errors import DiscoveryError, TrainerUsageError
-from trainer.network.discovery.dht import SeedConfig
-from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
+from trainer.errors import DiscoveryError
+from trainer.network.discovery.dht_client import DhtProcess
 
 _ROOT = Path(__file__).parents[4]
 _START_S = 60.0
@@ -88,10 +88,11 @@ def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(
 
 _PARENT = """
 import asyncio, json, os, sys
-from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
+from tests.support.dht_processes import dht_settings
+from trainer.network.discovery.dht_client import DhtProcess
 
 async def main():
-    process = DhtProcess(DhtSettings(parent_pid=os.getpid(), listen=("/ip4/127.0.0.1/tcp/0",), map_port=False))
+    process = DhtProcess(dht_settings())
     process.start()
     await process.wait_ready(60)
     if os.fork() == 0:  # Holds a copy of the pipe open.
@@ -120,10 +121,8 @@ def test_no_orphans_when_the_parent_is_killed(short_folder: Path) -> None:
             assert others  # The fork that held the pipe was alive meanwhile.
         finally:
             for pid in family | others | descendants(parent.pid):
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
 
 
 @pytest.mark.slow
@@ -187,17 +186,10 @@ def test_a_seeds_address_survives_a_restart(tmp_path: Path) -> None:
     assert _run_seed(port, identity, signal.SIGINT) == address
 
 
-def test_options_of_seeds_that_do_not_go_together() -> None:
-    with pytest.raises(TrainerUsageError, match="port"):
-        SeedConfig(port=70_000)
-    with pytest.raises(TrainerUsageError, match="public_host"):
-        SeedConfig(port=0, public_host="203.0.113.1")
-
-
 def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = DhtProcess(DhtSettings(parent_pid=os.getpid(), listen=("/ip4/127.0.0.1/tcp/0",), map_port=False))
+    process = DhtProcess(dht_settings())
     attempts = 0
 
     def full_disk() -> str:

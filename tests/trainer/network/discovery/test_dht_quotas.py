@@ -17,26 +17,24 @@ _SIZE = 1000
 _STORED = _SIZE + 128
 
 
-class _Clock:
-    def __init__(self) -> None:
+class _Quotas(RecordQuotas):
+    """With a clock that is set."""
+
+    def __init__(self, *, max_records: int = 1000, per_key: int = 8) -> None:
         self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def _quotas(clock: _Clock, *, max_records: int = 1000, per_key: int = 8) -> RecordQuotas:
-    return RecordQuotas(max_records=max_records, max_bytes_per_key=per_key * _STORED, max_lifetime_s=600.0, clock=clock)
+        clock = lambda: self.now  # noqa: E731
+        super().__init__(
+            max_records=max_records, max_bytes_per_key=per_key * _STORED, max_lifetime_s=600.0, clock=clock
+        )
 
 
 def test_a_flood_pushes_out_itself() -> None:
-    clock = _Clock()
-    quotas = _quotas(clock)
+    quotas = _Quotas()
     quotas.admit(b"run", "honest", _SIZE, "127.0.0.1")
-    clock.now += 10.0
+    quotas.now += 10.0
     quotas.admit(b"run", "honest", _SIZE, "127.0.0.1")
     for number in range(100):  # From the same host.
-        clock.now += 0.01
+        quotas.now += 0.01
         dropped = quotas.admit(b"run", f"s{number}", _SIZE, "127.0.0.1")
         assert dropped == ([(b"run", f"s{number - 7}")] if number >= 7 else [])
     assert len(quotas) == 8
@@ -45,10 +43,9 @@ def test_a_flood_pushes_out_itself() -> None:
 
 
 def test_a_host_that_renews_its_flood_leaves_room_for_others() -> None:
-    clock = _Clock()
-    quotas = _quotas(clock)
+    quotas = _Quotas()
     for _ in range(3):
-        clock.now += 10.0
+        quotas.now += 10.0
         for number in range(8):
             quotas.admit(b"run", f"s{number}", _SIZE, "127.0.0.66")
     assert quotas.admit(b"run", "s8", _SIZE, "127.0.0.66") is None
@@ -57,7 +54,7 @@ def test_a_host_that_renews_its_flood_leaves_room_for_others() -> None:
 
 
 def test_a_run_that_fills_the_node_gives_way_to_others() -> None:
-    quotas = _quotas(_Clock(), max_records=10, per_key=100)
+    quotas = _Quotas(max_records=10, per_key=100)
     for number in range(30):
         quotas.admit(b"attack", f"s{number}", _SIZE, f"198.51.100.{number}")
     for number in range(5):
@@ -69,14 +66,13 @@ def test_a_run_that_fills_the_node_gives_way_to_others() -> None:
 
 
 def test_what_is_too_long_or_too_old_goes() -> None:
-    clock = _Clock()
-    quotas = _quotas(clock)
+    quotas = _Quotas()
     assert quotas.admit(b"run", "long", 9 * _SIZE, "h") is None
     quotas.admit(b"run", "a", _SIZE, "h")
-    clock.now += 599.0
+    quotas.now += 599.0
     quotas.admit(b"run", "b", _SIZE, "h")
     assert quotas.overdue() == []
-    clock.now += 1.0
+    quotas.now += 1.0
     assert quotas.overdue() == [(b"run", "a")]
     assert len(quotas) == 1
 
@@ -90,11 +86,10 @@ def test_what_is_too_long_or_too_old_goes() -> None:
     )
 )
 def test_whatever_is_filed_the_bounds_hold(steps: list[tuple[str, int, str, int]]) -> None:
-    clock = _Clock()
-    quotas = RecordQuotas(max_records=9, max_bytes_per_key=5 * _STORED, clock=clock)
+    quotas = _Quotas(max_records=9, per_key=5)
     held: dict[tuple[bytes, str], tuple[int, str]] = {}
     for key_name, number, host, size in steps:
-        clock.now += 0.4
+        quotas.now += 0.4
         place = (key_name.encode(), f"{number}")
         dropped = quotas.admit(*place, size, host)
         if dropped is None:

@@ -34,27 +34,19 @@ def known() -> list[KnownPeer]:
 
 
 def test_a_request_is_read_back(known: list[KnownPeer]) -> None:
-    body, payload = pack_request(b"own record", known)
-    own, has = unpack_request(body, payload)
+    own, has = unpack_request(*pack_request(b"own record", known))
     assert own == b"own record"
     assert has == {peer.announcement.peer_id: peer.announcement.sent_at for peer in known}
 
 
-def test_only_what_the_asker_lacks_is_told(known: list[KnownPeer]) -> None:
+def test_only_what_the_asker_lacks_is_told_within_the_length_of_a_message(known: list[KnownPeer]) -> None:
     has = {known[0].announcement.peer_id: known[0].announcement.sent_at}
     has[known[1].announcement.peer_id] = known[1].announcement.sent_at - 1
     asker = known[2].announcement.peer_id
-    body, payload = records_for(asker, has, known, random.Random(0))
-    assert set(split_records(body, payload)) == {known[1].wire, known[3].wire}
-
-
-def test_a_list_of_nonsense_times_hides_nothing(known: list[KnownPeer]) -> None:
-    has = {peer.announcement.peer_id: float("nan") for peer in known}
-    body, _ = records_for("asker", has, known, random.Random(0))
-    assert len(body.sizes) == len(known)
-
-
-def test_an_answer_never_exceeds_a_message(known: list[KnownPeer]) -> None:
+    told = split_records(*records_for(asker, has, known, random.Random(0)))
+    assert set(told) == {known[1].wire, known[3].wire}
+    nonsense = {peer.announcement.peer_id: float("nan") for peer in known}
+    assert len(records_for("asker", nonsense, known, random.Random(0))[0].sizes) == len(known)
     long = KnownPeer(known[0].announcement, b"x" * 16_000)
     body, payload = records_for("asker", {}, [long] * 200, random.Random(0))
     assert sum(body.sizes) == len(payload) <= 1 << 20

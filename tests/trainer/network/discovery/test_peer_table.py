@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.announcements import announce
 from trainer.network.discovery.announcement import Announcement
-from trainer.network.discovery.peer_table import DIRECT, TOLD, PeerTable
+from trainer.network.discovery.peer_table import DIRECT, TOLD, KnownPeer, PeerTable
 from trainer.network.rpc.identity import Identity
 
 _NOW = 1_800_000_000.0
@@ -48,55 +49,33 @@ class _Table(PeerTable):
         return {said.peer_id for said in self.announcements()}
 
 
-def test_the_newest_record_counts_whatever_the_order() -> None:
+def test_the_newest_record_counts_whatever_the_order_and_is_news_once() -> None:
     other = Identity.create()
     old, new = (announce(other, sent_at=_NOW + age, inner_step=step) for age, step in ((0, 1), (1, 2)))
     for first, second in ((old, new), (new, old)):
         table = _Table()
-        table.answered(other.peer_id, table.offer(first).address)
+        table.answered(other.peer_id, table.offer(first, subkey=other.peer_id).address)
+        assert table.offer(first) is table.offer(first, subkey=other.peer_id) is None
         table.offer(second)
         assert [known.inner_step for known in table.announcements()] == [2]
         assert not table.refused
-
-
-def test_it_is_news_once() -> None:
-    table, other = _Table(), Identity.create()
-    wire = announce(other, sent_at=_NOW)
-    assert table.offer(wire, subkey=other.peer_id) is not None
-    assert table.offer(wire, subkey=other.peer_id) is None
-    assert table.offer(wire) is None
-    assert table.offer(wire, subkey=_ME.peer_id) is None
+    assert table.offer(first, subkey=_ME.peer_id) is None
     assert table.refused == {"subkey": 1}
 
 
-def test_a_forgotten_one_expires() -> None:
-    table = _Table()
-    table.reach(lifetime_s=10)
-    table.now = _NOW + 9.9
-    assert len(table.announcements()) == 1
-    table.now = _NOW + 10
-    assert table.announcements() == ()
-
-
-def test_the_reader_bounds_the_lifetime() -> None:
-    table = _Table()
-    said = table.reach(lifetime_s=3600)
-    table.now = _NOW + 50
+@pytest.mark.parametrize(("lifetime_s", "contact_s", "ends_s"), [(10, 0, 10), (3600, 0, 60), (3600, 50, 110)])
+def test_a_forgotten_one_expires_by_its_own_lifetime_or_the_readers(
+    lifetime_s: float, contact_s: float, ends_s: float
+) -> None:
+    table, other = _Table(), Identity.create()
+    said = table.reach(other, lifetime_s=lifetime_s)
+    table.now = _NOW + contact_s
     table.answered(said.peer_id, said.address)
-    table.now = _NOW + 109
+    table.now = _NOW + ends_s - 0.1
     assert table.ids == {said.peer_id}
-    table.now = _NOW + 110
-    assert table.heard_of() == ()
-
-
-def test_an_announcement_again_is_no_new_evidence() -> None:
-    table, wire = _Table(), announce(Identity.create(), sent_at=_NOW, lifetime_s=3600)
-    said = table.offer(wire)
-    table.answered(said.peer_id, said.address)
-    table.now = _NOW + 59
-    table.offer(wire)
-    table.now = _NOW + 60
-    assert table.heard_of() == ()
+    table.offer(announce(other, sent_at=_NOW, lifetime_s=lifetime_s))  # The same again is no new evidence.
+    table.now = _NOW + ends_s
+    assert table.heard_of() == table.announcements() == ()
 
 
 def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten() -> None:
@@ -120,6 +99,10 @@ def test_only_reached_nodes_are_shown_and_passed_on() -> None:
     table.answered(other.peer_id, said.address)
     assert [known.announcement for known in table.known()] == [said] == list(table.announcements())
     assert table.reachable == []
+    moved = table.hear(other, sent_at=_NOW + 1, address="127.0.0.1:4109")  # It is to be reached again.
+    assert (table.known(), table.reachable) == ((), [moved])
+    table.answered(other.peer_id, moved.address)
+    assert table.ids == {other.peer_id}
 
 
 def test_a_node_that_answered_before_its_announcement_came_is_reached() -> None:
@@ -129,24 +112,14 @@ def test_a_node_that_answered_before_its_announcement_came_is_reached() -> None:
     assert table.ids == {other.peer_id}
 
 
-def test_a_node_that_moves_is_to_be_reached_again() -> None:
-    table, other = _Table(), Identity.create()
-    table.reach(other)
-    moved = table.hear(other, sent_at=_NOW + 1, address="127.0.0.1:4109")
-    assert (table.known(), table.reachable) == ((), [moved])
-    table.answered(other.peer_id, moved.address)
-    assert table.ids == {other.peer_id}
-
-
 def test_a_node_that_does_not_answer_is_forgotten_until_it_announces_something_newer() -> None:
     table, other = _Table(), Identity.create()
-    wire = announce(other, sent_at=_NOW)
-    said = table.offer(wire)
+    said = table.hear(other)
     table.unreachable(other.peer_id, "127.0.0.1:1")
     assert table.heard_of()
     table.unreachable(other.peer_id, said.address)
     assert table.heard_of() == ()
-    assert table.offer(wire) is None
+    assert table.offer(announce(other, sent_at=_NOW)) is None
     table.hear(other, sent_at=_NOW + 1)
 
 
@@ -169,9 +142,7 @@ def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls() -> None:
     table.called(other.peer_id)
     said = table.hear(other, source=f"{DIRECT}198.51.100.1", lifetime_s=3600)
     table.unreachable(other.peer_id, said.address)
-    assert table.announcements() == (said,)
-    assert table.known() == ()
-    assert table.reachable == []
+    assert (table.announcements(), table.known(), table.reachable) == ((said,), (), [])
     table.now += 59
     table.hear(other, lifetime_s=3600)
     table.now += 2
@@ -189,14 +160,12 @@ def test_a_long_silence_calls_for_another_look() -> None:
 
 def test_refusals_are_counted_by_reason_and_take_no_place() -> None:
     friend = Identity.create()
-    table = _Table(
-        objection=lambda address: "private" if address.startswith("10.") else "",
-        allowed_peers=frozenset({friend.peer_id}),
-    )
+    private = "10.0.0.1:4100"
+    table = _Table(objection=lambda address: address * (address == private), allowed_peers=frozenset({friend.peer_id}))
     stranger = announce(Identity.create(), sent_at=_NOW)
     for wire in (
         stranger,
-        announce(friend, sent_at=_NOW, address="10.0.0.1:4100"),
+        announce(friend, sent_at=_NOW, address=private),
         b"junk",
         b"x" * 20_000,
         stranger.replace(b":4100", b":4101"),
@@ -209,9 +178,6 @@ def test_refusals_are_counted_by_reason_and_take_no_place() -> None:
     assert table.refused == dict.fromkeys(refused, 1)
     assert table.heard_of() == ()
     table.hear(friend, address="198.51.100.1:4100")
-
-
-# -- eviction ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_host_full_of_listening_sybils_keeps_nobody_out() -> None:
@@ -234,11 +200,9 @@ def test_sybils_that_make_themselves_useful_leave_room_for_other_hosts() -> None
         table.used(table.reach(address=f"198.51.100.66:{5000 + number}").peer_id)
     newcomers = set()
     for number in range(6):
-        newcomer = table.reach(address=f"198.51.100.{number}:4100")
-        assert newcomer.peer_id in table.ids
-        table.used(newcomer.peer_id)
-        newcomers.add(newcomer.peer_id)
-    assert newcomers <= table.ids
+        newcomers.add(newcomer := table.reach(address=f"198.51.100.{number}:4100").peer_id)
+        table.used(newcomer)
+        assert newcomers <= table.ids
     assert len(table.ids) == 8
 
 
@@ -266,9 +230,13 @@ def test_a_lesser_peer_of_the_same_host_gives_way(is_of_use: bool) -> None:
     assert table.ids == {(second if is_of_use else first).peer_id}
 
 
-_HOSTS = ["198.51.100.1", "198.51.100.2", "198.51.100.3"]
 _NUM_NODES = 24
 _MAX_PEERS = 6
+_EVENTS = st.sampled_from(["offer", "tell", "answer", "use", "silence", "call"])
+
+
+def _host(number: int) -> str:
+    return f"198.51.100.{min(number % 5, 2)}"  # Three in five nodes are at one host.
 
 
 @cache
@@ -278,26 +246,22 @@ def _node(number: int) -> tuple[Identity, bytes]:
     return identity, announce(identity, address=address, sent_at=_NOW, lifetime_s=3600.0)
 
 
-def _host(number: int) -> str:
-    return _HOSTS[min(number % 5, 2)]  # Three in five nodes are at one host.
-
-
-_EVENTS = st.sampled_from(["offer", "tell", "answer", "use", "silence", "call"])
-_STEPS = st.lists(st.tuples(_EVENTS, st.integers(0, _NUM_NODES - 1)), max_size=120)
-
-
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
-@given(steps=_STEPS)
+@given(steps=st.lists(st.tuples(_EVENTS, st.integers(0, _NUM_NODES - 1)), max_size=120))
 def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> None:
     table = _Table(_MAX_PEERS, lifetime_s=1000.0)
     number_of = {_node(number)[0].peer_id: number for number in range(_NUM_NODES)}
     used: set[int] = set()
+
+    def numbers(known: Iterable[KnownPeer]) -> set[int]:
+        return {number_of[it.announcement.peer_id] for it in known}
+
     for what, number in steps:
         table.now += 1.0
         identity, wire = _node(number)
         address = f"{_host(number)}:{5000 + number}"
-        before = {number_of[it.announcement.peer_id] for it in table.known()}
+        before = numbers(table.known())
         match what:
             case "offer" | "tell":
                 table.offer(wire, source=f"{DIRECT if what == 'offer' else TOLD}{_host(number)}")
@@ -309,8 +273,7 @@ def test_whatever_is_offered_the_shares_hold(steps: list[tuple[str, int]]) -> No
                 table.called(identity.peer_id)
             case "silence":
                 table.unreachable(identity.peer_id, address)
-        after = {number_of[it.announcement.peer_id] for it in table.known()}
-        heard = {number_of[it.announcement.peer_id] for it in table.heard_of()}
+        after, heard = numbers(table.known()), numbers(table.heard_of())
         if what == "use" and number in heard:
             used.add(number)
         used &= heard

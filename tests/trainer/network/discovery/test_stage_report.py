@@ -26,8 +26,9 @@ from trainer.network.discovery.stage_report import (
 )
 from trainer.pipeline.protocol.work import MicroBatchId
 
-STAGES = st.sampled_from(stage_names(7))
 COUNTS = st.integers(0, 10**9 - 1)
+NO_UIDS = ("", "head.0", "head.0.0", "body.0.4", "body0.0.4", "body-1.0.4", "head.1.42", "tail.0.04", "head.0.42\n")
+NO_IDS = ("", "e0.s1", "e00.s1.r1", "e0.s1.r-1", "e0.s1.r1 ", "E0.S1.R1", "e0.s1.r99999999999")
 
 
 def test_a_run_s_stages_have_a_head_and_a_tail() -> None:
@@ -37,33 +38,11 @@ def test_a_run_s_stages_have_a_head_and_a_tail() -> None:
         stage_names(1)
 
 
-@given(STAGES, st.integers(1, 999_999))
+@given(st.sampled_from(stage_names(7)), st.integers(1, 999_999))
 def test_a_worker_s_name_says_stage_and_number(stage: str, number: int) -> None:
     uid = StageUid(stage, number)
     assert StageUid.parse(str(uid)) == uid
     assert str(uid).startswith(stage.replace("-", "") + ".0.")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "head.0", "head.0.0", "body.0.4", "body0.0.4", "body-1.0.4", "head.1.42", "tail.0.04", "head.0.42\n"]
-)
-def test_other_names_are_none(text: str) -> None:
-    with pytest.raises(TrainerUsageError, match=r"such as body3\.0\.55"):
-        StageUid.parse(text)
-
-
-@pytest.mark.slow
-@given(st.integers(0, 2**64), st.sets(st.integers(FIRST_NUMBER, FIRST_NUMBER + 20)))
-def test_a_free_number_is_one_nobody_has(seed: int, taken: set[int]) -> None:
-    number = free_number(seed, taken)
-    assert number not in taken
-    assert FIRST_NUMBER <= number <= LAST_NUMBER
-
-
-def test_where_all_numbers_are_taken_it_goes_on_behind_them() -> None:
-    taken = set(range(FIRST_NUMBER, LAST_NUMBER + 1))
-    assert free_number(5, taken) == LAST_NUMBER + 1
-    assert free_number(5, taken | {LAST_NUMBER + 1}) == LAST_NUMBER + 2
 
 
 @given(COUNTS, COUNTS, COUNTS)
@@ -72,10 +51,24 @@ def test_a_micro_batch_has_one_spelling(epoch: int, shard: int, row: int) -> Non
     assert MicroBatchId.parse(str(found)) == found
 
 
-@pytest.mark.parametrize("text", ["", "e0.s1", "e00.s1.r1", "e0.s1.r-1", "e0.s1.r1 ", "E0.S1.R1", "e0.s1.r99999999999"])
+@pytest.mark.parametrize("text", NO_UIDS + NO_IDS)
 def test_other_spellings_are_none(text: str) -> None:
+    with pytest.raises(TrainerUsageError, match=r"such as body3\.0\.55"):
+        StageUid.parse(text)
     with pytest.raises(TrainerUsageError, match=r"such as e0\.s17\.r4096"):
         MicroBatchId.parse(text)
+
+
+@given(st.integers(0, 2**64), st.sets(st.integers(FIRST_NUMBER, FIRST_NUMBER + 20)))
+def test_a_free_number_is_one_nobody_has(seed: int, taken: set[int]) -> None:
+    number = free_number(seed, taken)
+    assert number not in taken
+    assert FIRST_NUMBER <= number <= LAST_NUMBER
+    usual = set(range(FIRST_NUMBER, LAST_NUMBER + 1))
+    assert (free_number(seed, usual), free_number(seed, usual | {LAST_NUMBER + 1})) == (
+        LAST_NUMBER + 1,
+        LAST_NUMBER + 2,
+    )
 
 
 def _said(peer_id: str, uid: StageUid | None) -> Announcement:
@@ -119,36 +112,25 @@ def test_concurrent_joiners_end_with_distinct_numbers_and_keep_them(peer_ids: li
         assert settled_uid("body-1", peer_id, uid, everyone) == uid
 
 
-def test_the_smaller_key_keeps_its_number() -> None:
+def test_the_smaller_key_keeps_its_number_and_only_workers_of_the_stage_take_its_numbers() -> None:
     small, large = _peer_id(1, False), _peer_id(2, False)
     uid = StageUid("head", 42)
+    others = [_said(small, uid), _said(_peer_id(3, False), None)]
     assert settled_uid("head", small, uid, [_said(large, uid)]) == uid
-    moved = settled_uid("head", large, uid, [_said(small, uid)])
+    moved = settled_uid("head", large, uid, others)
     assert moved.stage == "head" and moved.number != 42
-
-
-def test_only_workers_of_the_stage_take_its_numbers() -> None:
-    peer_id = _peer_id(9, False)
-    uid = StageUid("tail", 42)
-    others = [_said(_peer_id(1, False), StageUid("head", 42)), _said(_peer_id(2, False), None)]
-    assert settled_uid("tail", peer_id, uid, others) == uid
-    assert workers_of("head", others) == {_peer_id(1, False): 42}
-    assert workers_of("tail", others) == {}
+    tail = StageUid("tail", 42)
+    assert settled_uid("tail", large, tail, others) == tail
+    assert (workers_of("head", others), workers_of("tail", others)) == ({small: 42}, {})
     # A restarted worker may find its own earlier announcement.
-    assert settled_uid("tail", peer_id, uid, [_said(peer_id, uid)]) == uid
+    assert settled_uid("tail", large, tail, [_said(large, tail)]) == tail
 
 
-def test_a_worker_that_changes_its_stage_takes_a_new_name() -> None:
-    other = _said(_peer_id(3, True), StageUid("head", FIRST_NUMBER))
-    found = settled_uid("head", _peer_id(0, True), StageUid("tail", FIRST_NUMBER), [other])
+def test_a_worker_that_changes_its_stage_takes_a_new_name_also_where_all_are_taken() -> None:
+    taken = [StageUid("head", number) for number in range(FIRST_NUMBER, LAST_NUMBER + 1)]
+    others = [_said(_peer_id(index, False), uid) for index, uid in enumerate(taken, 1)]
+    found = settled_uid("head", _peer_id(0, True), StageUid("tail", FIRST_NUMBER), others[:1])
     assert found == StageUid("head", FIRST_NUMBER + 1)
-
-
-def test_all_numbers_may_be_taken() -> None:
-    others = [
-        _said(_peer_id(index, False), StageUid("head", number))
-        for index, number in enumerate(range(FIRST_NUMBER, LAST_NUMBER + 1))
-    ]
     assert settled_uid("head", _peer_id(5000, False), None, others) == StageUid("head", LAST_NUMBER + 1)
 
 
@@ -167,26 +149,17 @@ def test_every_partition_has_neighbours_and_as_many_as_any_other_or_one_less(
 
 
 def test_neighbouring_stages_share_a_partition() -> None:
-    """32 stages over 4: stages 0 to 7 in the first, 8 to 15 in the second."""
+    """32 stages over 4: stages 0 to 7 in the first, 8 to 15 in the second; over as many, each has its own."""
     assert [partition_of(stage, 32, 4) for stage in (0, 7, 8, 15, 16, 31)] == [0, 0, 1, 1, 2, 3]
     partitions = StagePartitions(stage_names(32), 4)
     assert partitions.labels() == ("", "head.0", "body8.0", "body16.0", "body24.0")
     assert partitions.label("tail") == "body24.0"
     assert partitions.labels(["body-9", "body-8"]) == ("", "body8.0")
-
-
-def test_each_stage_has_its_own_if_nothing_else_is_said() -> None:
-    partitions = StagePartitions(stage_names(4))
-    assert [partitions.label(stage) for stage in stage_names(4)] == ["head.0", "body1.0", "body2.0", "tail.0"]
-    assert partitions.labels(["body-2"]) == ("", "body2.0")
-
-
-def test_without_stages_there_is_one_key() -> None:
-    assert StagePartitions().labels() == ("",)
+    assert StagePartitions(stage_names(4)).labels() == ("", "head.0", "body1.0", "body2.0", "tail.0")
+    assert StagePartitions(stage_names(4)).labels(["body-2"]) == ("", "body2.0")
+    assert StagePartitions().labels() == StagePartitions().labels(["body-1"]) == ("",)
     assert StagePartitions().label("body-1") == ""
-    assert StagePartitions().labels(["body-1"]) == ("",)
-    assert dht_key("run") == "run.peers"
-    assert dht_key("run", "body8.0") == "run.body8.0"
+    assert (dht_key("run"), dht_key("run", "body8.0")) == ("run.peers", "run.body8.0")
 
 
 def test_mistakes_are_told() -> None:
