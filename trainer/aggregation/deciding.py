@@ -1,13 +1,9 @@
 """Decides from the moments of whole vectors what is done with each of them.
 
 ``decide`` is pure and uses plain Python floats, correctly rounded sums and square roots: the same moments, weights and
-configuration give the same decision, bit for bit, on any machine. Permuting the members permutes the decision.
-
-**Centred clipping** (Karimireddy et al., 2021) is iterated in the coordinates of the Gram matrix. The centre v starts
-at the reference, or, without one, at the member with the closest neighbours. Each move adds the mean of the members'
-pulls x_i - v, each shortened to a radius, so v is always a convex combination of reference and members. The automatic
-radius is the lower median of the distances to v, taken anew at each move. At the fixed point v is within R·n/(n-2f) of
-the honest mean if the n-f honest lie within R of it, whatever the f others send.
+configuration give the same decision, bit for bit, on any machine; permuting the members permutes it. Centred clipping
+(Karimireddy et al., 2021) is iterated in the coordinates of the Gram matrix. Its automatic radius, the lower median
+distance, ends within R·n/(n-2f) of the honest mean if the n-f honest lie within R of it, whatever the f others send.
 """
 
 from __future__ import annotations
@@ -55,7 +51,6 @@ class RuleDecision:
     """none: everybody is left out, and there is nothing to aggregate."""
     note: str
     findings: tuple[Finding, ...] = ()
-    """Of gradient validation, unless it is off."""
 
     @property
     def odd(self) -> dict[int, str]:

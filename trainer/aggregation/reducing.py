@@ -1,12 +1,9 @@
 """Reduces the members' copies of one part of a vector to one.
 
-Every operation is an elementwise IEEE operation in a fixed order: the bits are the same however a vector is cut into
-parts and on every machine, and a reducer's work can be checked by repeating it. Rounds fix the order of members: sorted
-peer ids. Median, Krum and centred clip ignore weights; multi-Krum has them in its decision.
-
-Middle values are found by sorting networks (Batcher's odd-even merges, cut down to what the wanted ranks depend on), so
-that whole rows go through one vector instruction at a time: 4 rows of 262,144 values take 0.4 ms, with torch.sort 13.
-Rows are processed in chunks that stay in cache. Coordinates whose fp32 sum overflows are computed again in float64.
+Every operation is elementwise, in a fixed order: the bits are the same however a vector is cut into parts and on every
+machine, so that a reducer's work can be checked by repeating it. Middle values are found by sorting networks (Batcher's
+odd-even merges, cut down to the wanted ranks), whole rows at a time: 4 rows of 262,144 values take 0.4 ms, with
+torch.sort 13. Coordinates whose fp32 sum overflows are computed again in float64.
 """
 
 from __future__ import annotations
@@ -69,7 +66,19 @@ def reduce_part(
     if decision is None and needs_moments(config):
         raise TrainerUsageError(f"{config.rule}: expected a decision over whole vectors, found none")
     places = range(len(contributions)) if positions is None else positions
-    usable = _usable(contributions, weights, places, decision)
+    if not len(contributions) == len(weights) == len(places):
+        raise TrainerUsageError(
+            f"expected a weight and a position for each of {len(contributions)} rows, found {len(weights)} weights "
+            f"and {len(places)} positions"
+        )
+    excluded = {} if decision is None else decision.excluded
+    finite = enumerate(finite_rows(contributions))
+    allowed = [row for row, is_finite in finite if is_finite and places[row] not in excluded]
+    usable = [row for row in allowed if weights[row] > 0] or allowed
+    if not usable:
+        raise RoundFailedError(
+            f"expected a finite contribution to the part, found none among {len(contributions)}; train on"
+        )
     rows: list[_Values] = [contributions[row].detach().numpy() for row in usable]
     result = torch.empty(rows[0].size) if out is None else out
     into: _Values = result.numpy()
@@ -85,29 +94,6 @@ def reduce_part(
     else:
         _weighted_mean(rows, kept_weights, into)
     return result
-
-
-def _usable(
-    contributions: Tensor | Sequence[Tensor],
-    weights: Sequence[float] | NDArray[np.float64],
-    places: Sequence[int],
-    decision: RuleDecision | None,
-) -> list[int]:
-    """Rows to aggregate, at least one."""
-    if not len(contributions) == len(weights) == len(places):
-        raise TrainerUsageError(
-            f"expected a weight and a position for each of {len(contributions)} rows, found {len(weights)} weights "
-            f"and {len(places)} positions"
-        )
-    excluded = {} if decision is None else decision.excluded
-    finite = enumerate(finite_rows(contributions))
-    allowed = [row for row, is_finite in finite if is_finite and places[row] not in excluded]
-    usable = [row for row in allowed if weights[row] > 0] or allowed
-    if not usable:
-        raise RoundFailedError(
-            f"expected a finite contribution to the part, found none among {len(contributions)}; train on"
-        )
-    return usable
 
 
 def _combine(
@@ -187,7 +173,6 @@ class SortingNetwork:
     num_registers: int
     exchanges: tuple[CompareExchange, ...]
     outputs: tuple[int, ...]
-    """Register of each wanted rank, in the requested order."""
 
 
 @lru_cache(maxsize=256)
@@ -254,7 +239,6 @@ def _run(program: SortingNetwork, registers: Sequence[_Values], origins: NDArray
 
 
 def _relative(weights: Sequence[float]) -> list[np.float32]:
-    """Weights over the greatest of them: equal ones become exactly 1."""
     greatest = max(weights)
     return [np.float32(weight / greatest if greatest > 0 else 1.0) for weight in weights]
 

@@ -1,10 +1,8 @@
 """Second moments of whole vectors, summed over slices, and the distances that Krum decides by.
 
-Distances, norms, cosines and variances among n vectors and a reference follow from their Gram matrix and the sums of
-their values. Each reducer computes both for its slice, the members exchange them (n = 8: 456 bytes) and add them in one
-order. They are in float64, whose products of fp32 values are exact; distances come from ``math.fsum``, rounded once and
-correctly, so every member decides the same. A reducer can lie about the moments of its slice as about its result;
-``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the size of a lie.
+Distances, norms, cosines and variances among n vectors and a reference follow from their Gram matrix and their sums, in
+float64. Each reducer computes both for its slice; the members exchange them (n = 8: 456 bytes) and add them in one
+order. A reducer can lie about them; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz).
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class Moments:
     sums: NDArray[np.float64]
     """[n+1], sums of the values of each."""
     num_values: int
-    """Coordinates covered."""
     finite: NDArray[np.bool_]
     """[n], whether the vector is finite; if not, its entries are zero or cover a part only."""
 

@@ -1,16 +1,9 @@
 """What the members of a round claim and send, checked: weights are capped, gradients validated (spec T-20).
 
-Validation compares direction (cosine), magnitude (norm) and spread (variance), all from the moments. Three or more
-members are compared with each other, so that a poisoned earlier result has no influence:
-
-- A member's *agreement* is the ``n // 2``-th largest of its cosines to the others. An honest member finds that many
-  honest others; f <= (n - 1) / 2 liars that send one vector are only f - 1 others to each other. The least agreement is
-  a share (``min_cosine``) of the median member's, for cosines depend on batch size and phase of training, but those of
-  one round are alike. Three standard deviations of the cosine between unrelated vectors are conceded.
-- Norm and variance are compared with the lower median member's.
-
-One or two are compared with the last accepted pseudo-gradient; nobody is left out for that (`deciding`). What cannot be
-compared passes, with a reason. A bound met exactly passes.
+Validation compares direction (cosine), magnitude (norm) and spread (variance), all from the moments. Three or more are
+compared with each other, so that a poisoned earlier result has no influence. An honest member's ``n // 2``-th largest
+cosine is to an honest one; of liars that send one vector it is not. It is judged as a share of the median member's. One
+or two are compared with the last result. What cannot be compared passes, with a reason; so does a bound met exactly.
 """
 
 from __future__ import annotations
@@ -100,14 +93,12 @@ class Finding:
     """Result of validating one member."""
 
     member: int
-    """Position among the contributions."""
     passed: bool
     reason: str
     """One line; empty if every check was made and passed."""
     cosine: float | None = None
     """Agreement with the others of the round; among one or two members, cosine to the reference."""
     norm_ratio: float | None = None
-    """Norm over the median member's, or the reference's."""
     variance_ratio: float | None = None
 
 

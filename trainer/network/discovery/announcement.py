@@ -2,10 +2,7 @@
 
 On the wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``, signed (ed25519) by the key that is
 the node's `peer_id`. The fields of pipeline workers are left out where they are empty: releases without stages read it.
-
-Guarantees: `verify_announcement` returns only what the announced node itself signed, for this run, not expired by our
-clock, and at most `MAX_WIRE_BYTES` long; equal content means equal bytes. The trade-off: each one carries the
-certificate (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
+The trade-off: each one carries the certificate (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
 """
 
 from __future__ import annotations
@@ -80,11 +77,8 @@ class Announcement(Message):
     node_id: Name
     run_id: Name
     address: Annotated[str, Field(max_length=262), AfterValidator(_reachable)]
-    """``host:port`` of the node's RPC endpoint."""
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
-    """Empty without TLS."""
     protocol: Counted = 1
-    """Of rounds."""
     terms_digest: Digest = ""
     """Digest of what all members must agree on: architecture, vocabulary, DiLoCo options."""
     outer_step: Counted = 0
@@ -96,9 +90,7 @@ class Announcement(Message):
     loss: float | None = None
     tokens_per_s: Annotated[float, Field(ge=0, lt=1e15)] = 0.0
     shards: Annotated[tuple[Counted, ...], Field(max_length=256)] = ()
-    """Ids of the data shards the node trains on."""
     stage: StageReport | None = None
-    """Of a pipeline worker: its stage and its state there."""
     filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
     """Of a worker, in a DHT partitioned by stage: its partition (`StagePartitions`)."""
     sent_at: Instant = 0.0
@@ -128,7 +120,6 @@ class KnownPeer:
 
 
 def _content(announcement: Announcement) -> dict[str, JsonValue]:
-    """Returns the signed fields."""
     content: dict[str, JsonValue] = announcement.model_dump(mode="json")
     for name in ("stage", "filed_under"):
         if not content[name]:

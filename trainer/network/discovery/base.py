@@ -1,12 +1,8 @@
 """The base of both kinds of discovery: peers that are verified before they count, this node's record, peer exchange.
 
-Each announced node is called at its announced address, and must answer with a message signed by its key; only nodes
-that answer are shown and passed on. The call carries this node's own record, so that a newcomer is known at once to all
-nodes it verifies. Calls are bounded: `_MAX_UNDER_WAY` at a time, 40 a second (`_CALLS_PER_LOOK` each
-`_LOOK_INTERVAL_S`), and by `trainer.network.rpc.dialing` for each address and each host.
-
-Every node answers peer exchange, however it finds the others itself: the address of any node of a run is enough to
-join, also where the run meets through a DHT.
+Each announced node is called at its announced address, and must answer with a message signed by its key. The call
+carries this node's own record, so that a newcomer is known at once to all nodes it verifies. Calls are bounded, 40 a
+second among other things. Every node answers peer exchange: the address of any node of a run is enough to join.
 """
 
 from __future__ import annotations
@@ -147,7 +143,6 @@ class Discovery(ABC):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _hear(self, wire: bytes, *, source: str = "", subkey: str | None = None) -> None:
-        """Takes a record that another node passed on; see `PeerTable.offer`."""
         news = self._table.offer(wire, source=source, subkey=subkey)
         if news is not None:
             logger.debug("heard of %s at %s from %s", news.node_id, news.address, source or "the DHT")
@@ -270,7 +265,6 @@ class PeerWatchdog:
 
     discovery: Discovery
     whom: str
-    """The missing peers, for the message."""
     after_s: float
     """Seconds without a peer before the first warning: nodes that start together are not there at once."""
     clock: Callable[[], float] = time.monotonic

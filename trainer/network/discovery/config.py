@@ -106,7 +106,7 @@ def check_seed_address(address: str) -> None:
             f"initial_peers: expected an address of a seed, whole as it prints it (/ip4/…/tcp/…/p2p/…), found {found}"
         )
     parts = _SEED.fullmatch(address)
-    if parts is None or not (_is_host(parts["kind"], parts["host"]) and 0 < int(parts["port"]) <= 65535):
+    if parts is None or not 0 < int(parts["port"]) <= 65535 or not _is_host(parts["kind"], parts["host"]):
         raise TrainerUsageError(
             f"initial_peers: expected an address of a seed, such as /ip4/203.0.113.7/tcp/4001/p2p/…, found "
             f"{address[:200]!r}"

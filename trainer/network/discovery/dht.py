@@ -1,13 +1,9 @@
 """Discovery through hivemind's DHT, where no node's address is known to all, and its bootstrap peers, the seeds.
 
 Each node stores its signed announcement under the run's key and its own peer id, and looks the key up every few
-seconds. One seed that answers is enough, and any may come and go. Announcements are kept until they expire, so a DHT
-that is down for less than their lifetime is not noticed. In a run whose model is cut, workers may be stored by stage
-(`StagePartitions`), so that a worker's look-up returns its own stage and the drivers, not all. The announcement of a
-node that knows no seed and exchanges with this one is stored for it: no more than it could store itself.
-
-What this does not prevent: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or age
-them, and the next look-up that takes another way finds what it withholds.
+seconds; workers may be stored by stage (`StagePartitions`). One seed that answers is enough, and any may come and go.
+The announcement of a node that knows no seed and exchanges with this one is stored for it. A DHT node on the way may
+withhold records from a look-up; it cannot forge, alter or age them, and the next look-up takes another way.
 """
 
 from __future__ import annotations
@@ -129,7 +125,6 @@ class DhtDiscovery(Discovery):
             self._to_store[peer_id] = record
 
     async def _store_for_others(self) -> None:
-        """Stores the queued records; one that no DHT node accepts is old, or another node has stored it."""
         records, self._to_store = self._to_store, {}
         errors = await asyncio.gather(*map(self._store, records.values()), return_exceptions=True)
         for record, error in zip(records.values(), errors, strict=True):

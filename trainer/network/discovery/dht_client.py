@@ -1,12 +1,8 @@
 """The DHT process as its parent sees it: requests with deadlines, restarts with growing pauses, no orphans.
 
-The two exchange one JSON object a line, through the process's standard streams: first a `DhtSettings`, then
-`DhtRequest`s; each line it writes is a `DhtReply` with the id of a request (0: the first, once it is ready). Lines are
-bounded, and both ends refuse what does not fit.
-
-The process is started again whenever it ended, after a pause that doubles from 1 s to 60 s and is reset once it has run
-for a minute. A request while it is down, or without a reply in time, raises `DiscoveryError`; after three such timeouts
-in a row the process counts as hung, and is killed and restarted. Its log is forwarded to ours.
+The two exchange one JSON object a line: first a `DhtSettings`, then `DhtRequest`s; each line the process writes is a
+`DhtReply` with the id of a request (0: once it is ready). It is started again whenever it ended, after a pause that
+doubles from 1 s to 60 s; after three unanswered requests in a row it is killed. Its log is forwarded to ours.
 """
 
 from __future__ import annotations
@@ -43,9 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 16 * 1024
-"""Longest value stored or returned."""
 MAX_RECORDS = 4096
-"""Most records of one reply."""
 MAX_LINE_BYTES = 16 << 20
 """Longest line. hivemind's own messages hold 4 MiB, and JSON at most doubles an announcement's quotation marks."""
 
@@ -116,14 +110,12 @@ class DhtReply(Message):
 
     id: int
     error: str = ""
-    """Why the request failed; empty if it did not."""
     records: tuple[Record, ...] = ()
     skipped: int = 0
     """Number of records left out because they are too long, not text, or too many."""
     addresses: tuple[str, ...] = ()
     """The node's addresses, each with its peer id: initial peers for others."""
     num_neighbours: int = 0
-    """Nodes in the routing table; set in every reply."""
 
 
 class DhtProcess:
@@ -312,7 +304,6 @@ class DhtProcess:
 
 
 async def _end(process: Process) -> None:
-    """Closes its input, waits, and kills its group if it is still there."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -1,13 +1,9 @@
 """The process that runs hivemind's DHT, with a node that stores announcements and nothing else.
 
-`DhtProcess` starts this module and sends it requests. It is a process of its own because hivemind brings a Go daemon,
-its own logging and 2 s of imports, and because a hang or crash in it must not stop training. It logs to standard error,
-``LEVEL message``. A loop of ours joins hivemind's node to the seeds again and again, instead of once at its start:
-joined only once, two halves of a run would never meet after all seeds were down or restarted with empty tables.
-
-Guarantees: it ends within a few seconds when standard input closes or the parent dies (SIGKILL included), together with
-the Go daemon. At most 64 requests run at a time; each has a deadline. Every node of the DHT, seeds included, stores a
-record only if `AnnouncementValidator` accepts it, and `RecordQuotas` bounds how many.
+It is a process of its own because hivemind brings a Go daemon, its own logging and 2 s of imports, and because a hang
+or crash in it must not stop training. It joins the seeds again and again, instead of once as hivemind does: else two
+halves of a run would never meet after all seeds were down. It ends within seconds when standard input closes or the
+parent dies (SIGKILL included), together with the daemon. It logs ``LEVEL message`` to standard error.
 """
 
 from __future__ import annotations
@@ -283,7 +279,6 @@ class AnnouncementNode:
             await self._look_for([DHTID(random.randint(bucket.lower, bucket.upper - 1)) for bucket in stale])
 
     async def _look_for(self, ids: list[DHTID]) -> None:
-        """Asks known nodes for nodes near these ids; those that answer enter the routing table."""
         try:
             if ids:
                 await self._node.find_nearest_nodes(ids)

@@ -1,12 +1,9 @@
 """Quotas of a DHT node's memory, by run and by the hosts that store records.
 
-A node stores records of any run for anybody, and identities cost nothing. While there is room all are stored. A key (a
-run, or a partition of one) holds no more bytes than one reply to a look-up can carry, since more would make the key
-unreadable. Where a key or the node is full, a new record replaces another: of the key with the most records, there of
-the host with the most, first of those that were never renewed, oldest first. So made-up nodes evict each other, and a
-node that keeps announcing itself keeps its place.
-
-A record is kept for at most `max_lifetime_s` after it was stored, whatever it states itself.
+Identities cost nothing. While there is room all records are stored. Where a key (which holds no more than one reply to
+a look-up can carry) or the node is full, a new record replaces another: of the key with the most, there of the host
+with the most, first of those that were never renewed, oldest first. So made-up nodes evict each other, and a node that
+keeps announcing itself keeps its place. A record is kept for `max_lifetime_s` at most.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass, field
 __all__ = ["Place", "RecordQuotas"]
 
 Place = tuple[bytes, str]
-"""A key and a subkey."""
 
 _RENEWAL_S = 1.0
 _OVERHEAD_BYTES = 128

@@ -1,8 +1,7 @@
 """The messages of peer exchange, and the queue in which strangers' requests wait.
 
 A node sends its own record and, for each node it knows, 40 bytes: the peer id and the time (float64, big endian) of its
-record. The reply holds the records the sender lacks or has an older one of. So a node that knows everybody sends 40
-bytes a peer instead of 1.6 kB, and each new record reaches each node about once.
+record. The reply holds the records the sender lacks or has an older one of, so each reaches each node about once.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """The table of valid announcements: the newest of each node, bounded in number and shared out by address.
 
-An identity costs nothing, and a signature shows only that somebody holds the key. So the table has two parts, as
-Bitcoin's address manager has (*new* and *tried*): *candidates*, a quarter of the table, announced and not reached yet;
-and *reached* peers, which have sent a signed answer from the address they announce. Only these are shown and passed on.
-
-Both admit everybody while there is room. When a part is full, a newcomer takes a place of the group that holds the
-most: candidates are grouped by their source, reached peers by their host (an IPv4 address or IPv6 /64). Among reached
-peers those that were never of use go first, longest without contact first. A peer of use gives way to one that was of
-more use behind the same address, or, where its host holds more than a quarter of the table, to one of a smaller group.
-So a host full of made-up nodes evicts its own, and a peer this node works with stays.
-
-A record counts for at most `lifetime_s` after it was new here or its node was last in contact, whatever it states.
-The trade-off: an unreachable node is seen only by the nodes it calls, in runs that have such nodes (`keeps_callers`).
+*Candidates*, a quarter of the table, were announced; *reached* peers have sent a signed answer from the address they
+announce, and only these are shown and passed on. When a part is full, a newcomer takes a place of the group that holds
+the most: of candidates by source, of reached peers by host, first of those that were never of use. A peer of use gives
+way only to one of more use behind the same address or, where its host has more than a quarter, to a smaller group's.
+So a host full of made-up nodes evicts its own. A record counts for `lifetime_s` after its node was last in contact.
 """
 
 from __future__ import annotations
@@ -44,7 +37,6 @@ _MIN_CANDIDATES = 16
 _GROUP_SHARE = 4
 """A group above this fraction of the table holds more than its share; it matters only when the table is full."""
 _USE_INTERVAL_S = 1.0
-"""Uses within this interval count once."""
 _RECHECK_LIFETIMES = 5.0
 """After so many lifetimes without contact a reached peer is to be reached again."""
 _CONTACTS_PER_PEER = 2
@@ -69,7 +61,6 @@ class _Entry:
     uses: int = 0
     used_s: float = float("-inf")
     retry_s: float = 0.0
-    """When a candidate may be called (again)."""
 
     @property
     def evidence_s(self) -> float:
@@ -81,9 +72,7 @@ class PeerTable:
     """The known nodes of a run."""
 
     run_id: str
-    """Announcements of others are refused."""
     own_peer_id: str
-    """This node's announcements are ignored."""
     _: KW_ONLY
     max_peers: int
     """Most reached peers; a quarter as many candidates come on top."""
@@ -108,7 +97,6 @@ class PeerTable:
     _answers: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict, init=False)
     """By peer id: the address it last answered from, and when; also of peers outside the table."""
     _calls: OrderedDict[str, float] = field(default_factory=OrderedDict, init=False)
-    """By peer id: when it last called this node."""
     _dropped: OrderedDict[bytes, None] = field(default_factory=OrderedDict, init=False)
     """Records of unreachable nodes: ignored until their nodes announce something newer."""
 
@@ -156,7 +144,6 @@ class PeerTable:
         return wire not in self._verified and wire not in self._dropped
 
     def _add(self, new: KnownPeer, source: str, now: float) -> bool:
-        """Puts a record in its node's place, or in a free one; returns whether there is one."""
         announcement, peer_id = new.announcement, new.announcement.peer_id
         self._forget_expired(now)
         entry = _Entry(new, source, address_group(split_address(announcement.address)[0]), now)
@@ -285,7 +272,6 @@ class PeerTable:
         self._evict(min(pool, key=lambda entry: (entry.uses > 0, -by_group[entry.group], entry.heard_s)))
 
     def _make_room_reached(self, new: _Entry) -> bool:
-        """Makes room for a reached peer; returns whether there is any."""
         reached = [entry for entry in self._entries.values() if entry.contact_s is not None]
         if len(reached) < self.max_peers:
             return True

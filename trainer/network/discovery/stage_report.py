@@ -1,15 +1,9 @@
 """The workers of a stage in announcements: their state, their names, and the DHT keys they are stored under.
 
-A worker's DHT name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number from
-32 on, which tells replicas apart for people. Programs identify a worker by its key. Nobody assigns numbers: a worker
-takes a free one, and of two with one number the one with the smaller key keeps it. So the smallest key of a stage never
-changes its number, the second smallest only for the first, and so on.
-
-A look-up in the DHT returns every record of a key, with 32 stages of 30 workers 1.7 MB, of which a worker needs the 30
-of its own stage. So a run may deal its stages over several keys (`StagePartitions`), labelled with the beginning of the
-names of their first stage's workers. The label is a signed part of the announcement, so that DHT nodes can check it.
-
-This module imports no torch: seeds and DHT processes read announcements too.
+A worker's name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number, which
+tells replicas apart for people. Nobody assigns numbers: a worker takes a free one, and of two with one number that with
+the smaller key keeps it. A look-up returns every record of a key, so a run may deal its stages over several
+(`StagePartitions`); the label is a signed part of the announcement. This module imports no torch: seeds read it too.
 """
 
 from __future__ import annotations
@@ -50,7 +44,6 @@ LAST_NUMBER = 1023
 """Numbers of workers (spec P-7: ``head.0.[32:1024]``)."""
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
 MAX_REASON = 80
-"""Characters of a reason in an announcement."""
 
 StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
 Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
@@ -69,15 +62,12 @@ class StageReport(Message):
     saved: Counted = 0
     """The newest version on this worker's disk, or the one it resumed from; 0: none."""
     round_index: Counted = 0
-    """The stage's next round."""
     round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the way to that round: newcomers adopt a state at its beginning (spec P-43)."""
     shared_through: Counted = 0
     """As in `StageAnswer`."""
     num_tokens: Counted = 0
-    """Tokens accumulated towards the next step."""
     queued: Counted = 0
-    """Requests waiting."""
     rows_per_s: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
     """Throughput, forward and backward, while it has work; 0: not known yet."""
     busy: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -1,9 +1,8 @@
 """Discovery from a list of addresses, with peer exchange: for clusters, and for nodes that know one node of the run.
 
 Every `poll_interval_s` the node exchanges records with a few known nodes and with those addresses of its list at which
-it knows no node. One reachable address is enough to learn of all; a node that returns with another port or certificate
-tells those it reaches, and the rest learn of it within log(n) exchanges. The trade-off: no node is special, so each
-spends about 40 bytes a peer and exchange on the list of what it knows; 64 nodes at the default 2 s: 4 kB/s each way.
+it knows no node; the rest learn of news within log(n) exchanges. The trade-off: no node is special, so each spends
+about 40 bytes a peer and exchange on the list of what it knows; 64 nodes at the default 2 s: 4 kB/s each way.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ __all__ = ["AddressBackoff", "Silence", "StaticDiscovery"]
 logger = logging.getLogger(__name__)
 
 _FANOUT = 3
-"""Known nodes asked per poll interval."""
 _MAX_UNDER_WAY = 16
 _STRANGERS_NEWS, _STRANGERS_NEWS_PER_S = 64.0, 8.0
 """New records accepted from all peers together that were never of use: at once, and per second."""

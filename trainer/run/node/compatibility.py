@@ -1,9 +1,8 @@
 """Checks whether a process fits the run it was pointed at: what it trains by, compared with what its peers train by.
 
-An announcement outlives its node and costs nothing, so only answers count. One peer that answers and trains alike is
-enough; so a misconfigured newcomer stops no node that has company, nor does one with many keys. Where none does and one
-answers that trains something else, and that answer has stood for a while in which other peers may be found, the process
-ends and says what differs. Where peers are known and none answers, the check is repeated while the process works.
+Announcements cost nothing, so only answers count. One peer that answers and trains alike is enough: a misconfigured
+newcomer stops no node that has company. Where none does and one that trains something else has answered for a while,
+the process ends and says what differs. Where peers are known and none answers, the check goes on beside the work.
 """
 
 from __future__ import annotations
@@ -133,7 +132,6 @@ class FitCheck:
             raise difference
 
     def _some(self, found: list[ComparedPeer]) -> list[ComparedPeer]:
-        """Returns the next ones to ask, so that dead ones at the front do not hide the others."""
         first = self._num_attempts * _MOST_ASKED % max(1, len(found))
         return (found[first:] + found[:first])[:_MOST_ASKED]
 

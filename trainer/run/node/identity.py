@@ -23,7 +23,6 @@ class NodeStats:
     """Averaged over some 50 steps; None before the first."""
     tokens_per_s: float = 0.0
     shards: tuple[int, ...] = ()
-    """Those it reads in this epoch."""
     stage: StageReport | None = None
 
 

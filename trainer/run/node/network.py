@@ -67,7 +67,6 @@ class PeerBook:
     """Digests of states, announced now, that this node cannot take up."""
     _peers: Mapping[str, Peer] = field(default_factory=dict)
     _distrusted: dict[str, float] = field(default_factory=dict)
-    """Keys, and until when, on the monotonic clock."""
 
     def update(self, announcements: tuple[Announcement, ...]) -> None:
         """Takes over what discovery knows now."""
@@ -321,7 +320,6 @@ class Network(Generic[S]):
         return None
 
     def _fetched(self, digest: str, stop: Callable[[], bool]) -> S | None:
-        """Returns a state, or None if the node is asked to stop before; the parts that have arrived are kept."""
         timeout_s = self._config.collective.round_timeout_s + _FETCH_SLACK_S
         deadline_s = time.monotonic() + timeout_s
         fetching = self._loop.spawn(self._fetch(digest))
@@ -435,7 +433,6 @@ class Network(Generic[S]):
         await self._announce_now()
 
     async def _write(self, shared: S) -> str:
-        """Writes the snapshot of a state; returns its digest, empty where others are not to have it, or cannot."""
         packed = self._form.pack(shared)
         if packed is None:
             return ""

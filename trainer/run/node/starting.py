@@ -1,11 +1,8 @@
 """From a configuration to a node that trains: everything that can go wrong is tried before anything is changed.
 
 The architecture is a preset that was named; else what the checkpoint was trained with; else what this machine's memory
-has room for (spec T-27). The resolved configuration is written beside the checkpoint; given as ``--config`` it makes
-the same run on any machine.
-
-The newest whole checkpoint is resumed if it is of this run. One of another preset than was named is put aside and kept.
-A job that was killed may leave ranks at different rounds: all go back to the one that the slowest had reached.
+has room for (spec T-27). The newest whole checkpoint is resumed if it is of this run; one of another preset than was
+named is put aside. Ranks that a kill left at different rounds go back to the one that the slowest had reached.
 """
 
 from __future__ import annotations
@@ -101,7 +98,6 @@ def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> 
 
 @contextmanager
 def _torch_errors_mapped() -> Iterator[None]:
-    """Maps errors of torch that a user can mend, no memory and a rank that is gone, to one line."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -179,7 +175,6 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
 def _collective(
     config: RunConfig, shape: ModelConfig, store: StoreWatch, ranks: Ranks, stop: StopRequest, stack: ExitStack
 ) -> tuple[Collective, Network[SharedState] | None]:
-    """Returns the partners of outer steps, and the network side, where there is one."""
     if ranks.in_cluster:
         collective = cluster_collective(config)
         stack.callback(collective.close)
@@ -246,7 +241,6 @@ def resolve(
 
 
 def _write_config(config: RunConfig, path: Path) -> None:
-    """Writes the resolved configuration, and logs the options that are not at their defaults."""
     text = to_yaml(config)
     try:
         with TemporaryFile(path.parent) as file:
@@ -260,7 +254,6 @@ def _write_config(config: RunConfig, path: Path) -> None:
 
 
 def _checkpoint_to_resume(config: RunConfig, wallet: str, ranks: Ranks) -> CheckpointContents | None:
-    """Returns the checkpoint to resume; None where training begins anew."""
     newest = checkpoint_path(config.checkpoint.directory, wallet, ranks.instance)
     found = load_newest(config.checkpoint.directory, wallet, ranks.instance)
     saved = CheckpointContents.from_mapping(found) if found is not None else None

@@ -209,7 +209,6 @@ class Node:
         self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
 
     def _log_unshared(self) -> None:
-        """Logs which work of the node only its checkpoint has."""
         diloco = self.replica.diloco
         if diloco is None or (self.network is None and not self.ranks.in_cluster):
             return

@@ -36,8 +36,7 @@ def url_of(node: RunningTrainer) -> str:
 def asked(url: str, *, method: str = "GET", token: str = "") -> str:
     request = urllib.request.Request(url, method=method, headers={"X-Genesis-Token": token} if token else {})
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        text: str = answer.read().decode()
-        return text
+        return str(answer.read(), "utf-8")
 
 
 def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCommand) -> None:
@@ -50,8 +49,7 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCom
         assert verify["training_verified"], verify
         whole = json.loads(asked(f"{url}/api/training/global"))
         assert whole["total_steps"] >= 200
-        assert whole["training_nodes"] == 1
-        assert whole["data_shards"] == 10
+        assert (whole["training_nodes"], whole["data_shards"]) == (1, 10)
         assert whole["diloco"]["outer_syncs"] == whole["diloco"]["outer_step"] >= 2
         assert len(whole["nodes"][0]["state_digest"]) == 64
         assert "genesis_" in asked(f"{url}/metrics")
@@ -112,13 +110,6 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(
     assert "the last of 10 such steps in a row" in said
     told = [event.fields["skipped"] for event in read_events(tmp_path) if event.kind == "step"]
     assert told[-9:] == 9 * [True]  # The tenth is the error itself.
-
-
-def test_a_checkpoint_of_another_store_is_refused(here: TrainerHere, trainer: TrainerCommand) -> None:
-    here("--node-id", "a", "--max-steps", "2")
-    said = here("--node-id", "a", "--max-steps", "4", "--store", text_store("other"), expect=1)
-    assert "expected" in said.splitlines()[-1]
-    assert trainer.saved("a")["training_rounds"] == 2
 
 
 def test_no_memory_is_told_in_a_line(trainer: TrainerCommand) -> None:
