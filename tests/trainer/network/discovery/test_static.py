@@ -1,10 +1,12 @@
-"""From one reachable address each node learns of all, and goes on knowing what is true."""
+"""From one reachable address each node learns of all by exchange, and goes on knowing what is true."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.announcements import announce, announcement
 from tests.support.event_loop import on_event_loop
 from trainer.errors import RefusedError
-from trainer.network.discovery import PeerWatchdog
+from trainer.network.discovery import PeerWatchdog, verify_announcement
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
@@ -25,7 +27,13 @@ from trainer.network.discovery.exchange import (
     PeerExchangeReply,
     PeerExchangeRequest,
     PresentReply,
+    StrangerQueue,
+    pack_request,
+    records_for,
+    split_records,
+    unpack_request,
 )
+from trainer.network.discovery.peer_table import KnownPeer
 from trainer.network.discovery.static import AddressBackoff, StaticDiscovery
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint
@@ -155,24 +163,12 @@ async def test_a_node_that_returns_elsewhere_or_with_another_certificate_is_foun
             await _until_known(again, "b")
 
 
-@on_event_loop
-async def test_addresses_may_be_dead_for_a_while_and_include_the_own() -> None:
-    listed = f"127.0.0.1:{(port := _free_port())}"
-    async with _node("b", listed, "127.0.0.1:9") as b:
-        await asyncio.sleep(0.5)
-        assert await b.knows() == set()
-        async with _node("a", listed, b.address, port=port) as a:
-            await _until_known(b, "a")
-            await _until_known(a, "b")
-
-
 def _levels(address: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Levels of what was logged of an address, debug left out."""
     said = [it for it in caplog.records if it.name == "trainer.network.discovery.static" and address in it.getMessage()]
     return [it.levelname for it in said if it.levelname != "DEBUG"]
 
 
-@pytest.mark.slow
 @on_event_loop
 async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_late_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -186,29 +182,22 @@ async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_lat
 
     async with _node("b", late, dead) as b:
         await _until(lambda: _levels(late, caplog), "the first attempt")
-        async with _node("a", port=port):
+        assert await b.knows() == set()
+        async with _node("a", late, b.address, port=port) as a:
             await _until_known(b, "a")
+            await _until_known(a, "b")
             await _until(lambda: "WARNING" in _levels(dead, caplog), "a report")
             await asyncio.sleep(1.2)
         before = num_attempts()
         await _until(lambda: num_attempts() > before, "that it is gone")
+        assert _levels(late, caplog) == ["INFO"]
         await _until_known(b)
-    assert _levels(late, caplog) == ["INFO"]
     assert _levels(dead, caplog) == ["INFO", "WARNING"]
 
 
 @on_event_loop
-async def test_another_run_is_not_heard() -> None:
-    async with _node("a") as a, _node("b", a.address, run_id="other") as b:
-        async with _node("c", a.address):
-            await _until_known(a, "c")
-        assert await b.knows() == set()
-        assert a.endpoint.counters.refused["run"] > 0
-
-
-@on_event_loop
-async def test_lies_are_dropped_and_counted() -> None:
-    async with _node("a") as a, AsyncExitStack() as stack:
+async def test_lies_are_dropped_and_counted_and_another_run_is_not_heard() -> None:
+    async with _node("a") as a, AsyncExitStack() as stack, _node("b", a.address, run_id="other") as b:
         liar = _stranger()
         await liar.start()
         stack.push_async_callback(liar.stop)
@@ -224,6 +213,8 @@ async def test_lies_are_dropped_and_counted() -> None:
         assert a.discovery.refused == {"subkey": 1, "signature": 1, "malformed": 1, "lifetime": 1, "run": 1}
         with pytest.raises(RefusedError, match="expected a record of 5 bytes"):
             await _send(liar, a.endpoint.peer, b"x", own_bytes=5)
+        await _until(lambda: a.endpoint.counters.refused["run"], "a call of another run")
+        assert await b.knows() == set()
 
 
 @on_event_loop
@@ -298,42 +289,37 @@ async def test_sybils_neither_push_out_nor_keep_out_nor_get_about() -> None:
                 assert len(await node.discovery.peers()) <= 8
 
 
-async def _pretend(endpoint: Endpoint, told: list[bytes]) -> None:
-    """Answers what discovery asks, and passes on ``told``."""
+async def _pretend(endpoint: Endpoint, told: list[bytes], num_busy: int = 0) -> list[int]:
+    """Answers what discovery asks, at first that it is busy, and passes on ``told``; the calls, as they come."""
+    calls: list[int] = []
 
     async def exchange(_: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
         return Reply(PeerExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
 
     async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
+        calls.append(len(calls))
+        if calls[-1] < num_busy:
+            raise RefusedError("busy", "later")
         return Reply(PresentReply())
 
     endpoint.register(EXCHANGE_METHOD, PeerExchangeRequest, exchange, any_recipient=True)
     endpoint.register(PRESENT_METHOD, PeerExchangeRequest, present)
     await endpoint.start()
+    return calls
 
 
 @on_event_loop
 async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.network.discovery.base._RETRY_S", 0.1)
-    num_calls = 0
-
-    async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls < 3:
-            raise RefusedError("busy", "later")
-        return Reply(PresentReply())
-
     other = _stranger()
-    other.register(PRESENT_METHOD, PeerExchangeRequest, present)
-    await other.start()
+    calls = await _pretend(other, [], num_busy=2)
     async with _node("a") as a:
         certificate = (other.certificate or b"").decode()
         record = announce(other.identity, address=other.address, node_id="b", certificate_pem=certificate)
         await _send(other, a.endpoint.peer, record)
         await _until_known(a, "b")
     await other.stop()
-    assert num_calls == 3
+    assert len(calls) == 3
 
 
 @on_event_loop
@@ -395,3 +381,74 @@ def test_failures_are_remembered_of_so_many_addresses_and_no_more(addresses: lis
     for now, address in enumerate(addresses):
         backoff.failed(str(address), float(now))
     assert len(backoff.silent) <= 7
+
+
+@pytest.fixture
+def known() -> list[KnownPeer]:
+    wires = [announce(Identity.create()) for _ in range(4)]
+    return [KnownPeer(verify_announcement(wire, now=time.time(), max_clock_skew_s=10), wire) for wire in wires]
+
+
+def test_a_request_is_read_back(known: list[KnownPeer]) -> None:
+    own, has = unpack_request(*pack_request(b"own record", known))
+    assert own == b"own record"
+    assert has == {peer.announcement.peer_id: peer.announcement.sent_at for peer in known}
+
+
+def test_only_what_the_asker_lacks_is_told_within_the_length_of_a_message(known: list[KnownPeer]) -> None:
+    has = {known[0].announcement.peer_id: known[0].announcement.sent_at}
+    has[known[1].announcement.peer_id] = known[1].announcement.sent_at - 1
+    asker = known[2].announcement.peer_id
+    told = split_records(*records_for(asker, has, known, random.Random(0)))
+    assert set(told) == {known[1].wire, known[3].wire}
+    nonsense = {peer.announcement.peer_id: float("nan") for peer in known}
+    assert len(records_for("asker", nonsense, known, random.Random(0))[0].sizes) == len(known)
+    long = KnownPeer(known[0].announcement, b"x" * 16_000)
+    body, payload = records_for("asker", {}, [long] * 200, random.Random(0))
+    assert sum(body.sizes) == len(payload) <= 1 << 20
+    assert len(body.sizes) == (1 << 20) // 16_000
+
+
+def test_an_answer_that_does_not_fit_its_head_is_refused() -> None:
+    with pytest.raises(RefusedError, match="expected records of 5 bytes"):
+        split_records(PeerExchangeReply(sizes=(2, 3)), b"abcd")
+
+
+@given(own_bytes=st.integers(0, 100), payload=st.binary(max_size=200))
+def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload: bytes) -> None:
+    body = PeerExchangeRequest(own_bytes=own_bytes)
+    if len(payload) >= own_bytes and (len(payload) - own_bytes) % 40 == 0:
+        assert unpack_request(body, payload)[0] == payload[:own_bytes]
+    else:
+        with pytest.raises(RefusedError, match="expected a record"):
+            unpack_request(body, payload)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
+    """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
+    queue = StrangerQueue(2.0, random.Random(0))
+
+    async def is_answered(address: str) -> bool:
+        try:
+            await queue.wait(address)
+        except RefusedError as error:
+            assert error.reason == "busy"
+            return False
+        return True
+
+    begun_s = time.monotonic()
+    crowd = [asyncio.create_task(is_answered("192.0.2.1")) for _ in range(120)]
+    cut = crowd.pop()
+    await asyncio.sleep(0)
+    assert await is_answered("192.0.2.2"), "of another address"
+    cut.cancel()
+    num_answered = sum(await asyncio.gather(*crowd))
+    assert 64 <= num_answered <= 64 + 3 * (time.monotonic() - begun_s)
+    assert num_answered <= 64 + 16
+    async with asyncio.timeout(10):
+        while queue._waiting or queue.tasks:
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(0.4)
+    assert await is_answered("192.0.2.1"), "once the crowd is gone"

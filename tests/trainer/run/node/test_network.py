@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,14 @@ from tests.support.training_swarm import free_port, wait_until
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError
 from trainer.model import ModelConfig, build_model
-from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, open_discovery
-from trainer.network.rpc import Endpoint, Identity, RpcConfig
+from trainer.network.discovery import Announcement, DiscoveryConfig
+from trainer.network.rpc import Identity, RpcConfig
 from trainer.network.transfer import StateConfig, describe
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import register_terms
-from trainer.run.node.identity import NodeStats, announcement_of
-from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.identity import NodeStats
 from trainer.run.node.network import Network, PeerBook
 from trainer.run.node.state_form import StateFit, state_layout
 
@@ -95,20 +93,18 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         yield start
 
 
-def network_of(name: str, folder: Path, initial_peers: list[str], port: int = 0) -> Network:
+def network_of(name: str, folder: Path, initial_peers: list[str], port: int, terms: Terms = TERMS) -> Network:
     config = RunConfig(
         node_id=name,
         run_id="test",
         state_dir=str(folder),
         rpc=RpcConfig(host="127.0.0.1", port=port, public_address="127.0.0.1", stop_grace_s=0.1),
-        discovery=quick_discovery(initial_peers),
+        discovery=DiscoveryConfig(
+            initial_peers=tuple(initial_peers), announce_interval_s=0.2, poll_interval_s=0.1, max_retry_interval_s=1.0
+        ),
         state=StateConfig(retry_pause_s=0.05),
     )
-    return Network(config, Identity.create(), TERMS, lambda: 1024, FIT, lambda: False)
-
-
-def quick_discovery(initial_peers: Iterable[str]) -> DiscoveryConfig:
-    return DiscoveryConfig(initial_peers=tuple(initial_peers), announce_interval_s=0.2, poll_interval_s=0.1)
+    return Network(config, Identity.create(), terms, lambda: 1024, FIT, lambda: False)
 
 
 def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
@@ -160,43 +156,22 @@ def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
 
 @pytest.mark.slow
 def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
-    """The stranger is the one it was pointed at, and passes on who else is there."""
-    other = TERMS.model_copy(update={"synchronisation": {"seed": 2}})
-    loop = LoopThread("test-others")
-    loop.start()
-    others: list[tuple[Discovery, Endpoint]] = []
-
-    async def begin_one(terms: Terms, initial_peers: tuple[str, ...]) -> str:
-        endpoint = Endpoint(Identity.create(), "test", RpcConfig(host="127.0.0.1", public_address="127.0.0.1"))
-        register_terms(endpoint, terms)
-        discovery = open_discovery(endpoint, quick_discovery(initial_peers))
-        await endpoint.start()
-        await discovery.start()
-        named = RunConfig(node_id="other", run_id="test")
-        await discovery.announce(announcement_of(named, endpoint, terms, NodeStats()))
-        others.append((discovery, endpoint))
-        return endpoint.address
-
-    async def end_all() -> None:
-        for discovery, endpoint in others:
-            await discovery.close()
-            await endpoint.stop()
-
-    try:
-        stranger = loop.run(begin_one(other, ()), WAIT_S)
-        network = network_of("newcomer", tmp_path, [stranger])
-        starting = concurrent.futures.ThreadPoolExecutor(1).submit(network.start, Listening())
-        try:
-            wait_until(lambda: network.announcements, "the newcomer to hear of the stranger")
-            loop.run(begin_one(TERMS, (stranger,)), WAIT_S)
-            starting.result(WAIT_S)
-            assert len(network.alike()) == 1
-        finally:
-            concurrent.futures.wait([starting], WAIT_S)
-            network.stop()
-    finally:
-        loop.run(end_all(), WAIT_S)
-        loop.stop()
+    """The stranger is the one both were pointed at, and passes on who else is there."""
+    other, port = TERMS.model_copy(update={"synchronisation": {"seed": 2}}), free_port()
+    peers = [f"127.0.0.1:{port}"]
+    stranger = network_of("stranger", tmp_path / "a", [], port, other)
+    newcomer, alike = (network_of(name, tmp_path / name, peers, free_port()) for name in "bc")
+    with ExitStack() as stack:
+        for network in (stranger, newcomer, alike):
+            stack.callback(network.stop)
+        stranger.start(Listening())
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            starting = [pool.submit(newcomer.start, Listening())]
+            wait_until(lambda: bool(newcomer.announcements), "the newcomer to hear of the stranger")
+            starting.append(pool.submit(alike.start, Listening()))
+            for started in starting:
+                started.result(WAIT_S)
+        assert len(newcomer.alike()) == 1
 
 
 @pytest.mark.slow
