@@ -126,11 +126,7 @@ def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> Rule
 
 
 def _enforce(findings: Sequence[Finding], excluded: dict[int, str]) -> str:
-    """Adds those who failed to ``excluded``; returns the note to make.
-
-    Where most fail, the members differ too much to say which are outliers. Among fewer than three an honest member that
-    differs from the last result would be left out.
-    """
+    """Adds those who failed to ``excluded``, unless most did, or there are too few to say; returns the note to make."""
     checked = [finding for finding in findings if finding.member not in excluded]
     failed = [finding for finding in checked if not finding.passed]
     if len(checked) < LEAST_MEMBERS:

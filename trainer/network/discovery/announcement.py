@@ -155,7 +155,7 @@ def verify_announcement(
     subkey: str | None = None,
     allow_expired: bool = False,
 ) -> Announcement:
-    """Parses and verifies an announcement from an untrusted source.
+    """Parses and verifies an announcement from an untrusted source, or raises `AnnouncementRefusedError`.
 
     Args:
         wire: the received bytes.
@@ -164,9 +164,6 @@ def verify_announcement(
         run_id: the expected run; None accepts any (a seed serves all runs).
         subkey: the peer id under which it was stored in the DHT, if it was.
         allow_expired: accept it after its expiry.
-
-    Raises:
-        AnnouncementRefusedError: with its reason.
     """
     if len(wire) > MAX_WIRE_BYTES:
         raise AnnouncementRefusedError("oversized", f"expected at most {MAX_WIRE_BYTES} bytes, found {len(wire)}")

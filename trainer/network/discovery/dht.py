@@ -134,10 +134,9 @@ class DhtDiscovery(Discovery):
                 raise error
 
     async def _store(self, record: KnownPeer) -> None:
-        announcement, timeout_s = record.announcement, self._config.request_timeout_s
-        key = dht_key(self._endpoint.run_id, announcement.filed_under)
-        wire = record.wire.decode()
-        await self.process.store(key, announcement.peer_id, wire, announcement.expires_at, timeout_s)
+        said, timeout_s = record.announcement, self._config.request_timeout_s
+        key = dht_key(self._endpoint.run_id, said.filed_under)
+        await self.process.store(key, said.peer_id, record.wire.decode(), said.expires_at, timeout_s)
 
     async def _look_up(self) -> None:
         """Looks all wanted keys up at once; the records of some count though others fail."""
@@ -208,11 +207,8 @@ class SeedConfig:
 def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
     """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT or SIGTERM, then returns.
 
-    It may be killed and restarted at any time: the nodes dial it again within seconds. ``on_ready`` is called once with
-    the addresses to give to nodes as ``--initial-peers``.
-
-    Raises:
-        DiscoveryError: it did not become ready; the log says why (the port is taken, for one).
+    It may be killed and restarted at any time. ``on_ready`` is called once with the addresses to give to nodes as
+    ``--initial-peers``. Raises `DiscoveryError` where it does not become ready; the log says why.
     """
     asyncio.run(_serve_seed(config, on_ready))
 

@@ -277,12 +277,11 @@ class DhtProcess:
             logger.error("unreadable reply of the DHT process: %s", error.errors(include_input=False)[0]["msg"])
             return
         self.num_neighbours = reply.num_neighbours
+        future = self._pending.get(reply.id)
         if reply.id == 0:
             self._is_ready = True
             logger.info("the DHT process is ready at %s", ", ".join(reply.addresses) or "no address of its own")
-            return
-        future = self._pending.get(reply.id)
-        if future is not None and not future.done():
+        elif future is not None and not future.done():
             future.set_result(reply)
 
     async def _forward_log(self, process: Process) -> None:

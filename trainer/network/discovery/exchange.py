@@ -118,11 +118,7 @@ def split_records(body: PeerExchangeReply, payload: bytes) -> list[bytes]:
 
 
 class StrangerQueue:
-    """Lets requests of strangers pass at a limited rate for each address.
-
-    A node that announces many identities for one address waits, and so asks less. The next of the waiting requests is
-    chosen at random, so that no crowd is always before a newcomer.
-    """
+    """Lets requests of strangers pass at a limited rate for each address; of those that wait, a random one is next."""
 
     def __init__(self, interval_s: float, rng: random.Random) -> None:
         per_s = max(_STRANGERS_MIN_PER_S, _STRANGERS_PER_INTERVAL / interval_s)

@@ -103,10 +103,7 @@ class PeerTable:
     def offer(self, wire: bytes, *, source: str = "", subkey: str | None = None) -> Announcement | None:
         """Adds a record if it is valid and newer than the known one of its node; returns it if it was news.
 
-        Args:
-            wire: the received record.
-            source: its sender, by which candidates are grouped; empty: nobody in particular (a DHT).
-            subkey: the peer id it was stored under, if it was.
+        Candidates are grouped by ``source``, the sender; ``subkey`` is the peer id it was stored under, if it was.
         """
         now = self.clock()
         # Most records of a look-up or an exchange are known.

@@ -73,11 +73,7 @@ class Ranks:
 
 @contextmanager
 def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
-    """Joins the process group of the torch engine for as long as the node runs; with the other engine, none.
-
-    Raises:
-        TrainerUsageError: the engine does not fit how the process was started, or the group cannot be joined.
-    """
+    """Joins the process group of the torch engine for as long as the node runs; with the other engine, none."""
     if config.engine != "torch":
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise TrainerUsageError(

@@ -150,8 +150,7 @@ class Network(Generic[S]):
         choose: which of the others' states is to be taken up.
         same_kind: whether a node of the run ought to have this node's terms.
         stages: all of the run's, in order, where its model is cut.
-        near: the stages whose workers this node has to know, its own and those beside it; where a DHT is partitioned by
-            stage, it looks for these only.
+        near: its own stage and those beside it: all it looks for where a DHT is partitioned by stage.
     """
 
     def __init__(
@@ -236,8 +235,7 @@ class Network(Generic[S]):
         """Answers and looks for others from now on; waits a while for the first of them if any were named.
 
         Raises:
-            IncompatiblePeerError: most of the peers train something else.
-            RpcError: the port is taken.
+            IncompatiblePeerError: the peers train something else.
         """
         self._listener = listener
         self._loop.start()
@@ -293,14 +291,10 @@ class Network(Generic[S]):
             logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
     def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
-        """Fetches the state most others hold; returns None where this node holds it already.
+        """Fetches the state most others hold; returns None where this node holds it already, or ``stop`` says True.
 
-        The others' next round waits for this node, a bounded while, until it says which round it trains towards
-        (`PeerCollective.move_to`).
-
-        Args:
-            wait_s: how long to look for a state to fetch, and to try again when it changes; 0: only what is known now.
-            stop: checked regularly; True gives up.
+        It looks and tries again for ``wait_s``. The others' next round waits for this node, a bounded while, until it
+        says which round it trains towards (`PeerCollective.move_to`).
         """
         self.collective.catch_up()
         self.settle()

@@ -28,15 +28,9 @@ __all__ = ["Replica", "layers_of", "parameters_of"]
 class Replica:
     """A model in training on one node; parameters, moments, DiLoCo's vectors and vocabulary change together.
 
-    Args:
-        config: of the run.
-        model_config: the model's shape.
-        collective: partners of the outer steps.
-        device: where the model lives.
-        batches: what it trains on; ids that the model has no row for are left out.
-        num_ids: ids of the newest vocabulary known; losses leave the rows behind them out. As the rows do, they change
-            at outer steps alone, and a checkpoint brings its own, so that resuming stays exact.
-        on_loss: called with the loss of every batch.
+    Ids of ``batches`` without a row in the model are left out. Losses leave the rows behind ``num_ids``, those of the
+    newest vocabulary known, out; these change at outer steps alone, and a checkpoint brings its own. ``on_loss`` is
+    called with the loss of every batch.
     """
 
     def __init__(

@@ -205,12 +205,8 @@ def resolve(
 ) -> tuple[RunConfig, ModelConfig]:
     """Returns the configuration with nothing left to decide, and the model's shape.
 
-    Args:
-        config: as the user gave it.
-        saved: the checkpoint to resume, if there is one.
-        vocab_rows: rows for the store's vocabulary, for a model that begins anew.
-        memory_bytes: returns how much memory there is; called only where it decides.
-        shared_memory: model and DiLoCo's vectors lie in the same memory (on a CPU).
+    A model that begins anew has ``vocab_rows``; ``memory_bytes`` is called only where it decides. In ``shared_memory``
+    (on a CPU) lie both the model and DiLoCo's vectors.
 
     Raises:
         TrainerUsageError: there is no such preset, or its context is shorter than the rows asked for.

@@ -80,12 +80,7 @@ class Node:
         self._record_state()
 
     def run(self) -> None:
-        """Trains until asked to stop, or for ``max_steps``, and saves.
-
-        Raises:
-            TrainerError: it cannot go on; the last checkpoint is whole.
-            LoaderError: the data cannot be read.
-        """
+        """Trains until asked to stop, or for ``max_steps``, and saves; after an error the last checkpoint is whole."""
         try:
             while not (self._has_all_steps() or self._is_stopped()):
                 self._step()
