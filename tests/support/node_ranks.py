@@ -13,7 +13,7 @@ from trainer.collective import CollectiveConfig
 from trainer.outer.engine.collective import Contribution
 from trainer.outer.engine.process_group import RankedBytes
 from trainer.run.config import RunConfig
-from trainer.run.node.cluster import Ranks, cluster_collective
+from trainer.run.node.starting import Ranks, cluster_collective
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node
 

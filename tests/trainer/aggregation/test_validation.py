@@ -130,9 +130,9 @@ def test_a_minority_that_lies_is_told_from_the_others(lie, count, num_liars, cos
 
 @pytest.mark.parametrize("cosine", [0.0, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("count", [3, 4, 8])
-def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine):
-    assert found_of(members(count, cosine)) == [True] * count
-    assert found_of(members(count, cosine, num_values=50)) == [True] * count
+@pytest.mark.parametrize("num_values", [50, 60_000])
+def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine, num_values):
+    assert found_of(members(count, cosine, num_values)) == [True] * count
 
 
 def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
@@ -199,14 +199,7 @@ def test_nobody_outweighs_the_median_by_more_than_the_ratio(claimed, max_ratio):
     positive = sorted(weight for weight in capped if weight > 0)
     assert positive
     assert positive[-1] <= max_ratio * positive[(len(positive) - 1) // 2]
-
-
-@pytest.mark.slow
-@given(claims, st.randoms(use_true_random=False))
-def test_order_of_members_does_not_matter(claimed, random):
-    order = random.sample(range(len(claimed)), len(claimed))
-    capped = cap_weights(claimed)
-    assert cap_weights([claimed[i] for i in order]) == [capped[i] for i in order]
+    assert cap_weights(claimed[::-1], max_ratio) == capped[::-1]  # The order of members does not matter.
 
 
 @given(st.lists(st.floats(1, 3), min_size=3, max_size=7), st.lists(st.floats(), max_size=6))
@@ -227,9 +220,6 @@ SHARES = st.floats(0.0, 1.0)
 def test_the_progress_is_the_average_of_the_claims_by_weight() -> None:
     assert common_progress([1.0, 0.25], [3.0, 1.0]) == pytest.approx(0.8125)
     assert common_progress([1.0] * 7, [0.1, 0.2, 0.3, 1.0, 1.5, 2.0, 1.0]) == 1.0
-
-
-def test_who_brings_nothing_has_no_part_in_the_progress() -> None:
     assert common_progress([0.0, 0.5, 0.5], [0.0, 1.0, 2.0]) == 0.5
     assert common_progress([1.0, 1.0], [0.0, 0.0]) == 0.0
     assert common_progress([], []) == 0.0

@@ -226,11 +226,48 @@ class AnnouncementNode:
         node.protocol.storage = BoundedStorage(RecordQuotas())
         return cls(settings, node)
 
-    async def store(self, key: str, subkey: str, value: str, expires_at: float) -> bool:
-        """Stores a value; returns False if no node accepted it."""
-        return bool(await self._node.store(key, value.encode(), expires_at, subkey=subkey))
+    async def serve(self, requests: StreamReader, send: Send) -> None:
+        """Serves until standard input ends; cancels running requests before the node they need stops."""
+        send(DhtReply(id=0, addresses=await self._addresses()))
+        slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while line := await requests.readline():
+                try:
+                    request = DhtRequest.model_validate_json(line)
+                except ValidationError as error:
+                    logger.error("unreadable request: %s", error.errors(include_input=False)[0]["msg"])
+                    continue
+                await slots.acquire()
+                task = asyncio.create_task(self._handle(request, send))
+                running.add(task)
+                task.add_done_callback(running.discard)
+                task.add_done_callback(lambda _: slots.release())
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=_GIVE_UP_S)
 
-    async def get(self, key: str) -> tuple[tuple[Record, ...], int]:
+    async def _handle(self, request: DhtRequest, send: Send) -> None:
+        fields: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                if request.op == "get":
+                    fields["records"], fields["skipped"] = await self._get(request.key)
+                elif request.op == "status":
+                    fields["addresses"] = await self._addresses()
+                elif not await self._node.store(
+                    request.key, request.value.encode(), request.expires_at, subkey=request.subkey
+                ):
+                    fields["error"] = "no DHT node took the record"
+        except TimeoutError:
+            fields["error"] = f"no answer of the DHT within {request.timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent gets the text
+            fields["error"] = f"{type(error).__name__}: {error}"[:500]
+        send(DhtReply(id=request.id, num_neighbours=len(self._node.protocol.routing_table.uid_to_peer_id), **fields))
+
+    async def _get(self, key: str) -> tuple[tuple[Record, ...], int]:
         """Returns the newest record of each subkey, and how many were left out as too long, not text, or too many."""
         found = await self._node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
@@ -243,15 +280,11 @@ class AnnouncementNode:
                 records.append(record)
         return tuple(records), len(found.value) - len(records)
 
-    async def addresses(self) -> tuple[str, ...]:
+    async def _addresses(self) -> tuple[str, ...]:
         """Returns the addresses it is reached at, with its peer id; empty for a client."""
         if self._settings.client_mode:
             return ()
         return tuple(str(address) for address in await self._node.get_visible_maddrs(latest=True))
-
-    def num_neighbours(self) -> int:
-        """Returns the number of nodes in its routing table."""
-        return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def stop(self, timeout_s: float) -> None:
         """Stops node and daemon; raises `TimeoutError` where that takes longer."""
@@ -341,47 +374,6 @@ def _write(descriptor: int, reply: DhtReply) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-async def _serve(node: AnnouncementNode, requests: StreamReader, send: Send) -> None:
-    """Serves until standard input ends; cancels running requests before the node they need stops."""
-    slots = asyncio.Semaphore(_MAX_CONCURRENT)
-    running: set[asyncio.Task[None]] = set()
-    try:
-        while line := await requests.readline():
-            try:
-                request = DhtRequest.model_validate_json(line)
-            except ValidationError as error:
-                logger.error("unreadable request: %s", error.errors(include_input=False)[0]["msg"])
-                continue
-            await slots.acquire()
-            task = asyncio.create_task(_handle(node, request, send))
-            running.add(task)
-            task.add_done_callback(running.discard)
-            task.add_done_callback(lambda _: slots.release())
-    finally:
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running, timeout=_GIVE_UP_S)
-
-
-async def _handle(node: AnnouncementNode, request: DhtRequest, send: Send) -> None:
-    reply = DhtReply(id=request.id)
-    try:
-        async with asyncio.timeout(request.timeout_s):
-            if request.op == "get":
-                records, skipped = await node.get(request.key)
-                reply = DhtReply(id=request.id, records=records, skipped=skipped)
-            elif request.op == "status":
-                reply = DhtReply(id=request.id, addresses=await node.addresses())
-            elif not await node.store(request.key, request.subkey, request.value, request.expires_at):
-                reply = DhtReply(id=request.id, error="no DHT node took the record")
-    except TimeoutError:
-        reply = DhtReply(id=request.id, error=f"no answer of the DHT within {request.timeout_s:g} s")
-    except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent gets the text
-        reply = DhtReply(id=request.id, error=f"{type(error).__name__}: {error}"[:500])
-    send(reply.model_copy(update={"num_neighbours": node.num_neighbours()}))
-
-
 async def _run(send: Send) -> None:
     loop = asyncio.get_running_loop()
     requests = StreamReader(limit=MAX_LINE_BYTES)
@@ -404,8 +396,7 @@ async def _run(send: Send) -> None:
 async def _run_node(settings: DhtSettings, requests: StreamReader, send: Send) -> None:
     node = await AnnouncementNode.start(settings)
     try:
-        send(DhtReply(id=0, addresses=await node.addresses()))
-        await _serve(node, requests, send)
+        await node.serve(requests, send)
     finally:
         await node.stop(_STOP_TIMEOUT_S)
 

@@ -2,17 +2,21 @@
 
 The architecture is a preset that was named; else what the checkpoint was trained with; else what this machine's memory
 has room for (spec T-27). The newest whole checkpoint is resumed if it is of this run; one of another preset than was
-named is put aside. Ranks that a kill left at different rounds go back to the one that the slowest had reached.
+named is put aside. Under torchrun, what ranks read of their machines is agreed first, as the least of what they found,
+over a process group of its own (gloo); ranks that a kill left at different rounds go back to the slowest's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +35,7 @@ from trainer.checkpoint.node import (
     wallet_id,
 )
 from trainer.checkpoint.node.naming import kept_paths
+from trainer.compression.vectors import codec_named
 from trainer.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -43,8 +48,9 @@ from trainer.inner import batch_size_for, choose_device
 from trainer.model import PRESETS, ModelConfig, available_memory_bytes, choose_architecture, num_parameters, preset
 from trainer.monitor import MeteredIterator
 from trainer.outer.engine.collective import Collective, LocalCollective
+from trainer.outer.engine.process_group import RankedBytes
+from trainer.outer.engine.torch_collective import TorchCollective
 from trainer.run.config import RunConfig, changed_options, to_yaml
-from trainer.run.node.cluster import Ranks, cluster_collective, joined_cluster
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
@@ -55,7 +61,7 @@ if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
 
-__all__ = ["resolve", "run_node"]
+__all__ = ["Ranks", "cluster_collective", "joined_cluster", "resolve", "run_node"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +77,8 @@ _GROWTH = 1.5
 _NO_MEMORY = "can't allocate memory"
 """What torch's allocator for main memory says; it has no exception class of its own."""
 _BACKENDS = ("gloo", "NCCL")
+_NUMBER = struct.Struct("<q")
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> None:
@@ -94,6 +102,83 @@ def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> 
         with stop.on_signals():
             node.begin()
             node.run()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of a torchrun job; by default one that belongs to none."""
+
+    rank: int = 0
+    local_rank: int = 0
+    local_size: int = 1
+    """Ranks on this machine: they share its memory."""
+    control: RankedBytes | None = None
+    """For what the ranks decide; None outside a cluster."""
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether there are other ranks."""
+        return self.control is not None
+
+    @property
+    def instance(self) -> str:
+        """Distinguishes the ranks' checkpoints."""
+        return f"rank-{self.rank}" if self.in_cluster else ""
+
+    def own(self, config: RunConfig) -> RunConfig:
+        """Returns the configuration of this rank: data, log and HTTP port of its own."""
+        if not self.in_cluster:
+            return config
+        port = config.api.port + self.local_rank if config.api.port else 0
+        return replace(config, node_id=f"{config.node_id}-{self.rank}", api=replace(config.api, port=port))
+
+    def least(self, value: int) -> int:
+        """Returns the least of all ranks' values; all have to call it. Raises `PeerUnavailableError` if one is gone."""
+        if self.control is None:
+            return value
+        found = self.control.gather(_NUMBER.pack(value), _NUMBER.size)
+        return min(int(_NUMBER.unpack(number)[0]) for number in found)
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether a flag is set at any rank; see `least`."""
+        return not self.least(not flag)
+
+
+@contextmanager
+def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
+    """Joins the process group of the torch engine for as long as the node runs; with the other engine, none."""
+    if config.engine != "torch":
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise TrainerUsageError(
+                "engine p2p: expected one process a node, found this one to be one of torchrun's; add --engine torch, "
+                "or start `python -m trainer`"
+            )
+        yield Ranks()
+        return
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise TrainerUsageError(
+            f"engine torch: expected to be started by torchrun, found no {', '.join(missing)}; run "
+            "`torchrun --nproc-per-node 8 -m trainer --engine torch ...`"
+        )
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=config.collective.round_timeout_s)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise TrainerUsageError(f"engine torch: the process group cannot be joined: {error}") from error
+    try:
+        yield Ranks(
+            rank=dist.get_rank(),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            control=RankedBytes(control),
+        )
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -170,6 +255,14 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
         stop=stop,
         current_loss=float("nan") if saved is None else saved.current_loss,
     )
+
+
+def cluster_collective(config: RunConfig) -> Collective:
+    """Returns how ranks make their outer steps; under DDP they make none."""
+    if config.strategy == "ddp":
+        return LocalCollective(config.node_id)
+    codec = codec_named(config.collective.compression)
+    return TorchCollective(codec, config.rule, max_weight_ratio=config.collective.max_weight_ratio)
 
 
 def _collective(

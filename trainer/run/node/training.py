@@ -21,7 +21,6 @@ from trainer.monitor import MeteredIterator
 from trainer.monitor.metrics import CheckpointOutcome
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
-from trainer.run.node.cluster import Ranks
 from trainer.run.node.data import StoreWatch
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
@@ -30,6 +29,7 @@ from trainer.run.node.watching import Watch
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
+    from trainer.run.node.starting import Ranks
 
 __all__ = ["Node", "TrainingDisplay"]
 

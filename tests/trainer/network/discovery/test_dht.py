@@ -248,11 +248,6 @@ def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
 ) -> None:
     """The seed is away, comes, and goes again; what the node's process logs as an error comes out as one here."""
 
-    async def until_said(discovery: DhtDiscovery, said: str) -> None:
-        async with asyncio.timeout(_WITHIN_S):
-            while discovery.no_peers_reason() != said:
-                await asyncio.sleep(0.1)
-
     async def scenario() -> None:
         async with _seed(tmp_path / "seed.id") as (_, address):
             pass
@@ -261,7 +256,9 @@ def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
             assert alone.no_peers_reason() == f"nobody answers at {address}"
             async with _seed(tmp_path / "seed.id", listen=_listen(address)):
                 await _until_joined(node)
-                await until_said(alone, f"the DHT of {address} knows nobody of run run")
+                async with asyncio.timeout(_WITHIN_S):
+                    while alone.no_peers_reason() != f"the DHT of {address} knows nobody of run run":
+                        await asyncio.sleep(0.1)
 
     with caplog.at_level(logging.WARNING, "trainer.network.discovery"):
         asyncio.run(scenario())
