@@ -142,14 +142,6 @@ def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
     assert found_of(rows) == [True] * 4
 
 
-def test_who_weighs_nothing_is_not_looked_at():
-    rows = torch.cat([members(3, 0.3), torch.zeros(3, 60_000)])
-    found = moments(rows, torch.zeros(60_000))
-    findings = validate(found, RuleConfig(), [1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-    assert all(finding.passed for finding in findings)
-    assert findings[3].reason == "brings nothing (weight 0)"
-
-
 HOUR, DAY, WEEK = 3600.0, 86_400.0, 7 * 86_400.0
 
 
