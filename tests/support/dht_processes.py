@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.dht_messages import DhtSettings
+from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 
 __all__ = ["descendants", "dht_settings", "running_dht", "wait_until_gone"]
 

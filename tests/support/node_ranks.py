@@ -13,7 +13,7 @@ from trainer.collective import CollectiveConfig
 from trainer.outer.engine.collective import Contribution
 from trainer.outer.engine.torch_collective import RankedBytes
 from trainer.run.config import RunConfig
-from trainer.run.node.cluster import Ranks, cluster_collective
+from trainer.run.node.starting import Ranks, cluster_collective
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node
 
@@ -73,13 +73,6 @@ def beside_a_round(rank: int, num_ranks: int) -> dict[str, int]:
 def weights_under_a_cap(rank: int, num_ranks: int) -> list[float]:
     """What ranks count for that did 4, 400 ... batches, where the run's cap lets nobody count more than the median."""
     config = RunConfig(node_id="pod", engine="torch", collective=CollectiveConfig(max_weight_ratio=1.0))
-    vector = torch.ones(64)
-    contribution = Contribution(
-        round_index=0,
-        vector=vector,
-        num_batches=4 * 100**rank,
-        age_s=0.0,
-        reference=torch.zeros_like(vector),
-        state_digest="",
-    )
+    vectors = {"vector": torch.ones(64), "reference": torch.zeros(64)}
+    contribution = Contribution(round_index=0, num_batches=4 * 100**rank, age_s=0.0, state_digest="", **vectors)
     return list(cluster_collective(config).reduce(contribution).report.weights)

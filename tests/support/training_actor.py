@@ -1,12 +1,8 @@
 """Some members of one run in a process of its own, honest and lying: endpoints, rounds and training, without a store.
 
-Run as ``python -m tests.support.training_actor``: reads JSON lines, writes one for each. A run takes three: which
-members live here and what the run is like, where all members are reached, and that the others are done. Every member
-has a key, an endpoint, sockets and a model of its own; only the event loop is shared. What it learns is the manuals of
-the standard library, letter by letter, each member from other places of them.
-
-The steps are so few and so large that honest members still agree about the direction (their cosines are 0.8 at first
-and 0.7 at the end). Where they do not, Krum takes a vector of zeros for the most central one, whatever the code.
+It reads JSON lines and writes one for each: which members live here and what the run is like, where all are reached,
+and that the others are done. Each learns the manuals of the standard library, letter by letter, from other places. The
+steps are so few and so large that honest members still agree about the direction (cosines of 0.7 and more).
 """
 
 from __future__ import annotations
@@ -14,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,9 +42,8 @@ _SEQ_LEN = SMALL.max_seq_len
 _POISON = 1.0e30
 """What the codec takes, and `_encode_poison` makes NaN of."""
 
-ATTACKS = ("flip", "nan", "random", "zero", "weight", "heavy_flip")
-"""Sign-flipped and ten times as large; not a number; noise of the same length; nothing; honest, but said to be of 1e12
-batches; sign-flipped and said to be of 1e12 batches."""
+_MANY = 1_000_000_000_000
+"""Batches that nobody trained."""
 
 
 @cache
@@ -79,37 +75,30 @@ def _held_out_loss(model: torch.nn.Module) -> float:
         return float(model(batch["input_ids"], batch["labels"]))
 
 
-class _Liar:
-    """A member's collective that says something else than what it was given."""
+def _noise(vector: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(vector.shape, generator=generator)
+    return noise * (vector.norm() / noise.norm())
 
-    def __init__(self, inner: PeerCollective, attack: str, member: int) -> None:
-        self._inner = inner
-        self._attack = attack
-        self._generator = torch.Generator().manual_seed(1000 + member)
+
+_LIES: Mapping[str, Callable[[Tensor, torch.Generator], dict[str, Any]]] = {
+    "flip": lambda vector, _: {"vector": -10 * vector},
+    "nan": lambda vector, _: {"vector": torch.full_like(vector, _POISON)},
+    "random": lambda vector, generator: {"vector": _noise(vector, generator)},
+    "zero": lambda vector, _: {"vector": torch.zeros_like(vector)},
+    "weight": lambda _vector, _: {"num_batches": _MANY},
+    "heavy_flip": lambda vector, _: {"vector": -vector, "num_batches": _MANY},
+}
+ATTACKS = tuple(_LIES)
+
+
+class _Liar(PeerCollective):
+    """Says something else than what it was given."""
+
+    attack: str
+    generator: torch.Generator
 
     def reduce(self, contribution: Contribution) -> RoundResult:
-        return self._inner.reduce(self._lie(contribution))
-
-    def _lie(self, contribution: Contribution) -> Contribution:
-        vector = contribution.vector
-        if self._attack == "flip":
-            return replace(contribution, vector=-10 * vector)
-        if self._attack == "nan":
-            return replace(contribution, vector=torch.full_like(vector, _POISON))
-        if self._attack == "random":
-            noise = torch.randn(vector.shape, generator=self._generator)
-            return replace(contribution, vector=noise * (vector.norm() / noise.norm()))
-        if self._attack == "zero":
-            return replace(contribution, vector=torch.zeros_like(vector))
-        return replace(
-            contribution, vector=-vector if self._attack == "heavy_flip" else vector, num_batches=1_000_000_000_000
-        )
-
-    def requested(self) -> bool:
-        return self._inner.requested()
-
-    def close(self) -> None:
-        self._inner.close()
+        return super().reduce(replace(contribution, **_LIES[self.attack](contribution.vector, self.generator)))
 
 
 def _encode_poison(arithmetic: Arithmetic, part: int) -> bytes:
@@ -121,50 +110,29 @@ def _encode_poison(arithmetic: Arithmetic, part: int) -> bytes:
     return bytes(arithmetic.codec.encode(piece))
 
 
-class _Directory:
-    """Whoever the run has."""
-
-    def __init__(self, peers: Mapping[str, Peer]) -> None:
-        self._peers = peers
-
-    def peers(self) -> Mapping[str, Peer]:
-        return self._peers
-
-    def holds_most_held_state(self) -> bool:
-        return True
-
-
 class _Member:
     """One of them, in one run."""
 
     def __init__(self, number: int, run: Mapping[str, Any], loop: LoopThread) -> None:
         self._number = number
-        self._run = run
         self._loop = loop
         self._peers: dict[str, Peer] = {}
         config = RpcConfig(host="127.0.0.1", public_address="127.0.0.1", heartbeat_s=1.0, stall_timeout_s=15.0)
         self.endpoint = Endpoint(Identity.create(), run["run_id"], replace(config, stop_grace_s=0.1))
         rule = RuleConfig(**run["rule"])
         terms = Terms(architecture={}, tokenizer_lineage="0" * 64, synchronisation={"rule": rule.rule})
-        collective = PeerCollective(
-            self.endpoint,
-            loop.loop,
-            run["run_id"],
-            terms,
-            rule,
-            CollectiveConfig(
-                min_members=run["num_members"],
-                stall_timeout_s=15.0,
-                invite_after_s=60.0,
-                gather_timeout_s=60.0,
-                round_timeout_s=90.0,
-            ),
-            _Directory(self._peers),
-            lambda: VOCAB_SIZE,
-        )
-        collective.move_to(0)
+        times = {"stall_timeout_s": 15.0, "invite_after_s": 60.0, "gather_timeout_s": 60.0, "round_timeout_s": 90.0}
+        options = CollectiveConfig(min_members=run["num_members"], **times)
+        directory = SimpleNamespace(peers=lambda: self._peers, holds_most_held_state=lambda: True)
         attack = run["liars"].get(str(number))
-        self._collective = collective if attack is None else _Liar(collective, attack, number)
+        kind = PeerCollective if attack is None else _Liar
+        self._collective = kind(
+            self.endpoint, loop.loop, run["run_id"], terms, rule, options, directory, lambda: VOCAB_SIZE
+        )
+        if isinstance(self._collective, _Liar):
+            self._collective.attack = attack
+            self._collective.generator = torch.Generator().manual_seed(1000 + number)
+        self._collective.move_to(0)
 
     def start(self) -> tuple[str, str, str]:
         """Where it is reached."""
@@ -189,11 +157,13 @@ class _Member:
             result = outer.after_inner_step(1)
             rounds += [result] if result is not None else []
         anchor = outer.shared_state().anchor
+        spelled = ("members", "dropped", "completeness", "validation", "weights", "rule", "note")
+        reports = [result.report for result in rounds if result.report is not None]
         return {
             "loss": _held_out_loss(model),
             "digest": hashlib.sha256(anchor.numpy().tobytes()).hexdigest(),
             "failed": [result.error for result in rounds if not result.committed],
-            "reports": [_spelled(result) for result in rounds if result.report is not None],
+            "reports": [{name: getattr(report, name) for name in spelled} for report in reports],
             "peer_id": self.endpoint.peer_id,
         }
 
@@ -201,20 +171,6 @@ class _Member:
         """Gives up its sockets."""
         self._collective.close()
         self._loop.run(self.endpoint.stop(), 30.0)
-
-
-def _spelled(result: OuterResult) -> dict[str, Any]:
-    report = result.report
-    assert report is not None
-    return {
-        "members": report.members,
-        "dropped": report.dropped,
-        "completeness": report.completeness,
-        "validation": report.validation,
-        "weights": report.weights,
-        "rule": report.rule,
-        "note": report.note,
-    }
 
 
 def _say(value: object) -> None:

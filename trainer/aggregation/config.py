@@ -15,14 +15,9 @@ ValidationMode = Literal["off", "log", "enforce"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleConfig:
-    """Aggregation rule and gradient validation.
+    """Aggregation rule and gradient validation; the defaults suit runs that strangers can join.
 
-    The defaults suit runs that strangers can join: outliers are left out, and the rest goes through a trimmed mean.
-    The bounds are those of spec T-20. ``trim_fraction`` differs from spec T-18, whose 0.1 trims nobody below ten
-    members.
-
-    Raises:
-        TrainerUsageError: a value is out of range.
+    The bounds are those of spec T-20. ``trim_fraction`` differs from spec T-18, whose 0.1 trims nobody below ten.
     """
 
     rule: RuleName = "trimmed_mean"

@@ -1,23 +1,9 @@
 """Decides from the moments of whole vectors what is done with each of them.
 
 ``decide`` is pure and uses plain Python floats, correctly rounded sums and square roots: the same moments, weights and
-configuration give the same decision, bit for bit, on any machine. Permuting the members permutes the decision (of
-members at exactly equal distances the first is taken).
-
-Enforced validation never leaves out the greater part: if more than half of the finite vectors fail, the members differ
-too much to say which are outliers, nobody is left out, and the note says so. Nor does it leave out anyone among fewer
-than three, where an honest member that differs from the last result would be.
-
-**Centred clipping** (Karimireddy et al., 2021) is iterated in the coordinates of the Gram matrix. The centre v starts
-at the reference, or, without one, at the member with the closest neighbours. Each move adds the mean of the members'
-pulls x_i - v, each shortened to a radius. All pull alike: weights are claims, and with claims of three times the median
-(`cap_weights`) two liars of seven would have most of the pull. v is always a convex combination of reference and
-members, so n+1 coefficients describe it and no vector is read before it is found.
-
-The automatic radius is the lower median of the distances to v, taken anew at each move, so there is no scale to
-configure or to go stale as training slows. At the fixed point v is within R·n/(n-2f) of the honest mean if the n-f
-honest lie within R of it, whatever the f others send (a byzantine pull is at most the radius; an honest one, from
-farther away than R, points home with at least (e-R)/(e+R) of it). n=5, f=1: 1.67 R; n=7, f=2: 2.33 R.
+configuration give the same decision, bit for bit, on any machine; permuting the members permutes it. Centred clipping
+(Karimireddy et al., 2021) is iterated in the coordinates of the Gram matrix. Its automatic radius, the lower median
+distance, ends within R·n/(n-2f) of the honest mean if the n-f honest lie within R of it, whatever the f others send.
 """
 
 from __future__ import annotations
@@ -65,7 +51,6 @@ class RuleDecision:
     """none: everybody is left out, and there is nothing to aggregate."""
     note: str
     findings: tuple[Finding, ...] = ()
-    """Of gradient validation, unless it is off."""
 
     @property
     def odd(self) -> dict[int, str]:
@@ -85,10 +70,7 @@ def needs_decision(config: RuleConfig) -> bool:
 
 
 def trim_count(num_members: int, config: RuleConfig) -> int:
-    """Returns how many values the trimmed mean leaves out at each end: the fraction, at least ``num_byzantine``.
-
-    One value always stays.
-    """
+    """Returns how many values the trimmed mean leaves out at each end; one value always stays."""
     wanted = max(int(num_members * config.trim_fraction + 1e-9), config.num_byzantine)
     return max(0, min(wanted, (num_members - 1) // 2))
 
@@ -118,9 +100,6 @@ def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> Rule
             of a part, and the decision is for that part.
         weights: [n], capped; 0 means the member brings nothing.
         config: rule and bounds.
-
-    Raises:
-        TrainerUsageError: there are not as many weights as members, or one is not a weight.
     """
     if len(weights) != found.num_members or not all(0 <= weight < math.inf for weight in weights):
         raise TrainerUsageError(
@@ -147,7 +126,7 @@ def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> Rule
 
 
 def _enforce(findings: Sequence[Finding], excluded: dict[int, str]) -> str:
-    """Adds those who failed to ``excluded``, unless they are the greater part; returns the note to make."""
+    """Adds those who failed to ``excluded``, unless most did, or there are too few to say; returns the note to make."""
     checked = [finding for finding in findings if finding.member not in excluded]
     failed = [finding for finding in checked if not finding.passed]
     if len(checked) < LEAST_MEMBERS:
@@ -168,28 +147,21 @@ def _combine(
     num_neighbours = len(members) - config.num_byzantine - 2
     order = krum_order(squared_distances(gram, rows), num_neighbours)
     chosen = sorted(order[: 1 if rule == "krum" else num_neighbours])
+    kept_weights = [weights[members[position]] for position in chosen]
+    if not any(kept_weights):
+        kept_weights = [1.0] * len(chosen)
+    total = math.fsum(kept_weights)
     combination = [0.0] * len(gram)
-    shares = _shares([weights[members[position]] for position in chosen])
-    for position, share in zip(chosen, shares, strict=True):
-        combination[rows[position]] = share
+    for position, weight in zip(chosen, kept_weights, strict=True):
+        combination[rows[position]] = weight / total
     return combination
-
-
-def _shares(weights: Sequence[float]) -> list[float]:
-    """Weights as shares of their sum; equal shares where no weight is positive."""
-    if not any(weight > 0 for weight in weights):
-        return [1.0 / len(weights)] * len(weights)
-    total = math.fsum(weights)
-    return [weight / total for weight in weights]
 
 
 def _clipped_centre(gram: GramMatrix, members: Sequence[int], radius: float) -> list[float]:
     """The centre as coefficients, 0 or more and adding up to 1, over the rows of a Gram matrix.
 
-    Args:
-        gram: inner products of (reference, x_1, ..., x_n).
-        members: rows of those that count, 1 to n.
-        radius: how far one member may pull a move; 0 takes the median distance.
+    ``members`` are the rows of those that count. All pull alike: weights are claims, and with claims of three times the
+    median (`cap_weights`) two liars of seven would have most of the pull. A ``radius`` of 0 is the median distance.
     """
     rows = [0, *members]
     start = 0

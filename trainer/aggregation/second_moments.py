@@ -1,16 +1,8 @@
 """Second moments of whole vectors, summed over slices, and the distances that Krum decides by.
 
-Distances, norms, cosines and variances among n vectors and a reference follow from their Gram matrix and the sums of
-their values. Both are sums over coordinates: each reducer computes them for its slice, the members exchange them (n =
-8: 456 bytes) and add them in one order, and no member ever holds two whole vectors of others. They are in float64,
-whose products of fp32 values are exact: vectors that agree to five digits still have their squared distance to 0.1 %.
-
-Distances are plain Python floats from ``math.fsum``, rounded once and correctly. The result does not depend on the
-order of members, a BLAS or a processor, so every member of a round decides the same.
-
-A row with NaN or infinity is flagged and its entries are zero. A reducer can lie about the moments of its slice as it
-can about the slice's result; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz), which bounds the size of
-a lie.
+Distances, norms, cosines and variances among n vectors and a reference follow from their Gram matrix and their sums, in
+float64. Each reducer computes both for its slice; the members exchange them (n = 8: 456 bytes) and add them in one
+order. A reducer can lie about them; ``from_bytes`` refuses what no vectors can have (Cauchy-Schwarz).
 """
 
 from __future__ import annotations
@@ -33,15 +25,18 @@ __all__ = ["MAX_MEMBERS", "GramMatrix", "Moments", "finite_rows", "krum_order", 
 
 GramMatrix = Sequence[Sequence[float]]
 """Inner products, row by row; symmetric."""
+MAX_MEMBERS: Final = 256
+"""Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB."""
+_MAGIC: Final = b"GMO1"
+_HEADER: Final = struct.Struct("<4sIQ")
+# Values worked on at once, all vectors together: 4 MiB of float64, which stays in the last-level cache.
+_CHUNK_TOTAL: Final = 1 << 19
+# Rounding in sums of float64; far above what 1e12 terms accumulate.
+_SLACK: Final = 1 + 1e-6
 
 
 def squared_distances(gram: GramMatrix, members: Sequence[int]) -> list[list[float]]:
-    """Returns squared distances among some vectors of a Gram matrix; exactly 0 to itself, never negative.
-
-    Args:
-        gram: inner products.
-        members: rows to look at, in the order of the result.
-    """
+    """Returns squared distances among some rows of a Gram matrix, in their order; 0 to itself, never negative."""
     return [
         [0.0 if i == j else max(0.0, math.fsum((gram[i][i], gram[j][j], -2.0 * gram[i][j]))) for j in members]
         for i in members
@@ -51,29 +46,15 @@ def squared_distances(gram: GramMatrix, members: Sequence[int]) -> list[list[flo
 def krum_order(distances: Sequence[Sequence[float]], num_neighbours: int) -> list[int]:
     """Returns positions from the best Krum score to the worst.
 
-    The score of a vector is the sum of its squared distances to its ``num_neighbours`` closest others. With one
-    neighbour the closest pair always ties: of equal scores the one with the nearer next neighbours comes first, then
-    the lower position.
-
-    Args:
-        distances: squared, n by n.
-        num_neighbours: n - num_byzantine - 2 for Krum.
+    The score of a vector is the sum of its squared ``distances`` (n by n) to its ``num_neighbours`` closest others,
+    n - num_byzantine - 2 for Krum. With one neighbour the closest pair always ties: of equal scores the one with the
+    nearer next neighbours comes first, then the lower position.
     """
     scores = []
     for position, row in enumerate(distances):
         others = sorted(distance for other, distance in enumerate(row) if other != position)
         scores.append((math.fsum(others[:num_neighbours]), others, position))
     return [position for _, _, position in sorted(scores)]
-
-
-MAX_MEMBERS: Final = 256
-"""Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB."""
-_MAGIC: Final = b"GMO1"
-_HEADER: Final = struct.Struct("<4sIQ")
-# Values worked on at once, all vectors together: 4 MiB of float64, which stays in the last-level cache.
-_CHUNK_TOTAL: Final = 1 << 19
-# Rounding in sums of float64; far above what 1e12 terms accumulate.
-_SLACK: Final = 1 + 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,29 +66,20 @@ class Moments:
     sums: NDArray[np.float64]
     """[n+1], sums of the values of each."""
     num_values: int
-    """Coordinates covered."""
     finite: NDArray[np.bool_]
     """[n], whether the vector is finite; if not, its entries are zero or cover a part only."""
 
     @property
     def num_members(self) -> int:
-        """Number of vectors, the reference not counted."""
+        """Vectors, the reference not counted."""
         return len(self.finite)
 
     def __add__(self, other: Moments) -> Moments:
-        """Returns the moments over both ranges of coordinates; the order of several additions affects the bits.
-
-        Raises:
-            TrainerUsageError: they cover different numbers of vectors.
-        """
+        """Returns the moments over both ranges of coordinates; the order of several additions affects the bits."""
         if other.num_members != self.num_members:
             raise TrainerUsageError(f"expected moments of {self.num_members} members, found {other.num_members}")
-        return Moments(
-            self.gram + other.gram,
-            self.sums + other.sums,
-            self.num_values + other.num_values,
-            self.finite & other.finite,
-        )
+        num_values = self.num_values + other.num_values
+        return Moments(self.gram + other.gram, self.sums + other.sums, num_values, self.finite & other.finite)
 
     def to_bytes(self) -> bytes:
         """Encodes a header, a flag a member, the upper triangle and the sums: 16 + n + 4(n+1)(n+4) bytes."""
@@ -118,11 +90,7 @@ class Moments:
 
     @classmethod
     def from_bytes(cls, buffer: Buffer, num_members: int | None = None) -> Moments:
-        """Decodes the bytes of ``to_bytes``.
-
-        Args:
-            buffer: as received.
-            num_members: expected number; None accepts any up to ``MAX_MEMBERS``.
+        """Decodes the bytes of ``to_bytes``; without ``num_members`` of any number up to ``MAX_MEMBERS``.
 
         Raises:
             CodecError: another number of members, or moments that no vectors have.
@@ -170,14 +138,10 @@ def finite_rows(contributions: Tensor | Sequence[Tensor]) -> list[bool]:
 
 
 def moments(contributions: Tensor | Sequence[Tensor], reference: Tensor) -> Moments:
-    """Computes Gram matrix, sums and finite flags of vectors over a slice or a part of one.
-
-    Args:
-        contributions: fp32[n, d], n up to ``MAX_MEMBERS``; rows may hold NaN or infinity.
-        reference: fp32[d], finite.
+    """Computes Gram matrix, sums and finite flags of vectors fp32[n, d] and a finite reference fp32[d].
 
     Raises:
-        TrainerUsageError: lengths differ, there are too many vectors, or the reference is not finite.
+        TrainerUsageError: lengths differ, there are more than ``MAX_MEMBERS``, or the reference is not finite.
     """
     rows = [reference, *contributions]
     num_values = reference.numel()

@@ -1,20 +1,9 @@
-"""Gradient validation (spec T-20): does a member's vector look like one of this run's?
+"""What the members of a round claim and send, checked: weights are capped, gradients validated (spec T-20).
 
-Three comparisons: direction (cosine), magnitude (norm ratio 0.1 to 10) and spread (variance ratio at most 100). All
-follow from the moments, in float64.
-
-Three or more members are compared with each other, so that a poisoned result of an earlier round has no influence, and
-an honest member passes while the honest are a majority:
-
-- A member's *agreement* is the ``n // 2``-th largest of its cosines to the others. An honest member finds that many
-  honest others; f <= (n - 1) / 2 liars that send one vector are only f - 1 others to each other. The least agreement is
-  a share (``min_cosine``) of the median member's: honest pseudo-gradients have cosines of 0.1 to 0.9 with each other,
-  by batch size and phase of training, but those of one round are much alike. Three standard deviations of the cosine
-  between unrelated vectors are conceded, so that short vectors are not judged by chance.
-- Norm and variance are compared with the lower median member's.
-
-One or two members are compared with the last accepted pseudo-gradient (spec T-20); nobody is left out for that
-(`deciding`). What cannot be compared passes, with a reason. A bound met exactly passes (a slack of 1e-9 for rounding).
+Validation compares direction (cosine), magnitude (norm) and spread (variance), all from the moments. Three or more are
+compared with each other, so that a poisoned earlier result has no influence. An honest member's ``n // 2``-th largest
+cosine is to an honest one; of liars that send one vector it is not. It is judged as a share of the median member's. One
+or two are compared with the last result. What cannot be compared passes, with a reason; so does a bound met exactly.
 """
 
 from __future__ import annotations
@@ -22,15 +11,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import Final
 
 from torch import Tensor
 
 from trainer.aggregation.config import RuleConfig
 from trainer.aggregation.second_moments import GramMatrix, Moments, moments
+from trainer.errors import TrainerUsageError
 
-__all__ = ["LEAST_MEMBERS", "Finding", "unusable", "validate", "validate_gradient"]
+__all__ = [
+    "DEFAULT_MAX_RATIO",
+    "LEAST_MEMBERS",
+    "Finding",
+    "cap_weights",
+    "common_progress",
+    "contribution_weight",
+    "freshness",
+    "unusable",
+    "validate",
+    "validate_gradient",
+]
+
+DEFAULT_MAX_RATIO: Final = 3.0
+_FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))
+_STALE: Final = 0.3
+# More than any run trains in a round; keeps the square root finite for a claimed integer of a thousand digits.
+_MAX_BATCHES: Final = 10**12
 
 LEAST_MEMBERS: Final = 3
 """Among fewer there is no majority to compare with."""
@@ -42,29 +49,61 @@ _CONSTANT: Final = 1e-12
 _DEVIATIONS: Final = 3.0
 
 
+def freshness(age_s: float) -> float:
+    """Returns 1.0 below an hour, 0.9 below a day, 0.7 below a week, and 0.3 above and for NaN."""
+    return next((factor for limit_s, factor in _FRESHNESS if age_s < limit_s), _STALE)
+
+
+def contribution_weight(num_batches: int, age_s: float) -> float:
+    """Returns the square root of the batches trained, times the freshness of the oldest; any claim is accepted."""
+    return math.sqrt(min(max(num_batches, 0), _MAX_BATCHES)) * freshness(age_s)
+
+
+def cap_weights(claimed: Sequence[float], max_ratio: float = DEFAULT_MAX_RATIO) -> list[float]:
+    """Limits each member's weight to ``max_ratio`` (1 or more) times the lower median of the positive claims.
+
+    NaN, infinities and negative claims weigh 0. If no claim is positive, all weigh 1. Operations are correctly rounded:
+    every member computes the same bits.
+    """
+    if not 1 <= max_ratio < math.inf:
+        raise TrainerUsageError(f"max_ratio: expected 1 or more, found {max_ratio!r}")
+    cleaned = [weight if math.isfinite(weight) and weight > 0 else 0.0 for weight in claimed]
+    positive = [weight for weight in cleaned if weight > 0]
+    if not positive:
+        return [1.0] * len(cleaned)
+    ceiling = max_ratio * median_low(positive)
+    return [min(weight, ceiling) for weight in cleaned]
+
+
+def common_progress(claimed: Sequence[float], weights: Sequence[float]) -> float:
+    """Returns the share of a round's planned work that its members did, 0 to 1, the same bits at all of them.
+
+    It is the weighted average of the claims, but at most their median: otherwise a liar that asks for a round early and
+    claims a full round's work would have the others apply a whole round's momentum to one step's work.
+    """
+    counted = [(value, weight) for value, weight in zip(claimed, weights, strict=True) if weight > 0]
+    if not counted:
+        return 0.0
+    mean = math.fsum(value * weight for value, weight in counted) / math.fsum(weight for _, weight in counted)
+    return min(mean, median_high([value for value, _ in counted]))
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Result of validating one member."""
 
     member: int
-    """Position among the contributions."""
     passed: bool
     reason: str
     """One line; empty if every check was made and passed."""
     cosine: float | None = None
     """Agreement with the others of the round; among one or two members, cosine to the reference."""
     norm_ratio: float | None = None
-    """Norm over the median member's, or the reference's."""
     variance_ratio: float | None = None
 
 
 def unusable(found: Moments, weights: Sequence[float]) -> dict[int, str]:
-    """Returns the members that bring nothing to aggregate, and why.
-
-    Args:
-        found: moments.
-        weights: [n]; all 0 is all equal.
-    """
+    """Returns the members that bring nothing to aggregate, and why; weights that are all 0 are all equal."""
     excluded = {member: "not finite" for member in range(found.num_members) if not found.finite[member]}
     idle = [member for member in range(found.num_members) if member not in excluded and weights[member] == 0]
     if len(idle) + len(excluded) < found.num_members:
@@ -73,12 +112,12 @@ def unusable(found: Moments, weights: Sequence[float]) -> dict[int, str]:
 
 
 def validate(found: Moments, config: RuleConfig, weights: Sequence[float] | None = None) -> tuple[Finding, ...]:
-    """Compare the members with each other, or one or two with the reference.
+    """Compares the members with each other, or one or two with the reference; members of weight 0 are not looked at.
 
     Args:
         found: moments, over whole vectors or a part of them.
         config: the bounds.
-        weights: [n], capped; members of weight 0 are not looked at. None: all count.
+        weights: [n], capped. None: all count.
 
     Returns:
         One finding a member, in order.
@@ -96,11 +135,7 @@ def validate(found: Moments, config: RuleConfig, weights: Sequence[float] | None
 
 
 def validate_gradient(submitted: Tensor, reference: Tensor, config: RuleConfig | None = None) -> Finding:
-    """Compares one gradient with a reference; both of any one shape.
-
-    Raises:
-        TrainerUsageError: they are of different sizes, or the reference is not finite.
-    """
+    """Compares one gradient with a finite reference; both of any one shape."""
     rows = submitted.detach().reshape(1, -1).float()
     return validate(moments(rows, reference.detach().reshape(-1).float()), config or RuleConfig())[0]
 
@@ -113,9 +148,8 @@ def _beside_each_other(found: Moments, members: Sequence[int], config: RuleConfi
     least_cosine = config.min_cosine * median_low(agreements.values()) - _DEVIATIONS / math.sqrt(found.num_values)
     median_norm, median_variance = median_low(norms.values()), median_low(variances.values())
     if median_norm == 0:
-        return {
-            member: Finding(member, True, "most contributions are zero: nothing to compare with") for member in members
-        }
+        reason = "most contributions are zero: nothing to compare with"
+        return {member: Finding(member, True, reason) for member in members}
     findings = {}
     for member in members:
         norm_ratio = norms[member] / median_norm
@@ -142,7 +176,8 @@ def _beside_reference(found: Moments, member: int, config: RuleConfig) -> Findin
         return Finding(member, True, "no reference to compare with yet")
     norm = math.sqrt(float(found.gram[row, row]))
     cosine = float(found.gram[0, row]) / norm / reference_norm if norm else 0.0
-    variance_ratio = _variance_ratio(found, row)
+    reference_variance = _variance(found, 0)
+    variance_ratio = _variance(found, row) / reference_variance if reference_variance > 0 else None
     reason = _reason(cosine, norm / reference_norm, variance_ratio, config.min_cosine, config)
     passed = not reason
     if passed and variance_ratio is None:
@@ -164,14 +199,9 @@ def _reason(
 
 
 def _variance(found: Moments, row: int) -> float:
-    """Unbiased variance of a vector's values; 0 for a constant one."""
+    """Unbiased variance of a vector's values; 0 for a constant one, or a single value."""
+    if found.num_values < 2:
+        return 0.0
     total, square = float(found.sums[row]), float(found.gram[row, row])
     spread = square - total * total / found.num_values
     return spread / (found.num_values - 1) if spread > _CONSTANT * square else 0.0
-
-
-def _variance_ratio(found: Moments, row: int) -> float | None:
-    if found.num_values < 2:
-        return None
-    reference = _variance(found, 0)
-    return _variance(found, row) / reference if reference > 0 else None

@@ -26,11 +26,6 @@ def honest_members(count: int, seed: int = 0) -> torch.Tensor:
     return common + 0.5 * torch.randn(count, NUM_VALUES, generator=generator)
 
 
-def colluding(honest: torch.Tensor, count: int) -> torch.Tensor:
-    """Inliers: one and a half deviations off in every coordinate, all at the same point ("a little is enough")."""
-    return (honest.mean(0) - 1.5 * honest.std(0)).repeat(count, 1)
-
-
 ATTACKS = {
     "sign flip x10": lambda honest, count: -10 * honest[:count],
     "NaN": lambda honest, count: torch.full((count, NUM_VALUES), torch.nan),
@@ -39,17 +34,10 @@ ATTACKS = {
     "large noise": lambda honest, count: 1e6 * honest_members(count, seed=5),
     "largest": lambda honest, count: torch.full((count, NUM_VALUES), LARGEST),
     "zero": lambda honest, count: torch.zeros(count, NUM_VALUES),
-    "colluding inliers": colluding,
+    # One and a half deviations off in every coordinate, all at the same point ("a little is enough").
+    "colluding inliers": lambda honest, count: (honest.mean(0) - 1.5 * honest.std(0)).repeat(count, 1),
     "opposite": lambda honest, count: -honest[:count],
 }
-
-
-def bound(rule: str, num_members: int, num_byzantine: int, spread: float) -> float:
-    """Greatest distance to the honest mean, from the greatest distance of an honest member to it (see the modules)."""
-    if rule == "centered_clip":
-        return spread * num_members / (num_members - 2 * num_byzantine)
-    # A vector with a Krum score as good as an honest one's is that near to an honest one (Blanchard et al., 2017).
-    return spread * (1 + 2 * math.sqrt(num_members - num_byzantine - 2))
 
 
 def check(rule: str, honest: torch.Tensor, attackers: torch.Tensor, result: torch.Tensor) -> None:
@@ -62,13 +50,16 @@ def check(rule: str, honest: torch.Tensor, attackers: torch.Tensor, result: torc
     centre = honest.double().mean(0)
     spread = float((honest.double() - centre).norm(dim=1).max())
     away = float((result.double() - centre).norm())
-    assert away <= bound(rule, len(honest) + len(attackers), len(attackers), spread) * (1 + 1e-4) + 1e-5
+    # A vector with a Krum score as good as an honest one's is that near to an honest one (Blanchard et al., 2017).
+    bound = 1 + 2 * math.sqrt(len(honest) - 2)
+    if rule == "centered_clip":
+        bound = (len(honest) + len(attackers)) / (len(honest) - len(attackers))
+    assert away <= spread * bound * (1 + 1e-4) + 1e-5
 
 
-def shuffled(honest: torch.Tensor, attackers: torch.Tensor, seed: int) -> tuple[torch.Tensor, list[int]]:
+def shuffled(honest: torch.Tensor, attackers: torch.Tensor, seed: int) -> torch.Tensor:
     rows = torch.cat([honest, attackers])
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    return rows[order], order
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
@@ -78,7 +69,7 @@ def shuffled(honest: torch.Tensor, attackers: torch.Tensor, seed: int) -> tuple[
 def test_the_honest_mean_is_recovered_within_the_bound(rule, attack, num_members, num_byzantine, with_reference):
     honest = honest_members(num_members - num_byzantine)
     attackers = ATTACKS[attack](honest, num_byzantine)
-    rows, _ = shuffled(honest, attackers, seed=num_members)
+    rows = shuffled(honest, attackers, seed=num_members)
     reference = honest_members(1, seed=0)[0] if with_reference else None
     config = RuleConfig(rule=rule, num_byzantine=num_byzantine)
     result, decision = aggregate(rows, config, reference=reference)
@@ -105,7 +96,7 @@ def test_whatever_they_send(rule, group, seed, scale, shift, together):
     attackers = scale * honest_members(num_byzantine, seed + 1) + shift
     if together:
         attackers = attackers[:1].repeat(num_byzantine, 1)
-    rows, _ = shuffled(honest, attackers, seed)
+    rows = shuffled(honest, attackers, seed)
     result, _ = aggregate(rows, RuleConfig(rule=rule, num_byzantine=num_byzantine))
     check(rule, honest, attackers, result)
 
@@ -116,30 +107,18 @@ def test_a_claimed_weight_does_not_buy_the_result(rule, num_members, num_byzanti
     honest = honest_members(num_members - num_byzantine)
     attackers = -10 * honest[:num_byzantine]
     weights = cap_weights([10.0] * len(honest) + [1e12] * num_byzantine)
-    result, _ = aggregate(
-        torch.cat([honest, attackers]), RuleConfig(rule=rule, num_byzantine=num_byzantine), weights=weights
-    )
+    config = RuleConfig(rule=rule, num_byzantine=num_byzantine)
+    result, _ = aggregate(torch.cat([honest, attackers]), config, weights=weights)
     check(rule, honest, attackers, result)
 
 
 def test_the_mean_is_owned_by_one_attacker_but_stays_finite():
     """What the robust rules are for."""
     honest = honest_members(4)
-    result, _ = aggregate(
-        torch.cat([honest, torch.full((1, NUM_VALUES), LARGEST)]), RuleConfig(rule="mean", validation="off")
-    )
+    rows = torch.cat([honest, torch.full((1, NUM_VALUES), LARGEST)])
+    result, _ = aggregate(rows, RuleConfig(rule="mean", validation="off"))
     assert torch.isfinite(result).all()
     assert result.norm() > 1e6 * honest.mean(0).norm()
-
-
-def test_enforced_validation_saves_even_the_mean():
-    honest = honest_members(4)
-    reference = honest_members(1, seed=0)[0]
-    rows = torch.cat([honest, -10 * honest[:1]])
-    result, decision = aggregate(rows, RuleConfig(rule="mean", validation="enforce"), reference=reference)
-    torch.testing.assert_close(result, honest.mean(0))
-    assert decision is not None
-    assert set(decision.excluded) == {4}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -148,15 +127,6 @@ def test_identical_members_agree_on_themselves(rule, num_members):
     row = honest_members(1)
     result, _ = aggregate(row.repeat(num_members, 1), RuleConfig(rule=rule))
     torch.testing.assert_close(result, row[0], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("rule", ["krum", "median", "trimmed_mean"])
-def test_the_order_of_members_changes_no_bit(rule):
-    honest = honest_members(5)
-    attackers = -10 * honest[:2]
-    config = RuleConfig(rule=rule, num_byzantine=2)
-    results = [aggregate(shuffled(honest, attackers, seed)[0], config)[0] for seed in range(6)]
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,12 +1,24 @@
-"""Gradient validation (spec T-20): the three checks, against a reference and among members."""
+"""What members send, by gradient validation (spec T-20), and claim, by weights and progress."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.aggregation import noise
-from trainer.aggregation import RuleConfig, moments, validate, validate_gradient
+from trainer.aggregation import (
+    RuleConfig,
+    cap_weights,
+    common_progress,
+    contribution_weight,
+    moments,
+    validate,
+    validate_gradient,
+)
 from trainer.errors import TrainerUsageError
 
 REFERENCE = noise(4096)
@@ -46,25 +58,23 @@ def test_a_variance_out_of_proportion():
 def test_figures_are_those_of_torch():
     submitted = REFERENCE + noise(4096, seed=1)
     finding = validate_gradient(submitted, REFERENCE)
-    assert finding.cosine == pytest.approx(
-        torch.nn.functional.cosine_similarity(submitted, REFERENCE, dim=0).item(), rel=1e-5
-    )
-    assert finding.norm_ratio == pytest.approx((submitted.norm() / REFERENCE.norm()).item(), rel=1e-5)
-    assert finding.variance_ratio == pytest.approx((submitted.var() / REFERENCE.var()).item(), rel=1e-5)
+    cosine = torch.nn.functional.cosine_similarity(submitted, REFERENCE, dim=0).item()
+    ratios = (submitted.norm() / REFERENCE.norm()).item(), (submitted.var() / REFERENCE.var()).item()
+    assert (finding.cosine, finding.norm_ratio, finding.variance_ratio) == pytest.approx((cosine, *ratios), rel=1e-5)
 
 
 def test_any_shape_is_one_vector():
     assert validate_gradient(REFERENCE.reshape(64, 64), REFERENCE.reshape(64, 64)).passed
     assert not validate_gradient(-REFERENCE.reshape(8, 8, 64), REFERENCE.reshape(8, 8, 64)).passed
+    with pytest.raises(TrainerUsageError, match="vectors of 4 values"):
+        validate_gradient(torch.ones(3), torch.ones(4))
 
 
 @pytest.mark.parametrize("submitted", [torch.ones(8), torch.zeros(8), -1e30 * torch.ones(8)])
 def test_before_the_first_round_there_is_nothing_to_compare_with(submitted):
     finding = validate_gradient(submitted, torch.zeros(8))
-    assert finding.passed
-    assert finding.reason == "no reference to compare with yet"
-    assert finding.cosine is None
-    assert finding.norm_ratio is None
+    assert (finding.passed, finding.reason) == (True, "no reference to compare with yet")
+    assert finding.cosine is finding.norm_ratio is None
 
 
 @pytest.mark.parametrize(("value", "passed"), [(2.0, True), (-2.0, False), (30.0, False), (0.0, False)])
@@ -76,11 +86,7 @@ def test_one_value_has_no_variance(value, passed):
 
 def test_a_constant_reference_has_no_variance_to_compare_with():
     finding = validate_gradient(torch.full((1000,), 0.1) + 0.01 * noise(1000), torch.full((1000,), 0.1))
-    assert finding.passed
-    assert finding.reason == "variance not compared: the reference has none"
-
-
-def test_not_finite_is_found_before_everything():
+    assert (finding.passed, finding.reason) == (True, "variance not compared: the reference has none")
     assert not validate_gradient(torch.tensor([torch.nan]), torch.zeros(1)).passed
 
 
@@ -124,9 +130,9 @@ def test_a_minority_that_lies_is_told_from_the_others(lie, count, num_liars, cos
 
 @pytest.mark.parametrize("cosine", [0.0, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("count", [3, 4, 8])
-def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine):
-    assert found_of(members(count, cosine)) == [True] * count
-    assert found_of(members(count, cosine, num_values=50)) == [True] * count
+@pytest.mark.parametrize("num_values", [50, 60_000])
+def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine, num_values):
+    assert found_of(members(count, cosine, num_values)) == [True] * count
 
 
 def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
@@ -136,14 +142,86 @@ def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
     assert found_of(rows) == [True] * 4
 
 
-def test_who_weighs_nothing_is_not_looked_at():
-    rows = torch.cat([members(3, 0.3), torch.zeros(3, 60_000)])
-    found = moments(rows, torch.zeros(60_000))
-    findings = validate(found, RuleConfig(), [1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-    assert all(finding.passed for finding in findings)
-    assert findings[3].reason == "brings nothing (weight 0)"
+HOUR, DAY, WEEK = 3600.0, 86_400.0, 7 * 86_400.0
 
 
-def test_sizes_must_agree():
-    with pytest.raises(TrainerUsageError, match="vectors of 4 values"):
-        validate_gradient(torch.ones(3), torch.ones(4))
+@pytest.mark.parametrize(
+    ("age_s", "weight"),
+    [
+        *((0.0, 10.0), (HOUR - 1, 10.0), (HOUR, 9.0), (DAY - 1, 9.0), (DAY, 7.0), (WEEK - 1, 7.0), (WEEK, 3.0)),
+        *((1e300, 3.0), (-5.0, 10.0), (math.nan, 3.0)),
+    ],
+)
+def test_a_hundred_batches_by_age(age_s, weight):
+    assert contribution_weight(100, age_s) == pytest.approx(weight, rel=1e-15)
+    assert contribution_weight(400, age_s) == 2 * contribution_weight(100, age_s)
+
+
+@pytest.mark.parametrize(("num_batches", "weight"), [(0, 0.0), (-7, 0.0), (10**400, 1e6)])
+def test_claims_of_batches_that_nobody_trained(num_batches, weight):
+    assert contribution_weight(num_batches, 0.0) == weight
+
+
+@pytest.mark.parametrize(
+    ("claimed", "capped"),
+    [
+        ([10.0, 10.0, 10.0], [10.0, 10.0, 10.0]),
+        ([10.0, 9.0, 1e12], [10.0, 9.0, 30.0]),
+        ([10.0, 1e12], [10.0, 30.0]),
+        ([10.0, math.nan, -3.0, math.inf, -math.inf], [10.0, 0.0, 0.0, 0.0, 0.0]),
+        ([0.0, 5.0, 5.0], [0.0, 5.0, 5.0]),
+        ([0.0, 0.0], [1.0, 1.0]),
+        ([math.nan, -1.0], [1.0, 1.0]),
+        ([1e308, 1e308], [1e308, 1e308]),
+        ([], []),
+    ],
+)
+def test_capped(claimed, capped):
+    assert cap_weights(claimed) == capped
+
+
+claims = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=9)
+
+
+@given(claims, st.floats(1, 10))
+def test_nobody_outweighs_the_median_by_more_than_the_ratio(claimed, max_ratio):
+    capped = cap_weights(claimed, max_ratio)
+    assert len(capped) == len(claimed)
+    assert all(math.isfinite(weight) and weight >= 0 for weight in capped)
+    positive = sorted(weight for weight in capped if weight > 0)
+    assert positive
+    assert positive[-1] <= max_ratio * positive[(len(positive) - 1) // 2]
+    assert cap_weights(claimed[::-1], max_ratio) == capped[::-1]  # The order of members does not matter.
+
+
+@given(st.lists(st.floats(1, 3), min_size=3, max_size=7), st.lists(st.floats(), max_size=6))
+def test_honest_members_keep_their_weight_against_a_minority(honest, attackers):
+    attackers = attackers[: len(honest) - 1]
+    assert cap_weights([*honest, *attackers], 3.0)[: len(honest)] == honest or any(0 < a < 1 for a in attackers)
+
+
+@pytest.mark.parametrize("max_ratio", [0.5, math.nan, math.inf])
+def test_a_ratio_that_makes_no_sense(max_ratio):
+    with pytest.raises(TrainerUsageError, match="max_ratio"):
+        cap_weights([1.0], max_ratio)
+
+
+SHARES = st.floats(0.0, 1.0)
+
+
+def test_the_progress_is_the_average_of_the_claims_by_weight() -> None:
+    assert common_progress([1.0, 0.25], [3.0, 1.0]) == pytest.approx(0.8125)
+    assert common_progress([1.0] * 7, [0.1, 0.2, 0.3, 1.0, 1.5, 2.0, 1.0]) == 1.0
+    assert common_progress([0.0, 0.5, 0.5], [0.0, 1.0, 2.0]) == 0.5
+    assert common_progress([1.0, 1.0], [0.0, 0.0]) == 0.0
+    assert common_progress([], []) == 0.0
+
+
+@settings(deadline=None)
+@given(st.lists(SHARES, min_size=2, max_size=9), st.floats(0.1, 1e6), st.data())
+def test_a_minority_that_claims_to_have_done_all_does_not_lift_it_over_the_others(
+    honest: list[float], weight: float, data: st.DataObject
+) -> None:
+    num_liars = data.draw(st.integers(1, len(honest) - 1))
+    found = common_progress([*honest, *[1.0] * num_liars], [*[1.0] * len(honest), *[weight] * num_liars])
+    assert 0.0 <= found <= max(honest)

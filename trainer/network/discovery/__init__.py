@@ -1,13 +1,8 @@
 """How the nodes of a run find each other: signed announcements that expire, by a DHT or by peer exchange.
 
-    discovery = open_discovery(endpoint, DiscoveryConfig(initial_peers=("10.0.0.5:4100",)))
-    await discovery.start()
-    await discovery.announce(Announcement(peer_id=..., node_id="gpu-7", run_id="corpus-1", address="10.0.0.7:4100"))
-    for other in await discovery.peers(): ...
-
 Guarantees: each returned announcement was signed by the announced node, for this run, and has not expired; nobody can
 announce for another, and what strangers can make this node remember is bounded. The trade-off: no authority decides who
-belongs to a run, so anybody who knows its name can announce a node; the collective decides who takes part in a round.
+belongs to a run; the collective decides who takes part in a round.
 
 Modules are imported when one of their names is first used: the DHT's own process starts 0.3 s sooner, without gRPC.
 """

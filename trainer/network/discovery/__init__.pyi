@@ -5,12 +5,12 @@ from .announcement import AnnouncementRefusedError as AnnouncementRefusedError
 from .announcement import sign_announcement as sign_announcement
 from .announcement import verify_announcement as verify_announcement
 from .base import Discovery as Discovery
+from .base import PeerWatchdog as PeerWatchdog
+from .base import open_discovery as open_discovery
 from .config import DiscoveryConfig as DiscoveryConfig
 from .dht import DhtDiscovery as DhtDiscovery
-from .opening import PeerWatchdog as PeerWatchdog
-from .opening import open_discovery as open_discovery
-from .seeding import SeedConfig as SeedConfig
-from .seeding import seed as seed
+from .dht import SeedConfig as SeedConfig
+from .dht import seed as seed
 from .stage_report import StagePartitions as StagePartitions
 from .stage_report import settled_uid as settled_uid
 from .stage_report import workers_of as workers_of

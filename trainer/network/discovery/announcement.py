@@ -1,13 +1,8 @@
 """Announcements: what a node publishes about itself, signed, short-lived and in canonical form.
 
-An announcement contains the node's address and TLS certificate, its run, protocol and terms, and its progress. On the
-wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``; the signature is ed25519 over a domain
-prefix and the canonical JSON of the inner object, by the key that is the node's `peer_id`. The fields of pipeline
-workers (stage, DHT partition) are left out where they are empty, so that releases without stages can read it.
-
-Guarantees: `verify_announcement` returns only what the announced node itself signed, for this run, not expired by our
-clock, and at most `MAX_WIRE_BYTES` long; equal content means equal bytes. The trade-off: each one carries the
-certificate (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
+On the wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``, signed (ed25519) by the key that is
+the node's `peer_id`. The fields of pipeline workers are left out where they are empty: releases without stages read it.
+The trade-off: each one carries the certificate (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
@@ -30,6 +26,7 @@ __all__ = [
     "MAX_WIRE_BYTES",
     "Announcement",
     "AnnouncementRefusedError",
+    "KnownPeer",
     "OwnRecord",
     "sign_announcement",
     "verify_announcement",
@@ -47,10 +44,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5
 class AnnouncementRefusedError(DiscoveryError):
     """An announcement failed verification.
 
-    Args:
-        reason: one word for counters: ``oversized``, ``malformed``, ``signature``, ``subkey``, ``run``, ``expired``,
-            ``future`` or ``lifetime``.
-        text: the message, one line.
+    ``reason`` is one word for counters: oversized, malformed, signature, subkey, run, expired, future or lifetime.
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -71,7 +65,6 @@ def _reachable(value: str) -> str:
 
 
 Digest = Annotated[str, Field(pattern=r"^(|[0-9a-f]{64})$")]
-"""SHA-256 in hexadecimal, or nothing."""
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_printable)]
 Instant = Annotated[float, Field(ge=0, lt=1e11)]
@@ -84,11 +77,8 @@ class Announcement(Message):
     node_id: Name
     run_id: Name
     address: Annotated[str, Field(max_length=262), AfterValidator(_reachable)]
-    """``host:port`` of the node's RPC endpoint."""
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
-    """The endpoint's TLS certificate; empty without TLS."""
     protocol: Counted = 1
-    """Version of the round protocol."""
     terms_digest: Digest = ""
     """Digest of what all members must agree on: architecture, vocabulary, DiLoCo options."""
     outer_step: Counted = 0
@@ -100,9 +90,7 @@ class Announcement(Message):
     loss: float | None = None
     tokens_per_s: Annotated[float, Field(ge=0, lt=1e15)] = 0.0
     shards: Annotated[tuple[Counted, ...], Field(max_length=256)] = ()
-    """Ids of the data shards the node trains on."""
     stage: StageReport | None = None
-    """Of a pipeline worker: its stage and its state there."""
     filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
     """Of a worker, in a DHT partitioned by stage: its partition (`StagePartitions`)."""
     sent_at: Instant = 0.0
@@ -123,8 +111,15 @@ class Announcement(Message):
         return self.model_copy(update={"sent_at": float(now), "expires_at": float(now) + lifetime_s})
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPeer:
+    """A verified announcement and its wire form."""
+
+    announcement: Announcement
+    wire: bytes
+
+
 def _content(announcement: Announcement) -> dict[str, JsonValue]:
-    """Returns the signed fields."""
     content: dict[str, JsonValue] = announcement.model_dump(mode="json")
     for name in ("stage", "filed_under"):
         if not content[name]:
@@ -138,11 +133,7 @@ class _Envelope(Message):
 
 
 def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
-    """Returns the wire form of a stamped announcement: canonical JSON with the signature, within `MAX_WIRE_BYTES`.
-
-    Raises:
-        DiscoveryError: ``identity`` is not the key of ``announcement.peer_id``, or the announcement is too long.
-    """
+    """Returns the wire form of a stamped announcement; raises `DiscoveryError` if it is another's, or too long."""
     if announcement.peer_id != identity.peer_id:
         raise DiscoveryError(
             f"expected to announce {identity.peer_id[:16]}…, whose key this is, found {announcement.peer_id[:16]}…"
@@ -164,7 +155,7 @@ def verify_announcement(
     subkey: str | None = None,
     allow_expired: bool = False,
 ) -> Announcement:
-    """Parses and verifies an announcement from an untrusted source.
+    """Parses and verifies an announcement from an untrusted source, or raises `AnnouncementRefusedError`.
 
     Args:
         wire: the received bytes.
@@ -173,12 +164,6 @@ def verify_announcement(
         run_id: the expected run; None accepts any (a seed serves all runs).
         subkey: the peer id under which it was stored in the DHT, if it was.
         allow_expired: accept it after its expiry.
-
-    Returns:
-        The announcement.
-
-    Raises:
-        AnnouncementRefusedError: it fails verification; `reason` says why.
     """
     if len(wire) > MAX_WIRE_BYTES:
         raise AnnouncementRefusedError("oversized", f"expected at most {MAX_WIRE_BYTES} bytes, found {len(wire)}")
@@ -186,9 +171,7 @@ def verify_announcement(
         envelope = _Envelope.model_validate_json(wire)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])[
-            :80
-        ]  # Of an unknown field its name, which may be anything.
+        place = ".".join(map(str, first["loc"]))[:80]  # Of an unknown field its name, which may be anything.
         raise AnnouncementRefusedError("malformed", f"not an announcement: {place!r}: {first['msg']}") from None
     announcement = envelope.announcement
     content = _content(announcement)
@@ -197,10 +180,9 @@ def verify_announcement(
     if announcement.expires_at <= now and not allow_expired:
         raise AnnouncementRefusedError("expired", f"expired {now - announcement.expires_at:.1f} s ago")
     # Everything else is cheaper to check than the signature.
+    peer_name = f"{announcement.peer_id[:16]}…"
     if subkey is not None and subkey != announcement.peer_id:
-        raise AnnouncementRefusedError(
-            "subkey", f"stored under {subkey[:16]!r}, but announces {announcement.peer_id[:16]}…"
-        )
+        raise AnnouncementRefusedError("subkey", f"stored under {subkey[:16]!r}, but announces {peer_name}")
     if run_id is not None and run_id != announcement.run_id:
         raise AnnouncementRefusedError("run", f"expected run {run_id!r}, found {announcement.run_id!r}")
     if announcement.sent_at > now + max_clock_skew_s:
@@ -210,45 +192,44 @@ def verify_announcement(
         raise AnnouncementRefusedError("lifetime", f"expected a lifetime of at most {MAX_LIFETIME_S:g} s")
     signed = _DOMAIN + canonical_json(content)
     if not verify_signature(announcement.peer_id, signed, bytes.fromhex(envelope.signature)):
-        raise AnnouncementRefusedError("signature", f"not signed by {announcement.peer_id[:16]}…, whom it announces")
+        raise AnnouncementRefusedError("signature", f"not signed by {peer_name}, whom it announces")
     return announcement
 
 
+@dataclass(slots=True)
 class OwnRecord:
     """This node's announcement in wire form, signed again when it changes or is ``repeat_after_s`` seconds old."""
 
-    def __init__(
-        self, identity: Identity, *, repeat_after_s: float, lifetime_s: float, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._identity = identity
-        self._repeat_after_s = repeat_after_s
-        self._lifetime_s = lifetime_s
-        self._clock = clock
-        self._signed: Announcement | None = None
-        self._wire = b""
+    identity: Identity
+    _: KW_ONLY
+    repeat_after_s: float
+    lifetime_s: float
+    clock: Callable[[], float] = time.time
+    _current: KnownPeer | None = field(default=None, init=False)
 
     def set(self, announcement: Announcement) -> None:
-        """Replaces the announcement.
-
-        Raises:
-            DiscoveryError: it is not this node's, or too long.
-        """
-        now = self._clock()
-        if self._signed is not None:  # Two records with one time could not be told apart.
-            now = max(now, self._signed.sent_at + 1e-3)
+        """Replaces the announcement; raises what `sign_announcement` does."""
+        now = self.clock()
+        if self._current is not None:  # Two records with one time could not be told apart.
+            now = max(now, self._current.announcement.sent_at + 1e-3)
         self._sign(announcement, now)
 
-    def current(self) -> tuple[Announcement, bytes] | None:
-        """Returns the current announcement and its wire form; None before the first `set`."""
-        if self._signed is None:
-            return None
-        age_s = self._clock() - self._signed.sent_at
-        # A clock that was set back makes the record seem sent in the future: others would drop it.
-        if age_s >= self._repeat_after_s or age_s < -1.0:
-            self._sign(self._signed, self._clock())
-        return self._signed, self._wire
+    def current(self) -> KnownPeer | None:
+        """Returns the current announcement with its wire form; None before the first `set`."""
+        if self._current is not None:
+            now = self.clock()
+            age_s = now - self._current.announcement.sent_at
+            # A clock that was set back makes the record seem sent in the future: others would drop it.
+            if age_s >= self.repeat_after_s or age_s < -1.0:
+                self._sign(self._current.announcement, now)
+        return self._current
+
+    @property
+    def wire(self) -> bytes:
+        """The current wire form; empty before the first `set`."""
+        current = self.current()
+        return b"" if current is None else current.wire
 
     def _sign(self, announcement: Announcement, now: float) -> None:
-        signed = announcement.stamped(now, self._lifetime_s)
-        self._wire = sign_announcement(signed, self._identity)
-        self._signed = signed
+        signed = announcement.stamped(now, self.lifetime_s)
+        self._current = KnownPeer(signed, sign_announcement(signed, self.identity))

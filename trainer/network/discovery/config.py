@@ -1,8 +1,7 @@
 """The options of discovery, and the checks of the addresses given as initial peers.
 
-An address is checked before anything is opened, because a misspelt one would otherwise look like a node that is not
-there yet, and be waited for. The id in a seed's address is decoded: the usual mistake is an id that was cut short in
-copying, and its multihash states its length.
+An address is checked before anything is opened: a misspelt one would look like a node that is not there yet, and be
+waited for. The usual mistake in a seed's is an id that was cut short in copying; its multihash states its length.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc.config import split_address
 
-__all__ = ["DiscoveryConfig", "check_seed_address", "seed_host"]
+__all__ = ["DiscoveryConfig", "check_seed_address"]
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _SEED = re.compile(
@@ -28,10 +27,7 @@ _MIN_ID_CHARS, _MAX_ID_CHARS = 40, 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscoveryConfig:
-    """How nodes of a run find each other.
-
-    By default an announcement is repeated six times before it expires, so that losing a few does not lose the node.
-    """
+    """How nodes of a run find each other; by default an announcement is repeated six times before it expires."""
 
     initial_peers: tuple[str, ...] = ()
     """``host:port`` of nodes (peer exchange) or ``/ip4/…/p2p/…`` of seeds (DHT); not both kinds."""
@@ -103,18 +99,14 @@ class DiscoveryConfig:
 
 
 def check_seed_address(address: str) -> None:
-    """Checks ``/ip4/…/tcp/…/p2p/…``.
-
-    Raises:
-        TrainerUsageError: it is no address of a seed.
-    """
+    """Raises `TrainerUsageError` unless this is a seed's address, ``/ip4/…/tcp/…/p2p/…``."""
     if "/p2p/" not in address:
         found = f"{address[:200]!r}, without a peer id (/p2p/…)" if address else "nothing"
         raise TrainerUsageError(
             f"initial_peers: expected an address of a seed, whole as it prints it (/ip4/…/tcp/…/p2p/…), found {found}"
         )
     parts = _SEED.fullmatch(address)
-    if parts is None or not (_is_host(parts["kind"], parts["host"]) and 0 < int(parts["port"]) <= 65535):
+    if parts is None or not 0 < int(parts["port"]) <= 65535 or not _is_host(parts["kind"], parts["host"]):
         raise TrainerUsageError(
             f"initial_peers: expected an address of a seed, such as /ip4/203.0.113.7/tcp/4001/p2p/…, found "
             f"{address[:200]!r}"
@@ -123,11 +115,6 @@ def check_seed_address(address: str) -> None:
         raise TrainerUsageError(
             f"initial_peers: expected a whole id behind /p2p/, as the seed prints it, found {parts['id'][:80]!r}"
         )
-
-
-def seed_host(address: str) -> str:
-    """Returns the host of a checked seed address."""
-    return address.split("/")[2]
 
 
 def _check_node_address(address: str) -> None:

@@ -1,15 +1,9 @@
-"""Discovery through hivemind's DHT: for runs over the internet, where no node's address is known to all.
+"""Discovery through hivemind's DHT, where no node's address is known to all, and its bootstrap peers, the seeds.
 
 Each node stores its signed announcement under the run's key and its own peer id, and looks the key up every few
-seconds. Several seeds may be named; one that answers is enough, and any may come and go. Announcements are kept until
-they expire, so a DHT that is down for less than their lifetime is not noticed. In a run whose model is cut, workers may
-be stored by stage (`StagePartitions`), so that a worker's look-up returns its own stage and the drivers, not all.
-
-It also answers peer exchange: a node that knows one address and no seed learns of all nodes known there, and its own
-announcement is stored for it, again and again as long as it repeats it. That is no more than it could store itself.
-
-What this does not prevent: a DHT node on the way may withhold records from a look-up. It cannot forge, alter or age
-them, and the next look-up that takes another way finds what it withholds.
+seconds; workers may be stored by stage (`StagePartitions`). One seed that answers is enough, and any may come and go.
+The announcement of a node that knows no seed and exchanges with this one is stored for it. A DHT node on the way may
+withhold records from a look-up; it cannot forge, alter or age them, and the next look-up takes another way.
 """
 
 from __future__ import annotations
@@ -19,20 +13,21 @@ import contextlib
 import ipaddress
 import logging
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
 
-from trainer.errors import DiscoveryError
-from trainer.network.discovery.announcement import Announcement
+from trainer.errors import DiscoveryError, TrainerUsageError
+from trainer.network.discovery.announcement import Announcement, KnownPeer
 from trainer.network.discovery.base import MAX_NEWS, Discovery
-from trainer.network.discovery.config import DiscoveryConfig, seed_host
-from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.dht_messages import DhtSettings
-from trainer.network.discovery.peer_table import KnownPeer
+from trainer.network.discovery.config import DiscoveryConfig, check_seed_address
+from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
 from trainer.network.rpc.endpoint import Endpoint
 
-__all__ = ["DhtDiscovery", "listen_address"]
+__all__ = ["DhtDiscovery", "SeedConfig", "listen_address", "seed"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +56,8 @@ class DhtDiscovery(Discovery):
                 map_port=not ipaddress.ip_address(config.dht_host).is_loopback,
             )
         )
-        super().__init__(endpoint, config, named=map(seed_host, config.initial_peers), keeps_callers=keeps_callers)
+        hosts = [address.split("/")[2] for address in config.initial_peers]
+        super().__init__(endpoint, config, named=hosts, keeps_callers=keeps_callers)
         self._partitions = partitions
         self._to_store: dict[str, KnownPeer] = {}
         """By peer id: the newest records that nodes have sent of themselves, not stored yet."""
@@ -97,10 +93,7 @@ class DhtDiscovery(Discovery):
         await self.process.close()
 
     async def _repeat(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Runs an action every poll interval; logs once when it has failed for a while, and once when it works again.
-
-        A DHT node that leaves makes some look-ups fail; nothing is lost until announcements expire.
-        """
+        """Runs an action every poll interval; logs once when it has failed for a while, and once when it works."""
         failing_since_s: float | None = None
         is_reported = False
         with contextlib.suppress(DiscoveryError):
@@ -120,11 +113,10 @@ class DhtDiscovery(Discovery):
             await asyncio.sleep(self._config.poll_interval_s)
 
     async def _store_own(self) -> None:
-        """Stores the own record unless it is stored already."""
         current = self._own.current()
-        if current is not None and current[1] != self._stored:
-            await self._store(KnownPeer(*current))
-            self._stored = current[1]
+        if current is not None and current.wire != self._stored:
+            await self._store(current)
+            self._stored = current.wire
 
     def _on_own_record(self, record: KnownPeer) -> None:
         """Queues a record to store for its node; there are few, for nodes that know seeds do not exchange."""
@@ -133,7 +125,6 @@ class DhtDiscovery(Discovery):
             self._to_store[peer_id] = record
 
     async def _store_for_others(self) -> None:
-        """Stores the queued records; one that no DHT node accepts is old, or another node has stored it."""
         records, self._to_store = self._to_store, {}
         errors = await asyncio.gather(*map(self._store, records.values()), return_exceptions=True)
         for record, error in zip(records.values(), errors, strict=True):
@@ -143,21 +134,12 @@ class DhtDiscovery(Discovery):
                 raise error
 
     async def _store(self, record: KnownPeer) -> None:
-        announcement = record.announcement
-        await self.process.store(
-            dht_key(self._endpoint.run_id, announcement.filed_under),
-            announcement.peer_id,
-            record.wire.decode(),
-            announcement.expires_at,
-            self._config.request_timeout_s,
-        )
+        said, timeout_s = record.announcement, self._config.request_timeout_s
+        key = dht_key(self._endpoint.run_id, said.filed_under)
+        await self.process.store(key, said.peer_id, record.wire.decode(), said.expires_at, timeout_s)
 
     async def _look_up(self) -> None:
-        """Looks all wanted keys up at once; the records of some count though others fail.
-
-        Raises:
-            DiscoveryError: of one of those that failed.
-        """
+        """Looks all wanted keys up at once; the records of some count though others fail."""
         keys = [dht_key(self._endpoint.run_id, label) for label in self._partitions.labels(self._stages)]
         found = await asyncio.gather(*map(self._look_under, keys), return_exceptions=True)
         for error in found:
@@ -171,21 +153,84 @@ class DhtDiscovery(Discovery):
         # At random, so that in time all get through, however many there are.
         new = [it for it in records if self._table.is_new(it.value.encode())]
         for record in self._rng.sample(new, min(MAX_NEWS, len(new))):
-            news = self._table.offer(record.value.encode(), subkey=record.subkey)
-            if news is not None:
-                logger.debug("heard of %s at %s", news.node_id, news.address)
-                self._verifier.wake()
-            await asyncio.sleep(0)  # Each takes a signature check.
+            await self._hear(record.value.encode(), subkey=record.subkey)
 
 
 def listen_address(host: str, port: int) -> str:
-    """Returns the multiaddress of an IP address and a TCP port.
-
-    Raises:
-        DiscoveryError: ``host`` is no IP address.
-    """
+    """Returns the multiaddress of an IP address and a TCP port; raises `DiscoveryError` where it is none."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         raise DiscoveryError(f"dht_host: expected an IP address to listen on, found {host!r}") from None
     return f"/ip{version}/{host}/tcp/{port}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedConfig:
+    """The address and identity of a seed; seeds should name each other, so that all of them stay one DHT."""
+
+    port: int = 4001
+    """TCP port to listen on; 0 takes a free one, which changes with each start."""
+    host: str = "0.0.0.0"
+    """IP address to listen on."""
+    public_host: str = ""
+    """IP address others reach it at, if not one of this machine's (behind a router); empty: all it listens on."""
+    identity_path: str = "~/.neuroshard/seed.id"
+    """File of its key, made at the first start; it keeps the address the same."""
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of other seeds."""
+    start_timeout_s: float = 60.0
+    """Seconds it may take to become ready."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise TrainerUsageError(f"port: expected 0 to 65535, found {self.port}")
+        if self.public_host and self.port == 0:
+            raise TrainerUsageError("public_host: expected a fixed port with it, found port 0")
+        for address in self.initial_peers:
+            check_seed_address(address)
+
+    def _dht_settings(self) -> DhtSettings:
+        path = Path(self.identity_path).expanduser()
+        if path.is_dir():
+            raise DiscoveryError(f"identity_path: expected a file, found the folder {path}")
+        return DhtSettings(
+            parent_pid=os.getpid(),
+            initial_peers=self.initial_peers,
+            listen=(listen_address(self.host, self.port),),
+            announce=(listen_address(self.public_host, self.port),) if self.public_host else (),
+            identity_path=str(path.absolute()),
+            map_port=not self.host.startswith("127."),
+        )
+
+
+def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
+    """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT or SIGTERM, then returns.
+
+    It may be killed and restarted at any time. ``on_ready`` is called once with the addresses to give to nodes as
+    ``--initial-peers``. Raises `DiscoveryError` where it does not become ready; the log says why.
+    """
+    asyncio.run(_serve_seed(config, on_ready))
+
+
+async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    process = DhtProcess(config._dht_settings())
+    process.start()
+    stopping = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(process.wait_ready(config.start_timeout_s, first_start_only=True))
+    try:
+        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            await starting
+            on_ready((await process.status(10.0)).addresses)
+        await stop.wait()
+    finally:
+        for task in (stopping, starting):
+            task.cancel()
+        await asyncio.gather(stopping, starting, return_exceptions=True)
+        await process.close()
+    logger.info("the seed has stopped")

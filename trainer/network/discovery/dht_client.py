@@ -1,8 +1,8 @@
 """The DHT process as its parent sees it: requests with deadlines, restarts with growing pauses, no orphans.
 
-The process is started again whenever it ended, after a pause that doubles from 1 s to 60 s and is reset once it has run
-for a minute. A request while it is down, or without a reply in time, raises `DiscoveryError`; after three such timeouts
-in a row the process counts as hung, and is killed and restarted. Its log is forwarded to ours.
+The two exchange one JSON object a line: first a `DhtSettings`, then `DhtRequest`s; each line the process writes is a
+`DhtReply` with the id of a request (0: once it is ready). It is started again whenever it ended, after a pause that
+doubles from 1 s to 60 s; after three unanswered requests in a row it is killed. Its log is forwarded to ours.
 """
 
 from __future__ import annotations
@@ -17,35 +17,109 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from genesis.extras import with_extra
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.dht_messages import MAX_LINE_BYTES, DhtReply, DhtRequest, DhtSettings, Record
+from trainer.network.rpc.messages import Message
 
-__all__ = ["DhtProcess"]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "MAX_RECORDS",
+    "MAX_VALUE_BYTES",
+    "DhtProcess",
+    "DhtReply",
+    "DhtRequest",
+    "DhtSettings",
+    "Record",
+]
 
 logger = logging.getLogger(__name__)
+
+MAX_VALUE_BYTES = 16 * 1024
+MAX_RECORDS = 4096
+MAX_LINE_BYTES = 16 << 20
+"""Longest line. hivemind's own messages hold 4 MiB, and JSON at most doubles an announcement's quotation marks."""
 
 _START_TIMEOUT_S = 60.0
 """hivemind takes 3 s to import on an idle core, and waits 15 s for its daemon."""
 _STOP_TIMEOUT_S = 8.0
 _GRACE_S = 1.0
 """Added to a request's deadline, which the process keeps too."""
+_POLL_S = 0.05
 _MAX_UNANSWERED = 3
 _MAX_FOLDER_CHARS = 60
 _MAX_PENDING = 256
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _STEADY_S = 1.0, 60.0, 60.0
 
+_Key = Annotated[str, Field(max_length=256)]
+_Timeout = Annotated[float, Field(gt=0, le=3600)]
+
+
+class DhtSettings(Message):
+    """The configuration of the process's DHT node."""
+
+    parent_pid: int
+    """The process ends when this is no longer its parent."""
+    initial_peers: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    """Addresses to publish instead of those listened on."""
+    identity_path: str | None = None
+    """File of the libp2p key, made if it is missing; None takes a new key each time."""
+    socket_folder: str = ""
+    """Folder for the daemon's sockets, which the process removes at its end; empty: hivemind's choice, /tmp."""
+    client_mode: bool = False
+    map_port: bool = True
+    """Whether to ask the router to forward the port (UPnP)."""
+    rejoin_interval_s: _Timeout = 5.0
+    """Seconds between two checks whether the initial peers are still connected."""
+    refresh_interval_s: _Timeout = 30.0
+    """Seconds without contact with a part of the routing table after which nodes are looked for there."""
+
+
+class DhtRequest(Message):
+    """Asks to store a value until it expires, for the records of a key, or for the node's status."""
+
+    id: int
+    op: Literal["store", "get", "status"]
+    timeout_s: _Timeout
+    key: _Key = ""
+    subkey: _Key = ""
+    value: Annotated[str, Field(max_length=MAX_VALUE_BYTES)] = ""
+    expires_at: float = 0.0
+
+    @model_validator(mode="after")
+    def _has_keys(self) -> Self:
+        if (self.op != "status" and not self.key) or (self.op == "store" and not self.subkey):
+            raise ValueError(f"expected key and subkey to {self.op}, found none")
+        return self
+
+
+class Record(Message):
+    """A stored value."""
+
+    subkey: str
+    value: str
+
+
+class DhtReply(Message):
+    """The reply to the request of this id."""
+
+    id: int
+    error: str = ""
+    records: tuple[Record, ...] = ()
+    skipped: int = 0
+    """Number of records left out because they are too long, not text, or too many."""
+    addresses: tuple[str, ...] = ()
+    """The node's addresses, each with its peer id: initial peers for others."""
+    num_neighbours: int = 0
+
 
 class DhtProcess:
-    """Starts and supervises the DHT process and sends it requests; `start` it, and `close` it.
-
-    Raises:
-        DiscoveryError: by `store`, `get` and `status`, without a reply in time, or if the request failed.
-    """
+    """Starts and supervises the DHT process and sends it requests, which raise `DiscoveryError` where they fail."""
 
     def __init__(self, settings: DhtSettings) -> None:
         self.num_restarts = 0
@@ -56,8 +130,7 @@ class DhtProcess:
         self._pending: dict[int, asyncio.Future[DhtReply]] = {}
         self._last_id = 0
         self._num_unanswered = 0
-        self._ready = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._is_ready = self._has_failed = False
         self._last_error = ""
         self._supervising: asyncio.Task[None] | None = None
 
@@ -67,36 +140,21 @@ class DhtProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts it in the background; it is ready some seconds later.
-
-        It ends with the thread that runs this event loop, so that thread must live as long as the node.
-
-        Raises:
-            ModuleNotFoundError: hivemind is not installed; the message says what to install.
-        """
+        """Starts it in the background; it is ready some seconds later, and ends with the thread of this event loop."""
         if importlib.util.find_spec("hivemind") is None:
             raise with_extra(ModuleNotFoundError("no hivemind", name="hivemind"))
         if self._supervising is None:
             self._supervising = asyncio.create_task(self._supervise())
 
     async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None:
-        """Waits until it answers; with ``first_start_only`` not for a second start if the first fails.
-
-        Raises:
-            DiscoveryError: it does not answer.
-        """
-        events = [self._ready, self._ended] if first_start_only else [self._ready]
-        waiting = [asyncio.create_task(event.wait()) for event in events]
-        try:
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-        if not self._ready.is_set():
-            raise DiscoveryError(
-                f"expected the DHT process to be ready within {timeout_s:g} s, found it is not"
-                f" ({self._last_error or 'no error in its log'})"
-            )
+        """Waits until it answers; with ``first_start_only`` not for a second start if the first fails."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (self._is_ready or (first_start_only and self._has_failed)):
+                    await asyncio.sleep(_POLL_S)
+        if not self._is_ready:
+            found = f"found it is not ({self._last_error or 'no error in its log'})"
+            raise DiscoveryError(f"expected the DHT process to be ready within {timeout_s:g} s, {found}")
 
     async def store(self, key: str, subkey: str, value: str, expires_at: float, timeout_s: float) -> None:
         """Stores a value until it expires."""
@@ -123,7 +181,7 @@ class DhtProcess:
         self._last_id += 1
         request = DhtRequest(id=self._last_id, op=op, timeout_s=timeout_s, **fields)
         process = self._process
-        if process is None or process.stdin is None or not self._ready.is_set():
+        if process is None or process.stdin is None or not self._is_ready:
             raise DiscoveryError("expected a running DHT process, found none (yet); it is being started")
         if len(self._pending) >= _MAX_PENDING:
             raise DiscoveryError(
@@ -169,11 +227,10 @@ class DhtProcess:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _run_once(self, socket_folder: str) -> None:
-        """Runs the process once, from start to end."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "trainer.network.discovery.dht_process",
+            "trainer.network.discovery.dht_node",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -186,12 +243,12 @@ class DhtProcess:
         try:
             await self._converse(process, socket_folder)
         finally:
-            self._ready.clear()
+            self._is_ready = False
             self._process = None
             await asyncio.shield(_end(process))
             await asyncio.wait({logging_task}, timeout=1.0)  # Its last lines say why it ended.
             logging_task.cancel()
-            self._ended.set()
+            self._has_failed = True
             for future in self._pending.values():
                 if not future.done():
                     future.set_exception(DiscoveryError("the DHT process ended before it answered"))
@@ -220,12 +277,11 @@ class DhtProcess:
             logger.error("unreadable reply of the DHT process: %s", error.errors(include_input=False)[0]["msg"])
             return
         self.num_neighbours = reply.num_neighbours
-        if reply.id == 0:
-            self._ready.set()
-            logger.info("the DHT process is ready at %s", ", ".join(reply.addresses) or "no address of its own")
-            return
         future = self._pending.get(reply.id)
-        if future is not None and not future.done():
+        if reply.id == 0:
+            self._is_ready = True
+            logger.info("the DHT process is ready at %s", ", ".join(reply.addresses) or "no address of its own")
+        elif future is not None and not future.done():
             future.set_result(reply)
 
     async def _forward_log(self, process: Process) -> None:
@@ -242,13 +298,11 @@ class DhtProcess:
             number = {"WARN": logging.WARNING, "WARNING": logging.WARNING, "ERROR": logging.ERROR}.get(level)
             if number == logging.ERROR:
                 self._last_error = text[:500]
-            logger.log(
-                number or logging.DEBUG, "DHT process %d: %s", process.pid, text[:1000] if number else line[:1000]
-            )
+            shown = text[:1000] if number else line[:1000]
+            logger.log(number or logging.DEBUG, "DHT process %d: %s", process.pid, shown)
 
 
 async def _end(process: Process) -> None:
-    """Closes its input, waits, and kills its group if it is still there."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -1,11 +1,9 @@
-"""A hivemind DHT node that stores announcements and nothing else; imported in the DHT process only.
+"""The process that runs hivemind's DHT, with a node that stores announcements and nothing else.
 
-A loop of ours joins hivemind's node to the seeds, instead of once at its start: every `rejoin_interval_s` each seed
-that is not in the routing table is dialled again. So a node starts though all seeds are down, joins when one starts,
-and finds a seed that was restarted with an empty table; joined only once, two halves of a run would never meet.
-
-All our nodes, seeds included, store a record only if `AnnouncementValidator` accepts it: nobody can hide a node by
-storing garbage under its id, nor use the seeds to store anything else. `RecordQuotas` bounds how many.
+It is a process of its own because hivemind brings a Go daemon, its own logging and 2 s of imports, and because a hang
+or crash in it must not stop training. It joins the seeds again and again, instead of once as hivemind does: else two
+halves of a run would never meet after all seeds were down. It ends within seconds when standard input closes or the
+parent dies (SIGKILL included), together with the daemon. It logs ``LEVEL message`` to standard error.
 """
 
 from __future__ import annotations
@@ -15,14 +13,17 @@ import functools
 import hashlib
 import heapq
 import logging
+import os
 import random
+import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
+from asyncio import StreamReader, StreamReaderProtocol
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -35,33 +36,49 @@ from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
+from pydantic import ValidationError
 
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.announcement import AnnouncementRefusedError, verify_announcement
-from trainer.network.discovery.dht_messages import MAX_RECORDS, MAX_VALUE_BYTES, DhtSettings, Record
+from trainer.network.discovery.dht_client import (
+    MAX_LINE_BYTES,
+    MAX_RECORDS,
+    MAX_VALUE_BYTES,
+    DhtReply,
+    DhtRequest,
+    DhtSettings,
+    Record,
+)
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
 from trainer.network.discovery.parent import die_with_parent
 from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage"]
+__all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage", "main"]
 
 logger = logging.getLogger(__name__)
+
+Send = Callable[[DhtReply], None]
 
 _MAX_CLOCK_SKEW_S = 300.0
 _MAX_ACCEPTED = 16_384
 _MAX_GONE = 1024
 _SWEEP_INTERVAL_S = 5.0
+_MAX_CONCURRENT = 64
+_STOP_TIMEOUT_S = 5.0
+_GIVE_UP_S = 1.0
+_PARENT_CHECK_INTERVAL_S = 2.0
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
     """Accepts a record if it is a signed announcement, stored under its own node, run and partition, until it expires.
 
     Expired ones pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in. Accepted
-    records are not verified again: a look-up returns the same ones every few seconds.
+    records are not verified again.
     """
 
     def __init__(self) -> None:
@@ -148,13 +165,16 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
     def _sweep(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._swept_s >= _SWEEP_INTERVAL_S:
-            self._swept_s = now_s
-            self._drop(self._quotas.overdue())
-            for known in list(self.data.values()):
-                if isinstance(known.value, DictionaryDHTValue):
-                    _compact(known.value)
-            _compact(self)
+        if now_s - self._swept_s < _SWEEP_INTERVAL_S:
+            return
+        self._swept_s = now_s
+        self._drop(self._quotas.overdue())
+        # hivemind would keep the expiry times of removed records until they come.
+        values = [known.value for known in self.data.values() if isinstance(known.value, DictionaryDHTValue)]
+        for storage in (self, *values):
+            if len(storage.expiration_heap) > 2 * len(storage.data) + _MAX_GONE:
+                storage.expiration_heap = list(storage.key_to_heap.values())
+                heapq.heapify(storage.expiration_heap)
 
     def _drop(self, places: list[Place]) -> None:
         for key, subkey in places:
@@ -165,15 +185,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                     del self[DHTID.from_bytes(key)]
 
 
-def _compact(storage: DictionaryDHTValue | DHTLocalStorage) -> None:
-    """Drops the expiry times of removed records, which hivemind would keep until they come."""
-    if len(storage.expiration_heap) > 2 * len(storage.data) + _MAX_GONE:
-        storage.expiration_heap = list(storage.key_to_heap.values())
-        heapq.heapify(storage.expiration_heap)
-
-
 class AnnouncementNode:
-    """The node, its loops that look for others, and its libp2p daemon; see `start`."""
+    """hivemind's node, loops that look for others, and its libp2p daemon; see `start`."""
 
     def __init__(self, settings: DhtSettings, node: DHTNode) -> None:
         self._settings = settings
@@ -182,12 +195,7 @@ class AnnouncementNode:
 
     @classmethod
     async def start(cls, settings: DhtSettings) -> AnnouncementNode:
-        """Starts daemon and node, which joins the seeds a moment later, or when one of them starts.
-
-        Raises:
-            DiscoveryError: a port to listen on is taken.
-            Exception: of hivemind, when its daemon does not start (no binary, for one).
-        """
+        """Starts daemon and node, which joins the seeds a moment later; raises `DiscoveryError` for a taken port."""
         for address in settings.listen:
             _check_port_is_free(Multiaddr(address))
         if settings.identity_path is not None:
@@ -196,35 +204,70 @@ class AnnouncementNode:
             P2P._UNIX_SOCKET_PREFIX = f"/unix{settings.socket_folder}/"
         # hivemind leaves its daemon behind when its own process is killed.
         die_with_us = functools.partial(die_with_parent, signal.SIGKILL)
-        start_daemon = functools.partial(asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_us)
-        with (
-            _replaced(asyncio.subprocess, "create_subprocess_exec", start_daemon),
-            _replaced(hivemind.dht.node, "DHTProtocol", _AttributingProtocol),
-        ):
-            node = await DHTNode.create(
-                host_maddrs=list(settings.listen),
-                announce_maddrs=list(settings.announce) or None,
-                identity_path=settings.identity_path,
-                check_if_identity_free=False,
-                client_mode=settings.client_mode,
-                no_listen=settings.client_mode,
-                nat_port_map=settings.map_port,
-                record_validator=AnnouncementValidator(),
-                refresh_timeout=None,  # See `_refresh_forever`.
-                # Every look-up asks for the newest record, which is never in a cache.
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                cache_refresh_before_expiry=0,
-            )
+        start_process = functools.partial(asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_us)
+        asyncio.subprocess.create_subprocess_exec = start_process
+        hivemind.dht.node.DHTProtocol = _AttributingProtocol
+        node = await DHTNode.create(
+            host_maddrs=list(settings.listen),
+            announce_maddrs=list(settings.announce) or None,
+            identity_path=settings.identity_path,
+            check_if_identity_free=False,
+            client_mode=settings.client_mode,
+            no_listen=settings.client_mode,
+            nat_port_map=settings.map_port,
+            record_validator=AnnouncementValidator(),
+            refresh_timeout=None,  # See `_refresh_forever`.
+            # Every look-up asks for the newest record, which is never in a cache.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+        )
         node.protocol.storage = BoundedStorage(RecordQuotas())
         return cls(settings, node)
 
-    async def store(self, key: str, subkey: str, value: str, expires_at: float) -> bool:
-        """Stores a value; returns False if no node accepted it."""
-        return bool(await self._node.store(key, value.encode(), expires_at, subkey=subkey))
+    async def serve(self, requests: StreamReader, send: Send) -> None:
+        """Serves until standard input ends; cancels running requests before the node they need stops."""
+        send(DhtReply(id=0, addresses=await self._addresses()))
+        slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while line := await requests.readline():
+                try:
+                    request = DhtRequest.model_validate_json(line)
+                except ValidationError as error:
+                    logger.error("unreadable request: %s", error.errors(include_input=False)[0]["msg"])
+                    continue
+                await slots.acquire()
+                task = asyncio.create_task(self._handle(request, send))
+                running.add(task)
+                task.add_done_callback(running.discard)
+                task.add_done_callback(lambda _: slots.release())
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=_GIVE_UP_S)
 
-    async def get(self, key: str) -> tuple[tuple[Record, ...], int]:
+    async def _handle(self, request: DhtRequest, send: Send) -> None:
+        fields: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                if request.op == "get":
+                    fields["records"], fields["skipped"] = await self._get(request.key)
+                elif request.op == "status":
+                    fields["addresses"] = await self._addresses()
+                elif not await self._node.store(
+                    request.key, request.value.encode(), request.expires_at, subkey=request.subkey
+                ):
+                    fields["error"] = "no DHT node took the record"
+        except TimeoutError:
+            fields["error"] = f"no answer of the DHT within {request.timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent gets the text
+            fields["error"] = f"{type(error).__name__}: {error}"[:500]
+        send(DhtReply(id=request.id, num_neighbours=len(self._node.protocol.routing_table.uid_to_peer_id), **fields))
+
+    async def _get(self, key: str) -> tuple[tuple[Record, ...], int]:
         """Returns the newest record of each subkey, and how many were left out as too long, not text, or too many."""
         found = await self._node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
@@ -237,22 +280,14 @@ class AnnouncementNode:
                 records.append(record)
         return tuple(records), len(found.value) - len(records)
 
-    async def addresses(self) -> tuple[str, ...]:
+    async def _addresses(self) -> tuple[str, ...]:
         """Returns the addresses it is reached at, with its peer id; empty for a client."""
         if self._settings.client_mode:
             return ()
         return tuple(str(address) for address in await self._node.get_visible_maddrs(latest=True))
 
-    def num_neighbours(self) -> int:
-        """Returns the number of nodes in its routing table."""
-        return len(self._node.protocol.routing_table.uid_to_peer_id)
-
     async def stop(self, timeout_s: float) -> None:
-        """Stops node and daemon.
-
-        Raises:
-            TimeoutError: they did not stop in time.
-        """
+        """Stops node and daemon; raises `TimeoutError` where that takes longer."""
         for task in self._tasks:
             task.cancel()
         async with asyncio.timeout(timeout_s):
@@ -268,11 +303,7 @@ class AnnouncementNode:
             await asyncio.sleep(self._settings.rejoin_interval_s)
 
     async def _refresh_forever(self) -> None:
-        """Looks for nodes in those parts of the routing table that had no contact for a while.
-
-        hivemind 1.1.12 would do so itself, but passes its search an id in place of a list of ids: its task ends with
-        the first stale part, and that exception is reported when the node is collected.
-        """
+        """Looks for nodes where the routing table had no contact lately; hivemind 1.1.12's own task fails there."""
         interval_s = self._settings.refresh_interval_s
         while True:
             await asyncio.sleep(interval_s)
@@ -281,7 +312,6 @@ class AnnouncementNode:
             await self._look_for([DHTID(random.randint(bucket.lower, bucket.upper - 1)) for bucket in stale])
 
     async def _look_for(self, ids: list[DHTID]) -> None:
-        """Asks known nodes for nodes near these ids; those that answer enter the routing table."""
         try:
             if ids:
                 await self._node.find_nearest_nodes(ids)
@@ -306,9 +336,8 @@ class AnnouncementNode:
 
 
 def _record(subkey: Any, value: Any) -> Record | None:
-    if not (isinstance(subkey, str) and len(subkey) <= 256):
-        return None
-    if not (isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES):
+    is_short = isinstance(subkey, str) and len(subkey) <= 256
+    if not (is_short and isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES):
         return None
     try:
         return Record(subkey=subkey, value=value.decode())
@@ -317,11 +346,7 @@ def _record(subkey: Any, value: Any) -> Record | None:
 
 
 def _check_port_is_free(address: Multiaddr) -> None:
-    """Checks a port, since the daemon listens with SO_REUSEPORT: on one in use it would silently share connections.
-
-    Raises:
-        DiscoveryError: it is in use.
-    """
+    """Checks a port, since the daemon listens with SO_REUSEPORT: on one in use it would silently share connections."""
     version = "ip6" if "ip6" in address else "ip4"
     host, port = address[version], int(address["tcp"])
     with socket.socket(socket.AF_INET6 if version == "ip6" else socket.AF_INET) as probe:
@@ -343,11 +368,63 @@ def _make_identity(path: Path) -> None:
         new.replace(path)
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
+def _write(descriptor: int, reply: DhtReply) -> None:
+    data = memoryview(reply.model_dump_json().encode() + b"\n")
+    while data:  # The parent always reads; a pipe that is full for a moment may block this process.
+        data = data[os.write(descriptor, data) :]
+
+
+async def _run(send: Send) -> None:
+    loop = asyncio.get_running_loop()
+    requests = StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: StreamReaderProtocol(requests), sys.stdin)
+    settings = DhtSettings.model_validate_json(await requests.readline())
+    serving = asyncio.create_task(_run_node(settings, requests, send))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    watching = asyncio.create_task(_watch_parent(settings.parent_pid, serving))
     try:
-        yield
+        await serving
+    except asyncio.CancelledError:
+        logger.info("stopped by a signal")
     finally:
-        setattr(owner, name, original)
+        watching.cancel()
+        if settings.socket_folder:
+            shutil.rmtree(settings.socket_folder, ignore_errors=True)
+
+
+async def _run_node(settings: DhtSettings, requests: StreamReader, send: Send) -> None:
+    node = await AnnouncementNode.start(settings)
+    try:
+        await node.serve(requests, send)
+    finally:
+        await node.stop(_STOP_TIMEOUT_S)
+
+
+async def _watch_parent(parent_pid: int, serving: asyncio.Task[None]) -> None:
+    """Covers a fork of the dead parent that holds standard input open, and kernels without a parent-death signal."""
+    while os.getppid() == parent_pid:
+        await asyncio.sleep(_PARENT_CHECK_INTERVAL_S)
+    serving.cancel()
+
+
+def main() -> int:
+    """Runs until the parent closes standard input or ends; returns 0, or 1 if the node did not start or stop."""
+    die_with_parent(signal.SIGTERM)
+    send = functools.partial(_write, os.dup(1))
+    os.dup2(2, 1)  # Everything printed goes into the log.
+    use_hivemind_log_handler("nowhere")  # All logging, hivemind's included, in the form the parent reads.
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s", force=True)
+    code = 0
+    try:
+        asyncio.run(_run(send))
+    except Exception as error:  # noqa: BLE001 - the last line of defence; it is logged and the process ends
+        logger.error("the DHT process ends: %s: %s", type(error).__name__, str(error) or "no details")
+        code = 1
+    if code and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # The daemon may still run.
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,9 @@
 """Quotas of a DHT node's memory, by run and by the hosts that store records.
 
-A node stores records of any run for anybody, and identities cost nothing. While there is room all are stored. A key (a
-run, or a partition of one) holds no more bytes than one reply to a look-up can carry, since more would make the key
-unreadable. Where a key or the node is full, a new record replaces another: of the key with the most records, there of
-the host with the most, first of those that were never renewed, oldest first. So made-up nodes evict each other, and a
-node that keeps announcing itself keeps its place.
-
-A record is kept for at most `max_lifetime_s` after it was stored, whatever it states itself.
+Identities cost nothing. While there is room all records are stored. Where a key (which holds no more than one reply to
+a look-up can carry) or the node is full, a new record replaces another: of the key with the most, there of the host
+with the most, first of those that were never renewed, oldest first. So made-up nodes evict each other, and a node that
+keeps announcing itself keeps its place. A record is kept for `max_lifetime_s` at most.
 """
 
 from __future__ import annotations
@@ -14,17 +11,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 __all__ = ["Place", "RecordQuotas"]
 
 Place = tuple[bytes, str]
-"""A key and a subkey."""
 
-_MAX_RECORDS = 16_384
-_MAX_BYTES_PER_KEY = 3 << 20
-"""hivemind's messages hold 4 MiB, which include keys, subkeys and times besides the values."""
-_MAX_LIFETIME_S = 600.0
 _RENEWAL_S = 1.0
 _OVERHEAD_BYTES = 128
 """Of a record in a reply, besides its value."""
@@ -38,36 +30,27 @@ class _Record:
     renewals: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class RecordQuotas:
     """Decides which records a node stores; the clock gives seconds."""
 
-    def __init__(
-        self,
-        *,
-        max_records: int = _MAX_RECORDS,
-        max_bytes_per_key: int = _MAX_BYTES_PER_KEY,
-        max_lifetime_s: float = _MAX_LIFETIME_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_records = max_records
-        self._max_bytes_per_key = max_bytes_per_key
-        self._max_lifetime_s = max_lifetime_s
-        self._clock = clock
-        self._keys: dict[bytes, dict[str, _Record]] = {}
-        self._num_bytes: Counter[bytes] = Counter()
-        self._num_records = 0
+    _: KW_ONLY
+    max_records: int = 16_384
+    max_bytes_per_key: int = 3 << 20
+    """hivemind's messages hold 4 MiB, which include keys, subkeys and times besides the values."""
+    max_lifetime_s: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+    _keys: dict[bytes, dict[str, _Record]] = field(default_factory=dict, init=False)
+    _num_bytes: Counter[bytes] = field(default_factory=Counter, init=False)
+    _num_records: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         return self._num_records
 
     def admit(self, key: bytes, subkey: str, size_bytes: int, host: str) -> list[Place] | None:
-        """Makes room for a value of ``size_bytes`` that ``host`` (`address_group`) stores; each subkey has one record.
-
-        Returns:
-            The records to drop for it; None: it is not to be stored.
-        """
-        now_s, size_bytes = self._clock(), size_bytes + _OVERHEAD_BYTES
-        if size_bytes > self._max_bytes_per_key:
+        """Returns the records to drop for a value that ``host`` (`address_group`) stores; None: it is not stored."""
+        now_s, size_bytes = self.clock(), size_bytes + _OVERHEAD_BYTES
+        if size_bytes > self.max_bytes_per_key:
             return None
         new = _Record(host, size_bytes, now_s)
         before = self._keys.get(key, {}).get(subkey)
@@ -91,7 +74,7 @@ class RecordQuotas:
 
     def overdue(self) -> list[Place]:
         """Returns the records whose time is over, and counts them no more."""
-        limit_s = self._clock() - self._max_lifetime_s
+        limit_s = self.clock() - self.max_lifetime_s
         places = [
             (key, subkey)
             for key, records in self._keys.items()
@@ -104,9 +87,9 @@ class RecordQuotas:
 
     def _full_key(self, key: bytes, new: _Record) -> bytes | None:
         """Returns the key that must lose a record for this one; None: there is room."""
-        if self._num_bytes[key] + new.size_bytes > self._max_bytes_per_key:
+        if self._num_bytes[key] + new.size_bytes > self.max_bytes_per_key:
             return key
-        if self._num_records < self._max_records:
+        if self._num_records < self.max_records:
             return None
         return max(self._keys, key=lambda it: (len(self._keys[it]) + (it == key), it == key))
 

@@ -1,29 +1,24 @@
-"""Peer exchange: a node sends its own record and the list of those it has, and receives the records it lacks.
+"""The messages of peer exchange, and the queue in which strangers' requests wait.
 
-The request's payload is the sender's own record followed by 40 bytes for each node it knows: the peer id and the time
-(float64, big endian) of its record. The reply holds the records the sender lacks or has an older one of. So a node that
-knows everybody sends 40 bytes a peer instead of 1.6 kB, and each new record reaches each node about once.
-
-Every node answers, however it finds the others itself: the address of any node of a run is enough to join, also where
-the run meets through a DHT.
+A node sends its own record and, for each node it knows, 40 bytes: the peer id and the time (float64, big endian) of its
+record. The reply holds the records the sender lacks or has an older one of, so each reaches each node about once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
 import random
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from trainer.errors import RefusedError
-from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement, OwnRecord
-from trainer.network.discovery.peer_table import DIRECT, KnownPeer, PeerTable
-from trainer.network.rpc.endpoint import Endpoint
-from trainer.network.rpc.messages import Message, Reason, Reply, Request
+from trainer.network.discovery.announcement import MAX_WIRE_BYTES
+from trainer.network.discovery.peer_table import KnownPeer
+from trainer.network.rpc.messages import Message, Reason
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 __all__ = [
@@ -31,15 +26,13 @@ __all__ = [
     "PRESENT_METHOD",
     "PeerExchangeReply",
     "PeerExchangeRequest",
-    "PeerExchangeService",
     "PresentReply",
+    "StrangerQueue",
     "pack_request",
     "records_for",
     "split_records",
     "unpack_request",
 ]
-
-logger = logging.getLogger(__name__)
 
 EXCHANGE_METHOD = "announce/exchange"
 PRESENT_METHOD = "announce/present"
@@ -53,7 +46,7 @@ _STRANGERS_BURST, _STRANGERS_PER_INTERVAL, _STRANGERS_MIN_PER_S = 64.0, 6.0, 2.0
 """Answers to peers of one address that were never of use: at once, in each poll interval, and at least each second.
 However many honest nodes are behind an address, each node gets three requests an interval from all of them together."""
 _STRANGERS_WAIT_S = 4.0
-"""Longest time a stranger's request waits; less than the sender waits for the answer (`Verifier`: 5 s)."""
+"""Longest time a stranger's request waits; less than the sender waits for the answer (`Discovery`: 5 s)."""
 _MAX_WAITING_AT_ADDRESS, _MAX_WAITING = 16, 48
 """Each holds a call's slot while it waits: an eighth of those of an address, and a quarter of all strangers'."""
 
@@ -83,11 +76,7 @@ def pack_request(own: bytes, known: Iterable[KnownPeer]) -> tuple[PeerExchangeRe
 
 
 def unpack_request(body: PeerExchangeRequest, payload: bytes) -> tuple[bytes, dict[str, float]]:
-    """Returns the sender's own record, and the time of each record it has by peer id.
-
-    Raises:
-        RefusedError: the payload does not fit its head.
-    """
+    """Returns the sender's own record, and the time of each record it has by peer id; raises `RefusedError`."""
     rest = memoryview(payload)[body.own_bytes :]
     if body.own_bytes > len(payload) or len(rest) % _ENTRY.size or len(rest) > _MAX_KNOWN * _ENTRY.size:
         raise RefusedError(
@@ -101,10 +90,7 @@ def unpack_request(body: PeerExchangeRequest, payload: bytes) -> tuple[bytes, di
 def records_for(
     recipient: str, has: Mapping[str, float], known: Iterable[KnownPeer], rng: random.Random
 ) -> tuple[PeerExchangeReply, bytes]:
-    """Returns the known records that a node lacks; a random choice where not all fit, so that in time all get through.
-
-    ``has`` holds the time of each record it has, by peer id; its own record is left out.
-    """
+    """Returns the known records that a node lacks, by the times of those it ``has``; a random choice if not all fit."""
     # "not <=": a NaN in the recipient's list is no reason to leave a record out.
     news = [
         peer.wire
@@ -124,109 +110,32 @@ def records_for(
 
 
 def split_records(body: PeerExchangeReply, payload: bytes) -> list[bytes]:
-    """Returns the records of a reply.
-
-    Raises:
-        RefusedError: the payload does not fit its head.
-    """
+    """Returns the records of a reply; raises `RefusedError` where the payload does not fit its head."""
     if sum(body.sizes) != len(payload):
         raise RefusedError("payload", f"expected records of {sum(body.sizes)} bytes in all, found {len(payload)}")
-    records: list[bytes] = []
-    start = 0
-    for size_bytes in body.sizes:
-        records.append(payload[start : start + size_bytes])
-        start += size_bytes
-    return records
+    ends = itertools.accumulate(body.sizes)
+    return [payload[end - size_bytes : end] for end, size_bytes in zip(ends, body.sizes, strict=True)]
 
 
-def _too_many() -> RefusedError:
-    return RefusedError(Reason.BUSY, "expected fewer requests of strangers at this address; ask again later")
+class StrangerQueue:
+    """Lets requests of strangers pass at a limited rate for each address; of those that wait, a random one is next."""
 
-
-class PeerExchangeService:
-    """Answers peer exchange: takes the senders' records and returns the others'.
-
-    Args:
-        endpoint: of this node.
-        table: the known peers.
-        own: this node's record.
-        interval_s: seconds between two exchanges of a node of this run.
-        on_news: is called when there is a new candidate to verify.
-        on_own_record: receives each newer record that its own node has sent in an exchange.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        table: PeerTable,
-        own: OwnRecord,
-        interval_s: float,
-        on_news: Callable[[], None],
-        on_own_record: Callable[[KnownPeer], None],
-    ) -> None:
-        self._endpoint = endpoint
-        self._table = table
-        self._own = own
-        self._on_news = on_news
-        self._on_own_record = on_own_record
+    def __init__(self, interval_s: float, rng: random.Random) -> None:
         per_s = max(_STRANGERS_MIN_PER_S, _STRANGERS_PER_INTERVAL / interval_s)
-        self._strangers = TokenBuckets(_STRANGERS_BURST, per_s)
+        self._tokens = TokenBuckets(_STRANGERS_BURST, per_s)
+        self._rng = rng
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         """By address: the turns of waiting requests, `_MAX_WAITING` in all."""
         self._admitting: dict[str, asyncio.Task[None]] = {}
-        self._rng = random.Random(endpoint.peer_id)
 
-    def register(self) -> None:
-        """Answers from now on; before the endpoint starts, or after."""
-        self._endpoint.register(EXCHANGE_METHOD, PeerExchangeRequest, self._exchange, any_recipient=True)
-        self._endpoint.register(PRESENT_METHOD, PeerExchangeRequest, self._present, max_payload_bytes=MAX_WIRE_BYTES)
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What admits the waiting requests."""
+        return list(self._admitting.values())
 
-    async def close(self) -> None:
-        """Admits no more waiting requests."""
-        tasks = list(self._admitting.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _exchange(self, request: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
-        await self._pace(request)
-        own, has = unpack_request(request.body, bytes(request.payload))
-        news = self._take_own_record(request, own)
-        if news is not None:
-            self._on_own_record(KnownPeer(news, own))
-        current = self._own.current()
-        known = [*([KnownPeer(*current)] if current is not None else []), *self._table.known()]
-        return Reply(*records_for(request.sender, has, known, self._rng))
-
-    async def _present(self, request: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
-        await self._pace(request)
-        self._take_own_record(request, unpack_request(request.body, bytes(request.payload))[0])
-        return Reply(PresentReply())
-
-    def _take_own_record(self, request: Request[PeerExchangeRequest], own: bytes) -> Announcement | None:
-        """Offers the sender's own record to the table; returns it if it is news."""
-        self._table.called(request.sender)
-        if not own:
-            return None
-        news = self._table.offer(own, source=f"{DIRECT}{request.remote_address}", subkey=request.sender)
-        if news is not None:
-            logger.debug("%s… announced itself", request.sender[:16])
-            self._on_news()
-        return news
-
-    async def _pace(self, request: Request[PeerExchangeRequest]) -> None:
-        """Lets requests of strangers pass at a limited rate for each address.
-
-        A node that announces many identities for one address waits, and so asks less. The next of the waiting requests
-        is chosen at random, so that no crowd is always before a newcomer.
-
-        Raises:
-            RefusedError: too many wait, or its turn did not come in time.
-        """
-        if self._table.is_of_use(request.sender):
-            return
-        address = request.remote_address
-        if not self._waiting.get(address) and self._strangers.take(address):
+    async def wait(self, address: str) -> None:
+        """Waits for the turn of a request; raises `RefusedError` if too many wait, or it does not come in time."""
+        if not self._waiting.get(address) and self._tokens.take(address):
             return
         self._make_room(address)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -261,9 +170,9 @@ class PeerExchangeService:
         """Admits the waiting requests of an address, one for each token; ends when none waits."""
         try:
             while self._waiting.get(address):
-                if (wait_s := self._strangers.wait_s(address)) > 0:
+                if (wait_s := self._tokens.wait_s(address)) > 0:
                     await asyncio.sleep(wait_s)
-                elif self._strangers.take(address):
+                elif self._tokens.take(address):
                     turn = self._pop_turn(address)
                     if not turn.done():
                         turn.set_result(None)
@@ -271,3 +180,7 @@ class PeerExchangeService:
             del self._admitting[address]
             if not self._waiting.get(address):
                 self._waiting.pop(address, None)
+
+
+def _too_many() -> RefusedError:
+    return RefusedError(Reason.BUSY, "expected fewer requests of strangers at this address; ask again later")

@@ -1,20 +1,10 @@
 """The table of valid announcements: the newest of each node, bounded in number and shared out by address.
 
-An identity costs nothing, and a signature shows only that somebody holds the key. So the table has two parts, as
-Bitcoin's address manager has (*new* and *tried*):
-
-- **Candidates**, a quarter of the table: announced, and not reached yet. They are not passed on.
-- **Reached** peers: the node itself has sent a signed answer from the address it announces. These the trainer sees, and
-  these are passed on.
-
-Both admit everybody while there is room. When a part is full, a newcomer takes a place of the group that holds the
-most: candidates are grouped by their source, reached peers by their host (an IPv4 address or IPv6 /64). Among reached
-peers those that were never of use go first, longest without contact first. A peer of use gives way to one that was of
-more use behind the same address, or, where its host holds more than a quarter of the table, to one of a smaller group.
-So a host full of made-up nodes evicts its own, and a peer this node works with stays.
-
-A record counts for at most `lifetime_s` after it was new here or its node was last in contact, whatever it states.
-The trade-off: an unreachable node is seen only by the nodes it calls, in runs that have such nodes (`keeps_callers`).
+*Candidates*, a quarter of the table, were announced; *reached* peers have sent a signed answer from the address they
+announce, and only these are shown and passed on. When a part is full, a newcomer takes a place of the group that holds
+the most: of candidates by source, of reached peers by host, first of those that were never of use. A peer of use gives
+way only to one of more use behind the same address or, where its host has more than a quarter, to a smaller group's.
+So a host full of made-up nodes evicts its own. A record counts for `lifetime_s` after its node was last in contact.
 """
 
 from __future__ import annotations
@@ -23,10 +13,15 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
-from trainer.network.discovery.announcement import Announcement, AnnouncementRefusedError, verify_announcement
+from trainer.network.discovery.announcement import (
+    Announcement,
+    AnnouncementRefusedError,
+    KnownPeer,
+    verify_announcement,
+)
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
 
@@ -42,7 +37,6 @@ _MIN_CANDIDATES = 16
 _GROUP_SHARE = 4
 """A group above this fraction of the table holds more than its share; it matters only when the table is full."""
 _USE_INTERVAL_S = 1.0
-"""Uses within this interval count once."""
 _RECHECK_LIFETIMES = 5.0
 """After so many lifetimes without contact a reached peer is to be reached again."""
 _CONTACTS_PER_PEER = 2
@@ -52,14 +46,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownPeer:
-    """A verified announcement and its wire form."""
-
-    announcement: Announcement
-    wire: bytes
 
 
 @dataclass(slots=True)
@@ -75,84 +61,57 @@ class _Entry:
     uses: int = 0
     used_s: float = float("-inf")
     retry_s: float = 0.0
-    """When a candidate may be called (again)."""
 
     @property
     def evidence_s(self) -> float:
         return self.heard_s if self.contact_s is None else max(self.heard_s, self.contact_s)
 
 
+@dataclass(slots=True)
 class PeerTable:
-    """The known nodes of a run.
+    """The known nodes of a run."""
 
-    Args:
-        run_id: the run; announcements of others are refused.
-        own_peer_id: this node, whose announcements are ignored.
-        max_peers: most reached peers; a quarter as many candidates come on top.
-        max_clock_skew_s: how far ahead other clocks may be.
-        lifetime_s: longest time an announcement counts without a newer one or a contact.
-        objection: returns why an address must not be dialled; empty: it may be.
-        allowed_peers: identities that may join the run; empty: all.
-        keeps_callers: keep nodes without a stage that call this one and cannot be reached.
-        clock: seconds since 1970.
-    """
-
-    def __init__(
-        self,
-        run_id: str,
-        own_peer_id: str,
-        *,
-        max_peers: int,
-        max_clock_skew_s: float,
-        lifetime_s: float = 60.0,
-        objection: Callable[[str], str] = lambda _: "",
-        allowed_peers: frozenset[str] = frozenset(),
-        keeps_callers: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.refused: Counter[str] = Counter()
-        """Refused records by reason: those of `AnnouncementRefusedError`, ``address``, ``peer`` (not allowed), ``full``
-        (evicted too); ``unreachable`` are candidates that were dropped."""
-        self._run_id = run_id
-        self._own_peer_id = own_peer_id
-        self._max_peers = max_peers
-        self._max_candidates = max(_MIN_CANDIDATES, max_peers // _CANDIDATE_SHARE)
-        self._max_clock_skew_s = max_clock_skew_s
-        self._lifetime_s = lifetime_s
-        self._objection = objection
-        self._allowed_peers = allowed_peers
-        self._keeps_callers = keeps_callers
-        self._clock = clock
-        self._entries: dict[str, _Entry] = {}
-        self._first_expiry_s = float("inf")
-        """No entry expires before this; contact postpones expiry, so it may be too early, never too late."""
-        self._verified: dict[bytes, str] = {}
-        """Peer id by wire form, of the records in the table."""
-        self._answers: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """By peer id: the address it last answered from, and when; also of peers outside the table."""
-        self._calls: OrderedDict[str, float] = OrderedDict()
-        """By peer id: when it last called this node."""
-        self._dropped: OrderedDict[bytes, None] = OrderedDict()
-        """Records of unreachable nodes: ignored until their nodes announce something newer."""
+    run_id: str
+    own_peer_id: str
+    _: KW_ONLY
+    max_peers: int
+    """Most reached peers; a quarter as many candidates come on top."""
+    max_clock_skew_s: float
+    lifetime_s: float = 60.0
+    """Longest time an announcement counts without a newer one or a contact."""
+    objection: Callable[[str], str] = lambda _: ""
+    """Returns why an address must not be dialled; empty: it may be."""
+    allowed_peers: frozenset[str] = frozenset()
+    """Identities that may join the run; empty: all."""
+    keeps_callers: bool = False
+    """Keep nodes without a stage that call this one and cannot be reached."""
+    clock: Callable[[], float] = time.time
+    refused: Counter[str] = field(default_factory=Counter, init=False)
+    """Refused records by reason: those of `AnnouncementRefusedError`, ``address``, ``peer`` (not allowed), ``full``
+    (evicted too); ``unreachable`` are candidates that were dropped."""
+    _entries: dict[str, _Entry] = field(default_factory=dict, init=False)
+    _first_expiry_s: float = field(default=float("inf"), init=False)
+    """No entry expires before this; contact postpones expiry, so it may be too early, never too late."""
+    _verified: dict[bytes, str] = field(default_factory=dict, init=False)
+    """Peer id by wire form, of the records in the table."""
+    _answers: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict, init=False)
+    """By peer id: the address it last answered from, and when; also of peers outside the table."""
+    _calls: OrderedDict[str, float] = field(default_factory=OrderedDict, init=False)
+    _dropped: OrderedDict[bytes, None] = field(default_factory=OrderedDict, init=False)
+    """Records of unreachable nodes: ignored until their nodes announce something newer."""
 
     def offer(self, wire: bytes, *, source: str = "", subkey: str | None = None) -> Announcement | None:
-        """Adds a record if it is valid and newer than the known one of its node.
+        """Adds a record if it is valid and newer than the known one of its node; returns it if it was news.
 
-        Args:
-            wire: the received record.
-            source: its sender, by which candidates are grouped; empty: nobody in particular (a DHT).
-            subkey: the peer id it was stored under, if it was.
-
-        Returns:
-            The announcement if it was news, else None; refusals are counted in `refused`.
+        Candidates are grouped by ``source``, the sender; ``subkey`` is the peer id it was stored under, if it was.
         """
-        now = self._clock()
+        now = self.clock()
         # Most records of a look-up or an exchange are known.
         if wire in self._dropped or (wire in self._verified and subkey in (None, self._verified[wire])):
             return None
         try:
             announcement = verify_announcement(
-                wire, now=now, max_clock_skew_s=self._max_clock_skew_s, run_id=self._run_id, subkey=subkey
+                wire, now=now, max_clock_skew_s=self.max_clock_skew_s, run_id=self.run_id, subkey=subkey
             )
         except AnnouncementRefusedError as error:
             self.refused[error.reason] += 1
@@ -162,104 +121,85 @@ class PeerTable:
             logger.warning("a record cannot be handled", exc_info=True)
             self.refused["malformed"] += 1
             return None
-        if announcement.peer_id == self._own_peer_id:
+        peer_id = announcement.peer_id
+        if peer_id == self.own_peer_id:
             return None
-        if self._allowed_peers and announcement.peer_id not in self._allowed_peers:
+        if self.allowed_peers and peer_id not in self.allowed_peers:
             self.refused["peer"] += 1
             return None
-        is_welcome = self.is_of_use(announcement.peer_id) or self._is_caller(announcement, now)
-        if self._objection(announcement.address) and not is_welcome:
+        is_welcome = self.is_of_use(peer_id) or self._is_caller(announcement, now)
+        if self.objection(announcement.address) and not is_welcome:
             self.refused["address"] += 1
             return None
-        return self._take(KnownPeer(announcement, wire), source, now)
+        before = self._entries.get(peer_id)
+        if before is not None and before.known.announcement.sent_at >= announcement.sent_at:
+            return None
+        return announcement if self._add(KnownPeer(announcement, wire), source, now) else None
 
     def is_new(self, wire: bytes) -> bool:
         """Returns whether a record is neither in the table nor dropped, so that verifying it is no waste."""
         return wire not in self._verified and wire not in self._dropped
 
-    def _take(self, new: KnownPeer, source: str, now: float) -> Announcement | None:
-        announcement = new.announcement
-        before = self._entries.get(announcement.peer_id)
-        if before is not None and before.known.announcement.sent_at >= announcement.sent_at:
-            return None
+    def _add(self, new: KnownPeer, source: str, now: float) -> bool:
+        announcement, peer_id = new.announcement, new.announcement.peer_id
         self._forget_expired(now)
-        before = self._entries.get(announcement.peer_id)
         entry = _Entry(new, source, address_group(split_address(announcement.address)[0]), now)
+        before = self._forget(peer_id)
         if before is not None:
             entry.uses, entry.used_s = before.uses, before.used_s
             old = before.known.announcement
             if (old.address, old.certificate_pem) == (announcement.address, announcement.certificate_pem):
                 entry.contact_s, entry.source, entry.retry_s = before.contact_s, before.source, before.retry_s
-        answered = self._answers.get(announcement.peer_id)
-        if answered is not None and answered[0] == announcement.address and now - answered[1] < self._lifetime_s:
+        answered = self._answers.get(peer_id)
+        if answered is not None and answered[0] == announcement.address and now - answered[1] < self.lifetime_s:
             entry.contact_s = answered[1]
-        self._forget(announcement.peer_id)
-        if entry.contact_s is None:
-            self._make_room_candidate(entry)
-        elif not self._make_room_reached(entry):
-            self.refused["full"] += 1
-            return None
-        self._put(entry)
-        return announcement
+        return self._put(entry)
 
     def answered(self, peer_id: str, address: str) -> None:
         """Notes a signed answer of a node from this address."""
-        now = self._clock()
-        _note(self._answers, peer_id, (address, now), _CONTACTS_PER_PEER * self._max_peers)
+        now = self.clock()
+        _note(self._answers, peer_id, (address, now), _CONTACTS_PER_PEER * self.max_peers)
         entry = self._entries.get(peer_id)
         if entry is None or entry.known.announcement.address != address:
             return
-        if entry.contact_s is None:
-            self._entries.pop(peer_id)
+        was_candidate, entry.contact_s = entry.contact_s is None, now
+        if was_candidate:
+            self._forget(peer_id)
             self._forget_expired(now)
-            if not self._make_room_reached(entry):
-                self.refused["full"] += 1
-                del self._verified[entry.known.wire]
-                return
             self._put(entry)
-        entry.contact_s = now
 
     def called(self, peer_id: str) -> None:
         """Notes that a node has called this one."""
-        _note(self._calls, peer_id, self._clock(), _CONTACTS_PER_PEER * self._max_peers)
+        _note(self._calls, peer_id, self.clock(), _CONTACTS_PER_PEER * self.max_peers)
 
     def used(self, peer_id: str) -> None:
         """Notes that a node was of use: it served this one, or was served by it."""
-        entry, now = self._entries.get(peer_id), self._clock()
+        entry, now = self._entries.get(peer_id), self.clock()
         if entry is not None and now - entry.used_s >= _USE_INTERVAL_S:
             entry.uses += 1
             entry.used_s = now
 
     def unreachable(self, peer_id: str, address: str) -> None:
-        """Notes that a node does not answer at its announced address: it is no longer passed on, and is forgotten.
-
-        It stays a candidate where it was of use, since it may only be out of reach, and where it is a caller to keep.
-        """
+        """Forgets a node that does not answer at its announced address; one of use, or a caller, stays a candidate."""
         entry = self._entries.get(peer_id)
         if entry is None or entry.known.announcement.address != address:
             return
         self._forget(peer_id)
         self._answers.pop(peer_id, None)
         self.refused["unreachable"] += 1
-        now = self._clock()
+        now = self.clock()
         if not (entry.uses or self._is_caller(entry.known.announcement, now)):
             _note(self._dropped, entry.known.wire, None, _MAX_DROPPED)
             return
-        entry.contact_s, entry.retry_s = None, now + self._lifetime_s
+        entry.contact_s, entry.retry_s = None, now + self.lifetime_s
         self._forget_expired(now)
-        self._make_room_candidate(entry)
         self._put(entry)
 
     def retry_later(self, peer_id: str, after_s: float) -> None:
         """Postpones the next call to a candidate."""
         entry = self._entries.get(peer_id)
         if entry is not None:
-            entry.retry_s = self._clock() + after_s
-
-    def _is_caller(self, announcement: Announcement, now: float) -> bool:
-        called_s = self._calls.get(announcement.peer_id)
-        is_kept = self._keeps_callers and announcement.stage is None
-        return is_kept and called_s is not None and now - called_s < self._lifetime_s
+            entry.retry_s = self.clock() + after_s
 
     def known(self) -> tuple[KnownPeer, ...]:
         """Returns the reached peers, sorted by peer id: the records to pass on."""
@@ -271,7 +211,7 @@ class PeerTable:
 
     def announcements(self) -> tuple[Announcement, ...]:
         """Returns the peers that were reached, or call this node where callers are kept, sorted by peer id."""
-        now = self._clock()
+        now = self.clock()
         return tuple(
             entry.known.announcement
             for entry in self._current()
@@ -279,16 +219,13 @@ class PeerTable:
         )
 
     def to_reach(self) -> list[tuple[Announcement, str]]:
-        """Returns the announcements and hosts of the nodes to call: candidates, then peers long without contact.
-
-        Among candidates, those that sent their own records come first, the newest before others.
-        """
-        now = self._clock()
+        """Returns the nodes to call and their hosts: candidates, first by their own word, then peers long silent."""
+        now = self.clock()
         self._forget_expired(now)
         entries = self._entries.values()
-        limit_s = now - _RECHECK_LIFETIMES * self._lifetime_s
         candidates = [it for it in entries if it.contact_s is None and it.retry_s <= now]
         candidates.sort(key=lambda entry: (not entry.source.startswith(DIRECT), -entry.heard_s))
+        limit_s = now - _RECHECK_LIFETIMES * self.lifetime_s
         quiet = [it for it in entries if it.contact_s is not None and it.contact_s < limit_s]
         return [(entry.known.announcement, entry.group) for entry in [*candidates, *quiet]]
 
@@ -297,14 +234,32 @@ class PeerTable:
         entry = self._entries.get(peer_id)
         return entry is not None and entry.uses > 0
 
+    def _is_caller(self, announcement: Announcement, now: float) -> bool:
+        called_s = self._calls.get(announcement.peer_id)
+        is_kept = self.keeps_callers and announcement.stage is None
+        return is_kept and called_s is not None and now - called_s < self.lifetime_s
+
     def _current(self) -> list[_Entry]:
-        self._forget_expired(self._clock())
+        self._forget_expired(self.clock())
         return [entry for _, entry in sorted(self._entries.items())]
+
+    def _put(self, entry: _Entry) -> bool:
+        """Puts an entry into its part of the table, where room can be made for it; returns whether it is there."""
+        if entry.contact_s is None:
+            self._make_room_candidate(entry)
+        elif not self._make_room_reached(entry):
+            self.refused["full"] += 1
+            return False
+        peer_id = entry.known.announcement.peer_id
+        self._entries[peer_id] = entry
+        self._verified[entry.known.wire] = peer_id
+        self._first_expiry_s = min(self._first_expiry_s, self._expires_s(entry))
+        return True
 
     def _make_room_candidate(self, new: _Entry) -> None:
         """Makes room for a candidate: evicts one of the source with the most, there of the host with the most."""
         candidates = [entry for entry in self._entries.values() if entry.contact_s is None]
-        if len(candidates) < self._max_candidates:
+        if len(candidates) < max(_MIN_CANDIDATES, self.max_peers // _CANDIDATE_SHARE):
             return
         by_source = Counter(entry.source for entry in candidates)
         by_source[new.source] += new.source in by_source
@@ -314,18 +269,13 @@ class PeerTable:
         self._evict(min(pool, key=lambda entry: (entry.uses > 0, -by_group[entry.group], entry.heard_s)))
 
     def _make_room_reached(self, new: _Entry) -> bool:
-        """Makes room for a reached peer; returns whether there is any."""
         reached = [entry for entry in self._entries.values() if entry.contact_s is not None]
-        if len(reached) < self._max_peers:
+        if len(reached) < self.max_peers:
             return True
         size = Counter(entry.group for entry in [*reached, new])
-        share = max(1, self._max_peers // _GROUP_SHARE)
+        share = max(1, self.max_peers // _GROUP_SHARE)
         no_smaller = [entry for entry in reached if size[entry.group] >= size[new.group]]
-        idle = [entry for entry in no_smaller if not entry.uses]
-        if idle:
-            self._evict(min(idle, key=lambda entry: (-size[entry.group], entry.evidence_s)))
-            return True
-        lesser = [
+        lesser = [entry for entry in no_smaller if not entry.uses] or [
             entry
             for entry in no_smaller
             if (entry.uses < new.uses if entry.group == new.group else size[entry.group] > max(share, size[new.group]))
@@ -341,24 +291,18 @@ class PeerTable:
     def _forget_expired(self, now: float) -> None:
         if now < self._first_expiry_s:
             return
-        expired = [peer_id for peer_id, entry in self._entries.items() if self._expires_s(entry) <= now]
-        for peer_id in expired:
+        for peer_id in [peer_id for peer_id, entry in self._entries.items() if self._expires_s(entry) <= now]:
             self._forget(peer_id)
         self._first_expiry_s = min(map(self._expires_s, self._entries.values()), default=float("inf"))
 
     def _expires_s(self, entry: _Entry) -> float:
-        return min(entry.known.announcement.expires_at, entry.evidence_s + self._lifetime_s)
+        return min(entry.known.announcement.expires_at, entry.evidence_s + self.lifetime_s)
 
-    def _put(self, entry: _Entry) -> None:
-        peer_id = entry.known.announcement.peer_id
-        self._entries[peer_id] = entry
-        self._verified[entry.known.wire] = peer_id
-        self._first_expiry_s = min(self._first_expiry_s, self._expires_s(entry))
-
-    def _forget(self, peer_id: str) -> None:
+    def _forget(self, peer_id: str) -> _Entry | None:
         entry = self._entries.pop(peer_id, None)
         if entry is not None:
             self._verified.pop(entry.known.wire, None)
+        return entry
 
 
 def _note(table: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:

@@ -1,25 +1,14 @@
 """The workers of a stage in announcements: their state, their names, and the DHT keys they are stored under.
 
-A worker's DHT name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number from
-32 on, which tells replicas apart for people. Programs identify a worker by its key, so that two workers with one number
-for a moment do no harm.
-
-Nobody assigns numbers. A worker takes a free one and checks, with every look-up, whether another one has it too; of two
-with one number the one with the smaller key keeps it and the other takes another. The smallest key of a stage never
-changes its number, the second smallest only for the first, and so on: once announcements have spread, all are distinct.
-
-A look-up in the DHT returns every record of a key. With 32 stages of 30 workers in one key that is 1.7 MB every two
-seconds for each node, of which a worker needs the 30 of its own stage (54 kB). So a run may deal its stages over
-several keys (`StagePartitions`), which hivemind keeps at different DHT nodes, by their hashes. A partition is labelled
-with the beginning of the names of its first stage's workers (``head.0``, ``body8.0``). The label is a signed part of
-the announcement, so that DHT nodes, which do not know the run's stages, can check the key a record is stored under.
-
-This module imports no torch: seeds and DHT processes read announcements too (which takes 0.5 s and 37 MB to import;
-with torch 2.3 s and 235 MB).
+A worker's name (spec P-7) is ``head.0.42``, ``body3.0.55``, ``tail.0.100``: stage, a constant 0, and a number, which
+tells replicas apart for people. Nobody assigns numbers: a worker takes a free one, and of two with one number that with
+the smaller key keeps it. A look-up returns every record of a key, so a run may deal its stages over several
+(`StagePartitions`); the label is a signed part of the announcement. This module imports no torch: seeds read it too.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -55,7 +44,6 @@ LAST_NUMBER = 1023
 """Numbers of workers (spec P-7: ``head.0.[32:1024]``)."""
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
 MAX_REASON = 80
-"""Characters of a reason in an announcement."""
 
 StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
 Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
@@ -74,15 +62,12 @@ class StageReport(Message):
     saved: Counted = 0
     """The newest version on this worker's disk, or the one it resumed from; 0: none."""
     round_index: Counted = 0
-    """The stage's next round."""
     round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the way to that round: newcomers adopt a state at its beginning (spec P-43)."""
     shared_through: Counted = 0
     """As in `StageAnswer`."""
     num_tokens: Counted = 0
-    """Tokens accumulated towards the next step."""
     queued: Counted = 0
-    """Requests waiting."""
     rows_per_s: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
     """Throughput, forward and backward, while it has work; 0: not known yet."""
     busy: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -101,23 +86,17 @@ class StageReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class StageUid:
-    """A worker's name for people."""
+    """A worker's name for people: its stage (``head``, ``body-3``, ``tail``) and its number there."""
 
     stage: str
-    """``head``, ``body-3``, ``tail``."""
     number: int
-    """Tells the workers of a stage apart."""
 
     def __str__(self) -> str:
         return f"{self.stage.replace('-', '')}.0.{self.number}"
 
     @classmethod
     def parse(cls, text: str) -> StageUid:
-        """Parses the result of ``str``.
-
-        Raises:
-            TrainerUsageError: it is no worker's name.
-        """
+        """Parses the result of ``str``; raises `TrainerUsageError` where it is no worker's name."""
         found = _UID.fullmatch(text)
         if found is None:
             raise TrainerUsageError(f"expected a worker's name such as body3.0.55, found {text[:80]!r}")
@@ -126,16 +105,10 @@ class StageUid:
 
 
 def free_number(seed: int, taken: Collection[int]) -> int:
-    """Returns a number that is not taken, searching from a place that depends on ``seed``.
-
-    It is above `LAST_NUMBER` only where all others are taken.
-    """
+    """Returns a number that is not taken, searching from a place by ``seed``; above `LAST_NUMBER` if it must be."""
     count = LAST_NUMBER - FIRST_NUMBER + 1
-    for step in range(count):
-        number = FIRST_NUMBER + (seed + step) % count
-        if number not in taken:
-            return number
-    return next(number for number in range(LAST_NUMBER + 1, LAST_NUMBER + 2 + len(taken)) if number not in taken)
+    usual = (FIRST_NUMBER + (seed + step) % count for step in range(count))
+    return next(number for number in itertools.chain(usual, itertools.count(LAST_NUMBER + 1)) if number not in taken)
 
 
 def workers_of(stage: str, announcements: Iterable[Announcement]) -> dict[str, int]:
@@ -145,17 +118,7 @@ def workers_of(stage: str, announcements: Iterable[Announcement]) -> dict[str, i
 
 
 def settled_uid(stage: str, own_peer_id: str, own: StageUid | None, announcements: Iterable[Announcement]) -> StageUid:
-    """Returns the name a worker should have; to be called after every look-up.
-
-    Args:
-        stage: its stage.
-        own_peer_id: its key.
-        own: its current name; None, or one of another stage, if it has none yet.
-        announcements: those of the others (`Discovery.peers`).
-
-    Returns:
-        Its current name, unless a worker of this stage with a smaller key has that number; else a free one.
-    """
+    """Returns a worker's name: its own, unless of another stage, or a worker with a smaller key has that number."""
     others = workers_of(stage, announcements)
     others.pop(own_peer_id, None)
     if own is not None and own.stage == stage:
@@ -177,14 +140,9 @@ def partition_of(stage_index: int, num_stages: int, num_partitions: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StagePartitions:
-    """How a run's stages are dealt over keys; without stages there is one key.
-
-    Raises:
-        TrainerUsageError: there are more partitions than stages.
-    """
+    """How a run's stages, all in order, are dealt over keys; without stages there is one key."""
 
     stages: tuple[str, ...] = ()
-    """All of the run, in order."""
     num_partitions: int = 0
     """0: each stage has its own."""
 
@@ -196,11 +154,7 @@ class StagePartitions:
             )
 
     def label(self, stage: str) -> str:
-        """Returns the label of the partition of a stage.
-
-        Raises:
-            DiscoveryError: the run has no such stage.
-        """
+        """Returns the label of a stage's partition; raises `DiscoveryError` where the run has no such stage."""
         if not self.stages:
             return ""
         if stage not in self.stages:
@@ -212,10 +166,6 @@ class StagePartitions:
         return f"{self.stages[first].replace('-', '')}.0"
 
     def labels(self, stages: Collection[str] | None = None) -> tuple[str, ...]:
-        """Returns the labels to look up for these stages, None: for all, and for nodes without a stage.
-
-        Raises:
-            DiscoveryError: the run has no such stage.
-        """
+        """Returns the labels to look up for these stages, None: for all, and for nodes without a stage; see `label`."""
         wanted = self.stages if stages is None else stages
         return tuple(dict.fromkeys(["", *(self.label(stage) for stage in wanted)]))

@@ -1,13 +1,8 @@
 """Discovery from a list of addresses, with peer exchange: for clusters, and for nodes that know one node of the run.
 
 Every `poll_interval_s` the node exchanges records with a few known nodes and with those addresses of its list at which
-it knows no node. One reachable address is enough to learn of all; a node that returns with another port or certificate
-tells those it reaches, and the rest learn of it within log(n) exchanges. Addresses that do not answer are retried after
-pauses that grow to `max_retry_interval_s`. Records are signed, so that nobody can alter one on the way, and their nodes
-are called before they count and before they are passed on (`verifying`).
-
-The trade-off: no node is special, so each spends about 40 bytes a peer and exchange on the list of what it knows; 64
-nodes at the default 2 s: 4 kB/s each way.
+it knows no node; the rest learn of news within log(n) exchanges. The trade-off: no node is special, so each spends
+about 40 bytes a peer and exchange on the list of what it knows; 64 nodes at the default 2 s: 4 kB/s each way.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from trainer.errors import RpcError, TrainerUsageError
 from trainer.network.discovery.base import MAX_NEWS, Discovery
@@ -29,12 +24,11 @@ from trainer.network.rpc.messages import Peer
 from trainer.network.rpc.remote_address import address_group
 from trainer.network.rpc.token_buckets import TokenBuckets
 
-__all__ = ["AddressBackoff", "StaticDiscovery"]
+__all__ = ["AddressBackoff", "Silence", "StaticDiscovery"]
 
 logger = logging.getLogger(__name__)
 
 _FANOUT = 3
-"""Known nodes asked per poll interval."""
 _MAX_UNDER_WAY = 16
 _STRANGERS_NEWS, _STRANGERS_NEWS_PER_S = 64.0, 8.0
 """New records accepted from all peers together that were never of use: at once, and per second."""
@@ -42,63 +36,50 @@ _STRANGERS_ASKED, _STRANGERS_ASKED_PER_S = 8.0, 0.5
 """Such peers asked at once, and per second, where enough others are known: an answer may have 1 MiB."""
 _REPORT_AFTER_S = 60.0
 """How long an initial peer may be silent without a warning: a worker on a busy machine takes half of it to start."""
-_MAX_ADDRESSES = 4096
 
 
 @dataclass(slots=True)
-class _Failures:
+class Silence:
+    """Of an address that did not answer when it was last tried; times are seconds of any clock."""
+
     since_s: float
     retry_s: float = 0.0
     pause_s: float = 0.0
+    is_reported: bool = False
 
 
+@dataclass(slots=True)
 class AddressBackoff:
-    """When to retry each address: at once if it answered, after a doubling pause if it did not.
+    """When to retry each address: after a doubling pause while it is silent; forgets the one due first if full."""
 
-    It remembers at most ``max_addresses``; beyond it forgets the one that is due first. Times are seconds of any clock.
-    """
-
-    def __init__(self, *, first_pause_s: float, max_pause_s: float, max_addresses: int = _MAX_ADDRESSES) -> None:
-        self._first_pause_s = first_pause_s
-        self._max_pause_s = max_pause_s
-        self._max_addresses = max_addresses
-        self._failed: dict[str, _Failures] = {}
+    _: KW_ONLY
+    first_pause_s: float
+    max_pause_s: float
+    max_addresses: int = 4096
+    silent: dict[str, Silence] = field(default_factory=dict, init=False)
 
     def is_due(self, address: str, now: float) -> bool:
         """Returns whether an address may be tried now."""
-        failures = self._failed.get(address)
-        return failures is None or failures.retry_s <= now
+        return address not in self.silent or self.silent[address].retry_s <= now
 
-    def has_failed(self, address: str) -> bool:
-        """Returns whether an address did not answer when last tried."""
-        return address in self._failed
-
-    def silent_s(self, address: str, now: float) -> float:
-        """Returns for how long an address has not answered; 0 if it did when last tried, or was never tried."""
-        failures = self._failed.get(address)
-        return 0.0 if failures is None else now - failures.since_s
-
-    def failed(self, address: str, now: float) -> float:
-        """Notes that an address did not answer; returns the pause until the next try, in seconds."""
-        failures = self._failed.get(address)
-        if failures is None:
-            if len(self._failed) >= self._max_addresses:
-                del self._failed[min(self._failed, key=lambda known: self._failed[known].retry_s)]
-            failures = self._failed[address] = _Failures(now)
-        failures.pause_s = min(max(2 * failures.pause_s, self._first_pause_s), self._max_pause_s)
-        failures.retry_s = now + failures.pause_s
-        return failures.pause_s
+    def failed(self, address: str, now: float) -> Silence:
+        """Notes that an address did not answer."""
+        silence = self.silent.get(address)
+        if silence is None:
+            if len(self.silent) >= self.max_addresses:
+                del self.silent[min(self.silent, key=lambda known: self.silent[known].retry_s)]
+            silence = self.silent[address] = Silence(now)
+        silence.pause_s = min(max(2 * silence.pause_s, self.first_pause_s), self.max_pause_s)
+        silence.retry_s = now + silence.pause_s
+        return silence
 
     def answered(self, address: str) -> None:
         """Notes that an address answered."""
-        self._failed.pop(address, None)
+        self.silent.pop(address, None)
 
 
 class StaticDiscovery(Discovery):
-    """Finds the nodes of a run from some of their addresses.
-
-    ``addresses`` are ``host:port`` of some nodes; this node's own may be among them. See `Discovery` for the rest.
-    """
+    """Finds the nodes of a run from the ``host:port`` of some; this node's own may be among them. See `Discovery`."""
 
     def __init__(
         self, endpoint: Endpoint, addresses: Sequence[str], config: DiscoveryConfig, *, keeps_callers: bool = False
@@ -108,8 +89,6 @@ class StaticDiscovery(Discovery):
         self._backoff = AddressBackoff(first_pause_s=config.poll_interval_s, max_pause_s=config.max_retry_interval_s)
         self._strangers_news = TokenBuckets(_STRANGERS_NEWS, _STRANGERS_NEWS_PER_S)
         self._strangers_asked = TokenBuckets(_STRANGERS_ASKED, _STRANGERS_ASKED_PER_S)
-        self._reported: set[str] = set()
-        """Silent addresses that a warning was logged for."""
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
@@ -117,7 +96,7 @@ class StaticDiscovery(Discovery):
 
     def no_peers_reason(self) -> str:
         """See `Discovery.no_peers_reason`."""
-        silent = [address for address in self._addresses if self._backoff.has_failed(address)]
+        silent = [address for address in self._addresses if address in self._backoff.silent]
         return f"nobody answers at {', '.join(silent)}" if silent else ""
 
     async def close(self) -> None:
@@ -139,10 +118,9 @@ class StaticDiscovery(Discovery):
         """Returns the peers to ask now: listed addresses at which no known node answers, and a few known nodes."""
         self._addresses = [it for it in self._addresses if not self._endpoint.dialing.is_own(it)]
         known = {peer.announcement.peer_id: peer.announcement.peer() for peer in self._table.known()}
-        answering = {peer.address for peer_id, peer in known.items() if not self._backoff.has_failed(peer_id)}
+        answering = {peer.address for peer_id, peer in known.items() if peer_id not in self._backoff.silent}
         for address in answering:  # Not asked by its address any more: its earlier failures are over.
             self._backoff.answered(address)
-            self._reported.discard(address)
         listed = [
             (address, Peer(None, address))
             for address in self._addresses
@@ -162,8 +140,7 @@ class StaticDiscovery(Discovery):
         return proven[:_FANOUT]
 
     async def _ask(self, name: str, peer: Peer) -> None:
-        current = self._own.current()
-        body, payload = pack_request(current[1] if current is not None else b"", self._table.heard_of())
+        body, payload = pack_request(self._own.wire, self._table.heard_of())
         timeout_s = self._config.request_timeout_s
         try:
             reply = await self._endpoint.call(
@@ -174,46 +151,31 @@ class StaticDiscovery(Discovery):
             self._note_silence(name, peer, error)
             return
         self._backoff.answered(name)
-        self._reported.discard(name)
-        if reply.sender == self._endpoint.identity.peer_id:
+        if reply.sender == self._endpoint.peer_id:
             # This node's own address under another name, in a list that all nodes share.
             self._addresses = [it for it in self._addresses if it != peer.address]
             return
-        await self._take(records, peer, reply.sender)
-
-    async def _take(self, records: list[bytes], peer: Peer, sender: str) -> None:
-        """Offers the records of an answer to the table; new ones from nodes that were never of use are rationed."""
-        is_trusted = peer.peer_id is None or self._table.is_of_use(sender)
-        left = MAX_NEWS
+        # New records from nodes that were never of use are rationed.
+        is_trusted = peer.peer_id is None or self._table.is_of_use(reply.sender)
         source = f"{TOLD}{address_group(split_address(peer.address)[0])}"
-        for record in records:
-            if not self._table.is_new(record):
-                continue
+        left = MAX_NEWS
+        for record in filter(self._table.is_new, records):
             if left == 0 or not (is_trusted or self._strangers_news.take("")):
                 break
             left -= 1
-            news = self._table.offer(record, source=source)
-            if news is not None:
-                logger.debug("heard of %s at %s from %s", news.node_id, news.address, peer.address)
-                self._verifier.wake()
-            await asyncio.sleep(0)  # Each takes a signature check.
+            await self._hear(record, source=source)
 
     def _note_silence(self, name: str, peer: Peer, error: Exception) -> None:
-        """Notes when to retry, and logs what an operator should know.
-
-        Nodes that start together are not there at once, nor do they end at once: only a listed address that stays
-        silent needs attention.
-        """
+        """Notes when to retry; only a listed address that stays silent needs an operator's attention."""
         now = time.monotonic()
-        is_first = not self._backoff.has_failed(name)
-        pause_s = self._backoff.failed(name, now)
-        silent_s = self._backoff.silent_s(name, now)
+        silence = self._backoff.failed(name, now)
+        silent_s = now - silence.since_s
         if peer.peer_id is not None:
             logger.debug("no exchange with %s: %s", peer.address, error)
-        elif silent_s >= _REPORT_AFTER_S and name not in self._reported:
-            self._reported.add(name)
+        elif silent_s >= _REPORT_AFTER_S and not silence.is_reported:
+            silence.is_reported = True
             logger.warning("the initial peer %s has not answered for %.0f s: %s", peer.address, silent_s, error)
         else:
             was_there = any(known.announcement.address == peer.address for known in self._table.known())
-            level = logging.INFO if is_first and not was_there else logging.DEBUG
-            logger.log(level, "%s does not answer yet, retried in %.1f s: %s", peer.address, pause_s, error)
+            level = logging.DEBUG if silent_s or was_there else logging.INFO
+            logger.log(level, "%s does not answer yet, retried in %.1f s: %s", peer.address, silence.pause_s, error)

@@ -2,10 +2,6 @@
 
     run_node(RunConfig(node_id="gpu-7", ...), display, stop)
 
-``starting`` builds it: ``resolving`` finds the checkpoint to resume and decides sizes, ``cluster`` joins torchrun's
-ranks, ``data`` opens the store. ``training`` is the loop, ``replica`` the model with its optimizers, ``network`` the
-side that talks to others, ``watching`` log, metrics and HTTP interface.
-
 Guarantees: a node that is killed goes on as if it had not been, on a CPU bit for bit; what a user can cause is an error
 of `trainer.errors` or of the loader. The loop costs under 3 % of a `tiny` step beside the inner step.
 

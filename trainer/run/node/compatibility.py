@@ -1,11 +1,8 @@
 """Checks whether a process fits the run it was pointed at: what it trains by, compared with what its peers train by.
 
-An announcement outlives its node and costs nothing, so only answers count. One peer that answers and trains alike is
-enough. Where none does and one answers that trains something else, the process ends and says what differs. So a
-misconfigured newcomer stops no node that has company, nor does one with many keys. Lists of peers arrive piece by
-piece: a stranger's answer has to stand for a while, in which other peers may be found. A process that finds no peer is
-the run's first. Where peers are known and none answers, the check is repeated while the process works, until one has
-answered. Terms hold no secrets, so anybody may ask for them.
+Announcements cost nothing, so only answers count. One peer that answers and trains alike is enough: a misconfigured
+newcomer stops no node that has company. Where none does and one that trains something else has answered for a while,
+the process ends and says what differs. Where peers are known and none answers, the check goes on beside the work.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from manifests import VocabularyFile
@@ -34,7 +31,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TERMS = "node/terms"
-"""What a node trains; see `register_terms`."""
 _PERMANENT = frozenset({"protocol", "run"})
 """Reasons to refuse a node that do not change with time."""
 _MOST_ASKED = 16
@@ -63,7 +59,7 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: VocabularyFile) 
 
 
 def register_terms(endpoint: Endpoint, terms: Terms) -> None:
-    """Lets an endpoint answer what its node trains, also to a caller that knows only its address."""
+    """Lets an endpoint answer anybody what its node trains, also who knows only its address; terms hold no secrets."""
 
     async def answer(_request: Request[Terms]) -> Reply[Terms]:
         return Reply(terms)
@@ -84,28 +80,22 @@ class ComparedPeer:
     """Whether it says that it does."""
 
 
+@dataclass(slots=True)
 class FitCheck:
     """One process's comparison with the peers ``known`` at a time; for the event loop of its endpoint."""
 
-    def __init__(
-        self, endpoint: Endpoint, own: Terms, known: Callable[[], Sequence[ComparedPeer]], run_id: str
-    ) -> None:
-        self.is_open = True
-        """Whether no answer that counts has come yet."""
-        self._endpoint = endpoint
-        self._own = own
-        self._known = known
-        self._run_id = run_id
-        self._num_attempts = 0
-        self._strange_since_s: float | None = None
+    endpoint: Endpoint
+    own: Terms
+    known: Callable[[], Sequence[ComparedPeer]]
+    run_id: str
+    is_open: bool = field(default=True, init=False)
+    """Whether no answer that counts has come yet."""
+    _num_attempts: int = field(default=0, init=False)
+    _strange_since_s: float | None = field(default=None, init=False)
 
     async def begin(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Asks the peers that are known, and those found meanwhile.
-
-        Raises:
-            IncompatiblePeerError: this process does not fit, and how.
-        """
-        if not self._known():
+        """Asks the peers that are known, and those found meanwhile; raises `IncompatiblePeerError` for a misfit."""
+        if not self.known():
             self.is_open = False
             return
         while not stop():
@@ -115,17 +105,13 @@ class FitCheck:
             await asyncio.sleep(_SETTLE_S / 10)
 
     async def go_on(self) -> None:
-        """Asks again until a peer has answered.
-
-        Raises:
-            IncompatiblePeerError: this process does not fit, and how.
-        """
+        """Asks again until a peer has answered; raises what `begin` does."""
         while self.is_open:
             await asyncio.sleep(_AGAIN_S)
             await self._ask(_STANDS_S)
 
     async def _ask(self, stands_s: float) -> None:
-        known = self._known()
+        known = self.known()
         sizes = Counter(each.terms_digest for each in known)
         alike = self._some([each for each in known if each.fits])
         strangers = [each for each in known if not each.fits]
@@ -134,27 +120,25 @@ class FitCheck:
         if await _first([self._trains_alike(each) for each in alike]):
             self.is_open, self._strange_since_s = False, None
             if strangers:
-                logger.warning("some of run %s, such as %s, train something else", self._run_id, strangers[0].node_id)
+                logger.warning("some of run %s, such as %s, train something else", self.run_id, strangers[0].node_id)
             return
         difference = await _first([self._difference(each) for each in strangers])
         if difference is None:
             self._strange_since_s = None
             return
         now_s = time.monotonic()
-        if self._strange_since_s is None:
-            self._strange_since_s = now_s
+        self._strange_since_s = self._strange_since_s or now_s
         if now_s - self._strange_since_s >= stands_s:
             raise difference
 
     def _some(self, found: list[ComparedPeer]) -> list[ComparedPeer]:
-        """Returns the next ones to ask, so that dead ones at the front do not hide the others."""
         first = self._num_attempts * _MOST_ASKED % max(1, len(found))
         return (found[first:] + found[:first])[:_MOST_ASKED]
 
     async def _trains_alike(self, other: ComparedPeer) -> bool | None:
-        terms = other.expected or self._own
+        terms = other.expected or self.own
         try:
-            reply = await self._endpoint.call(other.peer, TERMS, terms, Terms, timeout_s=_TIMEOUT_S)
+            reply = await self.endpoint.call(other.peer, TERMS, terms, Terms, timeout_s=_TIMEOUT_S)
         except RpcError:
             return None
         return True if reply.body == terms else None
@@ -162,7 +146,7 @@ class FitCheck:
     async def _difference(self, other: ComparedPeer) -> IncompatiblePeerError | None:
         """Returns what differs, where the peer answers and something does."""
         try:
-            reply = await self._endpoint.call(other.peer, TERMS, self._own, Terms, timeout_s=_TIMEOUT_S)
+            reply = await self.endpoint.call(other.peer, TERMS, self.own, Terms, timeout_s=_TIMEOUT_S)
         except RefusedError as error:
             return self._misfit(other, error) if error.reason in _PERMANENT else None
         except RpcError as error:
@@ -177,7 +161,7 @@ class FitCheck:
         return None
 
     def _misfit(self, other: ComparedPeer, why: object) -> IncompatiblePeerError:
-        return IncompatiblePeerError(f"{other.node_id} of run {self._run_id} and this one do not fit: {why}")
+        return IncompatiblePeerError(f"{other.node_id} of run {self.run_id} and this one do not fit: {why}")
 
 
 async def _first(calls: Sequence[Coroutine[Any, Any, T | None]]) -> T | None:
@@ -195,11 +179,7 @@ async def _first(calls: Sequence[Coroutine[Any, Any, T | None]]) -> T | None:
 
 
 async def ask_addresses(endpoint: Endpoint, terms: Terms, config: RunConfig) -> None:
-    """Asks the configured addresses for their terms; for a process that found no peer.
-
-    Raises:
-        IncompatiblePeerError: they are of another run, or speak another protocol.
-    """
+    """Asks the configured addresses whether they are of this run and protocol; for a process that found no peer."""
 
     async def ask(address: str) -> None:
         try:

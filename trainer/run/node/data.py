@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -30,41 +31,30 @@ _UNK_ID = SPECIAL_TOKENS.index("<|unk|>")
 
 
 def open_session(data: DataConfig) -> Session:
-    """Opens the store: its manifest, index and vocabulary.
+    """Opens the store: its manifest, index and vocabulary; raises `LoaderError` where it cannot be read."""
+    return Session.open(StoreOptions.of(data.store, **_store_options(data)))
 
-    Raises:
-        LoaderError: it cannot be reached, or not be believed.
-    """
-    return Session.open(
-        StoreOptions.of(
-            data.store,
-            mirrors=data.mirrors,
-            public_key=data.public_key or None,
-            cache_dir=data.cache_dir or None,
-            cache_bytes=data.cache_bytes or None,
-            timeout_s=data.timeout_s,
-        )
-    )
+
+def _store_options(data: DataConfig) -> dict[str, Any]:
+    return {
+        "mirrors": data.mirrors,
+        "public_key": data.public_key or None,
+        "cache_dir": data.cache_dir or None,
+        "cache_bytes": data.cache_bytes or None,
+        "timeout_s": data.timeout_s,
+    }
 
 
 def open_dataset(config: RunConfig) -> GenesisDataset:
-    """Opens the stream of a node's batches.
-
-    Raises:
-        LoaderError: the store cannot be read.
-    """
+    """Opens the stream of a node's batches; raises `LoaderError` where the store cannot be read."""
     data = config.data
     return GenesisDataset(
         data.store,
         config.node_id,
+        **_store_options(data),
         seq_len=config.inner.seq_len,
         batch_size=config.inner.micro_batch_size,
         seed=config.seed,
-        mirrors=data.mirrors,
-        public_key=data.public_key or None,
-        cache_dir=data.cache_dir or None,
-        cache_bytes=data.cache_bytes or None,
-        timeout_s=data.timeout_s,
         count=data.shards_per_node,
         assignment=data.assignment,
         sources=data.sources or None,
@@ -85,10 +75,7 @@ def lineage_of(vocabulary: VocabularyFile) -> str:
 
 
 def within_vocabulary(batches: Iterator[Batch], rows: Callable[[], int]) -> Iterator[Batch]:
-    """Yields batches in which ids the model has no row for are UNK and not learned; ``rows`` is called for each.
-
-    So a node whose store is ahead of the run goes on training. The check takes some 10 µs a batch of 4,096 ids.
-    """
+    """Yields batches in which ids the model has no row for are UNK and not learned; ``rows`` is called for each."""
     is_logged = False
     for batch in batches:
         limit = rows()
@@ -111,9 +98,6 @@ class StoreWatch:
 
     The store is asked in the background, at most every ``refresh_s``, so that one that does not answer never holds
     training up. `look` is for the training thread, everything else for any.
-
-    Raises:
-        LoaderError: the vocabulary cannot be read.
     """
 
     def __init__(self, session: Session, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,17 +121,8 @@ class StoreWatch:
         """Returns the rows a model needs for the newest vocabulary seen."""
         return rows_for(self.num_ids)
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether there is a request whose answer was not taken yet."""
-        return self._request is not None
-
     def look(self) -> bool:
-        """Asks the store if it is time to, and takes the answer to an earlier request; never waits.
-
-        Returns:
-            Whether the store was found to have changed.
-        """
+        """Asks the store if it is time to, or takes the answer; returns whether it has changed. Never waits."""
         if self._request is None:
             if self._clock() >= self._next_s:
                 self._request = start_daemon(self._ask, "store-watch")

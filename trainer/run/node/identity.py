@@ -19,14 +19,11 @@ class NodeStats:
     """What a node announces of its training."""
 
     inner_step: int = 0
-    """Inner steps this node has done."""
     loss: float | None = None
     """Averaged over some 50 steps; None before the first."""
     tokens_per_s: float = 0.0
     shards: tuple[int, ...] = ()
-    """The shards it reads in this epoch."""
     stage: StageReport | None = None
-    """What a worker holds of a pipeline, and how it is doing."""
 
 
 def identity_path(config: RunConfig) -> Path:

@@ -32,11 +32,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs a coroutine in the loop and waits for its result.
-
-        Raises:
-            TrainerError: it took longer; it is cancelled.
-        """
+        """Runs a coroutine in the loop and waits for its result; raises `TrainerError` where it takes longer."""
         future = self.spawn(coroutine)
         try:
             return future.result(timeout_s)

@@ -10,30 +10,31 @@ import concurrent.futures
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
-from trainer.network.rpc import Endpoint, Identity
+from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import FitCheck, ask_addresses, register_terms
+from trainer.run.node.compatibility import ComparedPeer, FitCheck, ask_addresses, register_terms
 from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.node.loop_thread import LoopThread
-from trainer.run.node.peer_book import PeerBook, StateChoice, holds_whole_model, peer_of
 from trainer.run.node.state_form import StateForm
 
-__all__ = ["Network"]
+__all__ = ["Network", "PeerBook", "StateChoice"]
 
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 
+_REMEMBERED_STATES = 64
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
 _UNHEARD_S = 75.0
@@ -42,6 +43,85 @@ _CATCH_UP_S = 120.0
 _SETTLE_S = 600.0
 _FETCH_SLACK_S = 30.0
 """Fetching has its own deadline; the loop's comes after it."""
+
+StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
+"""Returns the digest to take up, from this node's own state and the others' announcements; None to keep its own."""
+
+
+def _holds_whole_model(announcement: Announcement) -> bool:
+    return announcement.stage is None
+
+
+@dataclass(slots=True)
+class PeerBook:
+    """The other nodes of the run; written by the event loop, read by any thread (one assignment each)."""
+
+    terms_digest: str
+    choose: StateChoice = choose_state
+    same_kind: Callable[[Announcement], bool] = _holds_whole_model
+    announcements: tuple[Announcement, ...] = ()
+    own_state: tuple[int, str] = (0, "")
+    """Outer step and digest of the snapshot this node hands out."""
+    _held: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STATES))
+    _misfits: frozenset[str] = frozenset()
+    """Digests of states, announced now, that this node cannot take up."""
+    _peers: Mapping[str, Peer] = field(default_factory=dict)
+    _distrusted: dict[str, float] = field(default_factory=dict)
+
+    def update(self, announcements: tuple[Announcement, ...]) -> None:
+        """Takes over what discovery knows now."""
+        self.announcements = announcements
+        self._misfits &= {found.state_digest for found in announcements}
+        self._peers = {found.peer_id: found.peer() for found in self.alike()}
+
+    def alike(self) -> list[Announcement]:
+        """Returns the announcements of nodes that train by this node's terms and are trusted."""
+        now_s = time.monotonic()
+        return [
+            found
+            for found in self.announcements
+            if found.terms_digest == self.terms_digest and self._distrusted.get(found.peer_id, 0.0) <= now_s
+        ]
+
+    def compared_peers(self, terms: Terms) -> list[ComparedPeer]:
+        """Returns the nodes of this node's kind, to be compared with its ``terms``."""
+        return [
+            ComparedPeer(found.peer(), found.node_id, found.terms_digest, terms, fits)
+            for found in self.announcements
+            if (fits := found.terms_digest == self.terms_digest) or self.same_kind(found)
+        ]
+
+    def peers(self) -> Mapping[str, Peer]:
+        """See `trainer.collective.Directory`."""
+        return self._peers
+
+    def distrust(self, peer_id: str, seconds: float) -> None:
+        """Ignores a peer for a while: no round with it, no state of it; from the loop alone."""
+        self._distrusted = {key: until_s for key, until_s in self._distrusted.items() if until_s > time.monotonic()}
+        self._distrusted[peer_id] = time.monotonic() + seconds
+        self.update(self.announcements)
+
+    def pass_over(self, state_digest: str) -> None:
+        """Ignores a state for as long as it is announced; from the loop alone."""
+        self._misfits |= {state_digest}
+
+    def state_to_adopt(self) -> str | None:
+        """Returns the digest most nodes hold, of those this node could take up; None if it is this node's."""
+        return self.choose(self.own_state, (it for it in self.alike() if it.state_digest not in self._misfits))
+
+    def hold(self, outer_step: int, state_digest: str) -> None:
+        """Records which state this node hands out from now on."""
+        self.own_state = (outer_step, state_digest)
+        self._held.append(state_digest)
+
+    def state_elsewhere(self) -> str | None:
+        """Returns `state_to_adopt`, but none this node has held: nodes that announce such a one are only behind."""
+        digest = self.state_to_adopt()
+        return None if digest in self._held else digest
+
+    def holds_most_held_state(self) -> bool:
+        """See `trainer.collective.Directory`."""
+        return self.state_to_adopt() is None
 
 
 class Listener(Protocol):
@@ -70,8 +150,7 @@ class Network(Generic[S]):
         choose: which of the others' states is to be taken up.
         same_kind: whether a node of the run ought to have this node's terms.
         stages: all of the run's, in order, where its model is cut.
-        near: the stages whose workers this node has to know, its own and those beside it; where a DHT is partitioned by
-            stage, it looks for these only.
+        near: its own stage and those beside it: all it looks for where a DHT is partitioned by stage.
     """
 
     def __init__(
@@ -83,7 +162,7 @@ class Network(Generic[S]):
         form: StateForm[S],
         stopping: Callable[[], bool],
         choose: StateChoice = choose_state,
-        same_kind: Callable[[Announcement], bool] = holds_whole_model,
+        same_kind: Callable[[Announcement], bool] = _holds_whole_model,
         stages: tuple[str, ...] = (),
         near: tuple[str, ...] = (),
     ) -> None:
@@ -91,12 +170,12 @@ class Network(Generic[S]):
         self._stopping = stopping
         self._config = config
         self._terms = terms
-        self._identity = identity
         self._is_of_pipeline = bool(near)
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._loop = LoopThread("genesis-network")
-        self._endpoint = Endpoint(self._identity, config.run_id, config.rpc)
-        self._discovery = open_discovery(self._endpoint, config.discovery, stages)
+        self.endpoint = Endpoint(identity, config.run_id, config.rpc)
+        """Further methods are registered on it before `start`."""
+        self._discovery = open_discovery(self.endpoint, config.discovery, stages)
         if near and config.discovery.partition_by_stage:
             self._discovery.look_for(near)
         self._watchdog = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
@@ -109,12 +188,12 @@ class Network(Generic[S]):
         """The newest state that is not being written yet; it replaces older ones, which a slow disk would pile up."""
         self._publishing: concurrent.futures.Future[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
-        self._fit = FitCheck(self._endpoint, terms, lambda: self._book.compared_peers(terms), config.run_id)
+        self._fit = FitCheck(self.endpoint, terms, lambda: self._book.compared_peers(terms), config.run_id)
         self._comparing: concurrent.futures.Future[None] | None = None
-        self._donor = StateDonor(self._endpoint, self._snapshots, config.state)
+        self._donor = StateDonor(self.endpoint, self._snapshots, config.state)
         self.collective = PeerCollective(
-            self._endpoint,
-            self._loop.loop,
+            self.endpoint,
+            self.loop,
             config.run_id,
             terms,
             config.rule,
@@ -127,21 +206,12 @@ class Network(Generic[S]):
     @property
     def peer_id(self) -> str:
         """This node's key."""
-        return self._identity.peer_id
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The node's endpoint; further methods are registered before `start`."""
-        return self._endpoint
+        return self.endpoint.peer_id
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop in which everything that talks to others runs."""
         return self._loop.loop
-
-    def announce(self) -> None:
-        """Announces this node now, before the next regular announcement; returns at once."""
-        self._loop.spawn(self._announce_now())
 
     @property
     def announcements(self) -> tuple[Announcement, ...]:
@@ -154,47 +224,57 @@ class Network(Generic[S]):
 
     def distrust(self, peer_id: str, seconds: float) -> None:
         """Ignores a peer for a while: no round with it, no state of it. From any thread."""
-        self._loop.loop.call_soon_threadsafe(self._book.distrust, peer_id, seconds)
+        self.loop.call_soon_threadsafe(self._book.distrust, peer_id, seconds)
 
     @property
     def state_digest(self) -> str:
         """Digest of the snapshot handed out now."""
         return self._book.own_state[1]
 
-    def refused(self) -> dict[str, int]:
-        """Returns the messages refused, by reason."""
-        return dict(self._endpoint.counters.refused)
-
-    def traffic(self) -> tuple[int, int]:
-        """Returns bytes sent and received."""
-        return self._endpoint.counters.sent_bytes, self._endpoint.counters.received_bytes
-
     def start(self, listener: Listener) -> None:
         """Answers and looks for others from now on; waits a while for the first of them if any were named.
 
         Raises:
-            IncompatiblePeerError: most of the peers train something else.
-            RpcError: the port is taken.
+            IncompatiblePeerError: the peers train something else.
         """
         self._listener = listener
         self._loop.start()
         self._loop.run(self._start(), 60.0)
         if self._config.discovery.initial_peers:
             self._wait_for_peers()
-            if not self._book.announcements:
-                self._loop.run(ask_addresses(self._endpoint, self._terms, self._config), 60.0)
+            if not self.announcements:
+                self._loop.run(ask_addresses(self.endpoint, self._terms, self._config), 60.0)
             elif not self._is_of_pipeline:  # A pipeline compares all its nodes itself.
                 self._loop.run(self._fit.begin(self._stopping), 60.0)
                 self._comparing = self._loop.spawn(self._fit.go_on())
 
-    def check_fit(self) -> None:
-        """Reports what the comparison in the background has found.
+    def _wait_for_peers(self) -> None:
+        deadline_s = time.monotonic() + _FIRST_PEERS_S
+        while not self.announcements and not self._stopping():
+            if time.monotonic() >= deadline_s:
+                named = ", ".join(self._config.discovery.initial_peers)
+                logger.warning(
+                    "none of %s answers yet; training begins alone, and joins the others when they are found", named
+                )
+                return
+            time.sleep(0.1)
 
-        Raises:
-            IncompatiblePeerError: the peers train something else.
-        """
+    def check_fit(self) -> None:
+        """Raises `IncompatiblePeerError` where the comparison in the background has found a misfit."""
         if self._comparing is not None and self._comparing.done():
             self._comparing.result()
+
+    def stop(self) -> None:
+        """Ends announcements, rounds and connections; also where `start` was never called."""
+        self.collective.close()
+        try:
+            if self._loop.is_running:
+                self._loop.run(self._stop(), 20.0)
+        except TrainerError as error:
+            logger.warning("leaving: %s", error)
+        self._loop.stop()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def publish(self, shared: S, members: tuple[str, ...] = ()) -> None:
         """Hands out this state once it is written, in the background; a newer one may replace it before."""
@@ -204,22 +284,17 @@ class Network(Generic[S]):
 
     def settle(self, timeout_s: float = _SETTLE_S) -> None:
         """Waits until the state published last is handed out, or cannot be."""
-        if self._publishing is None:
-            return
         try:
-            self._publishing.result(timeout_s)
+            if self._publishing is not None:
+                self._publishing.result(timeout_s)
         except TimeoutError:
             logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
     def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
-        """Fetches the state most others hold; returns None where this node holds it already.
+        """Fetches the state most others hold; returns None where this node holds it already, or ``stop`` says True.
 
-        The others' next round waits for this node, a bounded while, until it says which round it trains towards
-        (`PeerCollective.move_to`).
-
-        Args:
-            wait_s: how long to look for a state to fetch, and to try again when it changes; 0: only what is known now.
-            stop: checked regularly; True gives up.
+        It looks and tries again for ``wait_s``. The others' next round waits for this node, a bounded while, until it
+        says which round it trains towards (`PeerCollective.move_to`).
         """
         self.collective.catch_up()
         self.settle()
@@ -238,25 +313,33 @@ class Network(Generic[S]):
             time.sleep(_REFRESH_S)
         return None
 
+    def _fetched(self, digest: str, stop: Callable[[], bool]) -> S | None:
+        timeout_s = self._config.collective.round_timeout_s + _FETCH_SLACK_S
+        deadline_s = time.monotonic() + timeout_s
+        fetching = self._loop.spawn(self._fetch(digest))
+        while not concurrent.futures.wait([fetching], _REFRESH_S).done:
+            if stop():
+                fetching.cancel()
+                return None
+            if time.monotonic() > deadline_s:
+                fetching.cancel()
+                raise StateTransferError(f"expected it within {timeout_s:.0f} s, found the network side busy or stuck")
+        return fetching.result()
+
     @property
     def holds_common_state(self) -> bool:
         """Whether this node hands out the state that most others hold."""
-        return bool(self._book.own_state[1]) and self._book.state_to_adopt() is None
+        return bool(self.state_digest) and self._book.state_to_adopt() is None
 
     @property
     def shares_common_state(self) -> bool:
         """Whether others hand out the same state as this node, and most do."""
-        own_digest = self._book.own_state[1]
-        return (
-            bool(own_digest)
-            and any(found.state_digest == own_digest for found in self._book.alike())
-            and self._book.state_to_adopt() is None
-        )
+        return self.holds_common_state and any(found.state_digest == self.state_digest for found in self.alike())
 
     def let_go(self) -> None:
         """Gives up this node's own state: `catch_up` takes any state the others hold."""
         self.settle()
-        self._book.let_go()
+        self._book.own_state = (self._book.own_state[0], "")
 
     @property
     def donors(self) -> tuple[Announcement, ...]:
@@ -266,7 +349,7 @@ class Network(Generic[S]):
     def pass_over_fetched(self) -> None:
         """Ignores the state that was fetched last, which does not fit, while it is announced."""
         if self._fetched_digest:
-            self._loop.loop.call_soon_threadsafe(self._book.pass_over, self._fetched_digest)
+            self.loop.call_soon_threadsafe(self._book.pass_over, self._fetched_digest)
 
     def is_on_its_own(self, num_members: int) -> bool:
         """Returns whether a round had few members while most others hold a state this node has never had."""
@@ -275,69 +358,41 @@ class Network(Generic[S]):
         self.settle()
         return self._book.state_elsewhere() is not None
 
-    def _fetched(self, digest: str, stop: Callable[[], bool]) -> S | None:
-        """Returns a state, or None if the node is asked to stop before; the parts that have arrived are kept.
-
-        Raises:
-            StateTransferError: it was not fetched.
-            IncompatiblePeerError: it does not fit this node.
-        """
-        timeout_s = self._config.collective.round_timeout_s + _FETCH_SLACK_S
-        deadline_s = time.monotonic() + timeout_s
-        fetching = self._loop.spawn(self._fetch(digest))
-        while not concurrent.futures.wait([fetching], _REFRESH_S).done:
-            if stop() or time.monotonic() > deadline_s:
-                fetching.cancel()
-                if stop():
-                    return None
-                raise StateTransferError(f"expected it within {timeout_s:.0f} s, found the network side busy or stuck")
-        return fetching.result()
-
-    def stop(self) -> None:
-        """Ends announcements, rounds and connections; also where `start` was never called."""
-        self.collective.close()
-        try:
-            if self._loop.is_running:
-                self._loop.run(self._stop(), 20.0)
-        except TrainerError as error:
-            logger.warning("leaving: %s", error)
-        self._loop.stop()
-
     # -- in the loop ---------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         self._donor.start()
-        register_terms(self._endpoint, self._terms)
-        await self._endpoint.start()
+        register_terms(self.endpoint, self._terms)
+        await self.endpoint.start()
         await self._discovery.start()
         await self._announce()
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
     async def _stop(self) -> None:
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-        if self._comparing is not None:
-            self._comparing.cancel()
+        for task in (self._refreshing, self._comparing):
+            if task is not None:
+                task.cancel()
         await self._discovery.close()
         self._donor.close()
-        await self._endpoint.stop()
+        await self.endpoint.stop()
 
-    async def _announce(self) -> None:
-        outer_step, digest = self._book.own_state
-        stats = self._listener.progress() if self._listener is not None else NodeStats()
-        announcement = announcement_of(self._config, self._endpoint, self._terms, stats)
-        changes = {
-            "outer_step": outer_step,
-            "state_digest": digest,
-            "last_round_members": self._members if len(self._members) <= 64 else (),
-        }
-        await self._discovery.announce(announcement.model_copy(update=changes))
+    def announce(self) -> None:
+        """Announces this node now, before the next regular announcement; returns at once."""
+        self._loop.spawn(self._announce_now())
 
     async def _announce_now(self) -> None:
         try:
             await self._announce()
         except TrainerError as error:
             logger.warning("discovery: %s", error)
+
+    async def _announce(self) -> None:
+        outer_step, digest = self._book.own_state
+        stats = self._listener.progress() if self._listener is not None else NodeStats()
+        announcement = announcement_of(self._config, self.endpoint, self._terms, stats)
+        members = self._members if len(self._members) <= 64 else ()
+        changes = {"outer_step": outer_step, "state_digest": digest, "last_round_members": members}
+        await self._discovery.announce(announcement.model_copy(update=changes))
 
     async def _refresh_forever(self) -> None:
         interval_s = self._config.discovery.announce_interval_s / 2
@@ -346,8 +401,8 @@ class Network(Generic[S]):
             try:
                 self._book.update(await self._discovery.peers())
                 if self._listener is not None:
-                    self._listener.peers(self._book.announcements)
-                self._watchdog.look(len(self._book.announcements))
+                    self._listener.peers(self.announcements)
+                self._watchdog.look(len(self.announcements))
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()
@@ -372,28 +427,26 @@ class Network(Generic[S]):
         await self._announce_now()
 
     async def _write(self, shared: S) -> str:
-        """Writes the snapshot of a state; returns its digest, empty where others are not to have it, or cannot."""
         packed = self._form.pack(shared)
         if packed is None:
             return ""
         try:
             keep = self._config.state.keep_snapshots
-            descriptor = await asyncio.to_thread(write_snapshot, self._snapshots, *packed, keep=keep)
+            return (await asyncio.to_thread(write_snapshot, self._snapshots, *packed, keep=keep)).digest
         except StateTransferError as error:
             logger.warning("this node hands out no state: %s", error)
             return ""
-        return descriptor.digest
 
     async def _fetch(self, digest: str) -> S:
-        donors = [found for found in self._book.alike() if found.state_digest == digest]
-        peers = [peer_of(found) for found in donors]
+        donors = [found for found in self.alike() if found.state_digest == digest]
+        peers = [found.peer() for found in donors]
         logger.info("fetching state %s from %d nodes", digest[:12], len(peers))
         stall_timeout_s = self._config.state.stall_timeout_s
-        descriptor = await fetch_descriptor(self._endpoint, peers, digest, stall_timeout_s=stall_timeout_s)
+        descriptor = await fetch_descriptor(self.endpoint, peers, digest, stall_timeout_s=stall_timeout_s)
         with self._ignored_if_unfit(digest):
             expectation = self._form.expectation(descriptor)
         snapshot = await fetch_state(
-            self._endpoint,
+            self.endpoint,
             peers,
             digest,
             self._snapshots,
@@ -407,24 +460,10 @@ class Network(Generic[S]):
 
     @contextmanager
     def _ignored_if_unfit(self, digest: str) -> Iterator[None]:
-        """Encloses the reading of a state of others: one that cannot be taken up is not fetched again.
-
-        Raises:
-            IncompatiblePeerError: it cannot.
-        """
+        """Encloses the reading of a state of others: one that cannot be taken up is not fetched again."""
         try:
             with peer_boundary(f"the holders of the state {digest[:12]}"):
                 yield
         except (IncompatiblePeerError, MalformedAnswerError) as error:
             self._book.pass_over(digest)
             raise IncompatiblePeerError(str(error)) from error
-
-    def _wait_for_peers(self) -> None:
-        deadline_s = time.monotonic() + _FIRST_PEERS_S
-        while not self._book.announcements and time.monotonic() < deadline_s and not self._stopping():
-            time.sleep(0.1)
-        if not self._book.announcements and not self._stopping():
-            logger.warning(
-                "none of %s answers yet; training begins alone, and joins the others when they are found",
-                ", ".join(self._config.discovery.initial_peers),
-            )

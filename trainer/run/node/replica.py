@@ -1,7 +1,4 @@
-"""`Replica`: one node's model with its optimizers, built from a configuration, saved, restored and grown.
-
-Parameters, AdamW's moments, DiLoCo's vectors and the vocabulary's size change together or not at all.
-"""
+"""`Replica`: one node's model with its optimizers, built from a configuration, saved, restored and grown."""
 
 from __future__ import annotations
 
@@ -29,17 +26,11 @@ __all__ = ["Replica", "layers_of", "parameters_of"]
 
 
 class Replica:
-    """A model in training on one node.
+    """A model in training on one node; parameters, moments, DiLoCo's vectors and vocabulary change together.
 
-    Args:
-        config: of the run.
-        model_config: the model's shape.
-        collective: partners of the outer steps.
-        device: where the model lives.
-        batches: what it trains on; ids that the model has no row for are left out.
-        num_ids: ids of the newest vocabulary known; losses leave the rows behind them out. As the rows do, they change
-            at outer steps alone, and a checkpoint brings its own, so that resuming stays exact.
-        on_loss: called with the loss of every batch.
+    Ids of ``batches`` without a row in the model are left out. Losses leave the rows behind ``num_ids``, those of the
+    newest vocabulary known, out; these change at outer steps alone, and a checkpoint brings its own. ``on_loss`` is
+    called with the loss of every batch.
     """
 
     def __init__(
@@ -75,9 +66,7 @@ class Replica:
         self.diloco: DiLoCoTrainer | None = None
         self.strategy: OuterStrategy = EveryStepStrategy()
         if config.strategy == "diloco":
-            self.diloco = DiLoCoTrainer(
-                self.model, config.diloco, self._collective, vocab_rows=self.model.config.vocab_size
-            )
+            self.diloco = DiLoCoTrainer(self.model, config.diloco, self._collective, vocab_rows=self.vocab_rows)
             self.strategy = self.diloco
 
     @property
@@ -88,11 +77,8 @@ class Replica:
     def adopt(self, shared: SharedState) -> None:
         """Takes up the others' state: parameters become the anchor, the schedule continues where theirs is.
 
-        AdamW's moments stay: they nearly fit; with another vocabulary they begin anew. Under DDP there is no such
-        state, and nothing happens.
-
-        Raises:
-            IncompatiblePeerError: it is not of this architecture. Nothing was changed.
+        AdamW's moments stay: they nearly fit; with another vocabulary they begin anew. Raises `IncompatiblePeerError`,
+        and changes nothing, where it is not of this architecture.
         """
         if self.diloco is None:
             return
@@ -108,10 +94,8 @@ class Replica:
     def grow(self, rows: int, num_ids: int) -> None:
         """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit.
 
-        Args:
-            rows: the least that a member named. It is rounded down to whole steps, and fewer rows than now change
-                nothing, for a vocabulary does not shrink.
-            num_ids: of the newest vocabulary known; those without a row stay out of the losses.
+        ``rows``, the least that a member named, is rounded down to whole steps; a vocabulary does not shrink. Of
+        ``num_ids``, those of the newest vocabulary known, those without a row stay out of the losses.
         """
         rows = rows // VOCAB_STEP * VOCAB_STEP
         self._num_ids = max(self._num_ids, num_ids)
@@ -149,11 +133,7 @@ class Replica:
         )
 
     def load(self, contents: CheckpointContents) -> None:
-        """Resumes from a checkpoint of the same shape, in a process that has just begun.
-
-        Raises:
-            CheckpointMismatchError: it is of another shape or strategy.
-        """
+        """Resumes from a checkpoint of the same shape and strategy, in a process that has just begun."""
         parameters = parameters_of(contents.layers)
         try:
             self.model.load_state_dict(parameters)

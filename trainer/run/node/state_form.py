@@ -1,8 +1,7 @@
 """Shared states as the network side hands them out and fetches them: as a snapshot and back, and which states fit.
 
 Anybody can announce a state. Its descriptor (some KB) says how many rows of vocabulary it has and how its values lie;
-everything else follows from the architecture. So a state that does not fit costs a small request, and neither disk nor
-memory. The layout comes from a model without storage (torch's ``meta`` device), in milliseconds.
+everything else follows from the architecture. So a state that does not fit costs neither disk nor memory.
 """
 
 from __future__ import annotations
@@ -42,18 +41,10 @@ class StateForm(Protocol[S]):
         """Returns a snapshot's metadata and tensors; None where others are not to have it."""
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
-        """Returns what exactly a state of this descriptor has to be.
-
-        Raises:
-            IncompatiblePeerError: this node cannot take it up.
-        """
+        """Returns what a state of this descriptor has to be; raises `IncompatiblePeerError` where it does not fit."""
 
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> S:
-        """Returns the state a snapshot holds.
-
-        Raises:
-            IncompatiblePeerError: it holds none.
-        """
+        """Returns the state a snapshot holds; raises `IncompatiblePeerError` where it holds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +59,7 @@ class SharedMeta:
 
 
 class DilocoStates:
-    """DiLoCo's part of a `StateForm`; subclasses that know the model say what fits (`expectation`).
-
-    Every member makes the same bytes of the same state.
-    """
+    """DiLoCo's part of a `StateForm`; subclasses that know the model say what fits (`expectation`)."""
 
     __slots__ = ()
 
@@ -88,11 +76,7 @@ class DilocoStates:
         return meta, {name: getattr(shared, name) for name in _VECTORS}
 
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SharedState:
-        """See `StateForm`.
-
-        Raises:
-            IncompatiblePeerError: it is no snapshot of a shared state.
-        """
+        """See `StateForm`."""
         checked = check_meta(meta)
         if set(tensors) != set(_VECTORS):
             raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)}, found {len(tensors)} others")
@@ -101,11 +85,7 @@ class DilocoStates:
 
 
 def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
-    """Reads what a descriptor says of a shared state.
-
-    Raises:
-        IncompatiblePeerError: it is no descriptor of one.
-    """
+    """Reads what a descriptor says of a shared state; raises `IncompatiblePeerError` where it is of none."""
     layout_digest = meta.get("layout_digest")
     if meta.get("version") != 1 or not isinstance(layout_digest, str):
         raise IncompatiblePeerError(
@@ -121,11 +101,7 @@ def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
 
 
 def check_vectors(descriptor: Descriptor, num_values: int, *, max_bytes: int) -> Expectation:
-    """Returns what the tensors of a state of so many values are, if the descriptor says they are that.
-
-    Raises:
-        IncompatiblePeerError: it says otherwise.
-    """
+    """Returns what a state of so many values is; raises `IncompatiblePeerError` where its descriptor says otherwise."""
     expected = dict.fromkeys(_VECTORS, ("float32", (num_values,)))
     found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors}
     if found != expected:
@@ -153,11 +129,7 @@ class StateFit(DilocoStates):
     max_bytes: int
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
-        """See `StateForm`.
-
-        Raises:
-            IncompatiblePeerError: it does not fit; the message names the first difference.
-        """
+        """See `StateForm`; the message of a refusal names the first difference."""
         if descriptor.size_bytes > self.max_bytes:
             raise IncompatiblePeerError(
                 f"expected a state of at most {self.max_bytes} bytes, found one of {descriptor.size_bytes}"

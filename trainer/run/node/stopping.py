@@ -22,7 +22,7 @@ class StopRequest:
         self._event = threading.Event()
         self._asked_at_s = 0.0
         self.signal: int | None = None
-        """The first one that asked, if one did."""
+        """The first that asked."""
 
     def ask(self) -> None:
         """Asks to stop after the current step."""

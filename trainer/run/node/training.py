@@ -1,10 +1,7 @@
 """The loop of a node: inner steps, outer steps, checkpoints, metrics; until it is asked to stop.
 
-    begin (catch up with the others) → step, step, … outer step, … → save
-
 A node that is killed goes on from its last checkpoint bit for bit (on a CPU, with the same number of threads):
-everything that decides a step is in it. A node whose round went on without it fetches the others' state and joins the
-next.
+everything that decides a step is in it. One whose round went on without it fetches the others' state, and joins later.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from trainer.monitor import MeteredIterator
 from trainer.monitor.metrics import CheckpointOutcome
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
-from trainer.run.node.cluster import Ranks
 from trainer.run.node.data import StoreWatch
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
@@ -33,6 +29,7 @@ from trainer.run.node.watching import Watch
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
+    from trainer.run.node.starting import Ranks
 
 __all__ = ["Node", "TrainingDisplay"]
 
@@ -72,11 +69,7 @@ class Node:
     _store_has_grown: bool = False
 
     def begin(self) -> None:
-        """Joins the others, if there are any: takes up their state, and announces its own.
-
-        Raises:
-            TrainerError: the port is taken, or the others train something else.
-        """
+        """Joins the others, if there are any: takes up their state, and announces its own."""
         if self.network is not None:
             self.network.collective.catch_up()
             self.network.start(self.watch)
@@ -87,13 +80,7 @@ class Node:
         self._record_state()
 
     def run(self) -> None:
-        """Trains until asked to stop, or for ``max_steps``, and saves.
-
-        Raises:
-            TrainerError: it cannot go on, for instance because the others train something else; the last checkpoint is
-                whole.
-            LoaderError: the data cannot be read.
-        """
+        """Trains until asked to stop, or for ``max_steps``, and saves; after an error the last checkpoint is whole."""
         try:
             while not (self._has_all_steps() or self._is_stopped()):
                 self._step()
@@ -114,27 +101,24 @@ class Node:
         self._log_unshared()
 
     def save(self, *, wait: bool = False) -> None:
-        """Saves everything; a disk that is full is reported, and training goes on.
-
-        Raises:
-            CheckpointError: ``wait``, and it could not be written.
-        """
+        """Saves everything; a disk that is full is reported, and training goes on unless ``wait``."""
         began_s = time.perf_counter()
+        outcome: CheckpointOutcome = "failed"
         loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
         try:
             taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
+            outcome = "saved" if taken else "skipped"
         except CheckpointError as error:
-            self._saved("failed", began_s)
             if wait:
                 raise
             logger.warning("%s", error)
-        else:
-            self._saved("saved" if taken else "skipped", began_s)
+        finally:
+            seconds = time.perf_counter() - began_s
+            self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)
 
     def _is_stopped(self) -> bool:
-        if self.config.strategy == "ddp":  # No rank may wait for the gradients of one that has left.
-            return self.ranks.any(self.stop())
-        return self.stop()
+        # Under DDP no rank may wait for the gradients of one that has left.
+        return self.ranks.any(self.stop()) if self.config.strategy == "ddp" else self.stop()
 
     def _has_all_steps(self) -> bool:
         return 0 < self.config.max_steps <= self.replica.inner.step_index
@@ -183,18 +167,15 @@ class Node:
             logger.info("vocabulary: %d rows, before %d", rows, before)
             self.watch.observer.event("vocabulary", rows=rows, before=before)
         if self._store_has_grown:
-            self._refresh_shards()
+            try:
+                num_shards = self.dataset.refresh()
+            except LoaderError as error:
+                logger.warning("the store's new shards cannot be read yet: %s", error)
+            else:
+                self._store_has_grown = False
+                logger.info("the store has %d shards now", num_shards)
+                self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)
-
-    def _refresh_shards(self) -> None:
-        try:
-            num_shards = self.dataset.refresh()
-        except LoaderError as error:
-            logger.warning("the store's new shards cannot be read yet: %s", error)
-            return
-        self._store_has_grown = False
-        logger.info("the store has %d shards now", num_shards)
-        self.watch.observer.event("store", shards=num_shards)
 
     def _catch_up(self, wait_s: float = 120.0) -> None:
         if self.network is None or self.replica.diloco is None:
@@ -223,7 +204,6 @@ class Node:
         self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
 
     def _log_unshared(self) -> None:
-        """Logs which work of the node only its checkpoint has."""
         diloco = self.replica.diloco
         if diloco is None or (self.network is None and not self.ranks.in_cluster):
             return
@@ -236,7 +216,3 @@ class Node:
                 num_batches,
                 diloco.outer_step,
             )
-
-    def _saved(self, outcome: CheckpointOutcome, began_s: float) -> None:
-        seconds = time.perf_counter() - began_s
-        self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)

@@ -20,10 +20,7 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Tracker, observer and server of one node; a context manager.
-
-    ``stop`` is called by the API; ``further`` returns additional gauges (name, help, value).
-    """
+    """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value)."""
 
     def __init__(
         self,
@@ -36,12 +33,12 @@ class Watch:
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
-        log = self.log
+        log, counters = self.log, network.endpoint.counters if network is not None else None
         sources = Sources(
             status=self.tracker.status,
-            refused=network.refused if network is not None else dict,
-            rpc_bytes=network.traffic if network is not None else lambda: (0, 0),
-            lost_events=(lambda: log.lost_events) if log is not None else (lambda: 0),
+            refused=lambda: dict(counters.refused) if counters is not None else {},
+            rpc_bytes=lambda: (counters.sent_bytes, counters.received_bytes) if counters is not None else (0, 0),
+            lost_events=lambda: log.lost_events if log is not None else 0,
             further=further,
         )
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)

@@ -26,8 +26,7 @@ from trainer.outer.engine.collective import Collective, Contribution, RoundRepor
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state, frontier_of
 from trainer.run.config import RunConfig
-from trainer.run.node.network import Network
-from trainer.run.node.peer_book import StateChoice
+from trainer.run.node.network import Network, StateChoice
 from trainer.run.node.state_form import DilocoStates, StateForm, check_meta, check_vectors
 from trainer.run.swarm.building import BuiltStage
 

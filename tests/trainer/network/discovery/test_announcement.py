@@ -1,9 +1,10 @@
-"""Only what a node itself signed, for this run, alive now and spelt in the one way, is believed."""
+"""What a node says of itself: only what it signed, for this run, alive now and spelt in the one way, is believed."""
 
 from __future__ import annotations
 
 import json
-import time
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from pydantic import ValidationError
 
 from manifests.serialisation import canonical_json
 from tests.support.announcements import announce, announcement
-from trainer.errors import DiscoveryError
+from trainer.errors import DiscoveryError, TrainerUsageError
+from trainer.model.config import stage_names
 from trainer.network.discovery.announcement import (
     MAX_LIFETIME_S,
     MAX_WIRE_BYTES,
@@ -22,25 +24,40 @@ from trainer.network.discovery.announcement import (
     sign_announcement,
     verify_announcement,
 )
-from trainer.network.discovery.stage_report import MAX_REASON, StageReport
+from trainer.network.discovery.config import DiscoveryConfig
+from trainer.network.discovery.dht import SeedConfig, listen_address
+from trainer.network.discovery.stage_report import (
+    FIRST_NUMBER,
+    LAST_NUMBER,
+    MAX_REASON,
+    StagePartitions,
+    StageReport,
+    StageUid,
+    dht_key,
+    free_number,
+    partition_of,
+    settled_uid,
+    workers_of,
+)
 from trainer.network.rpc.identity import Identity
+from trainer.pipeline.protocol.work import MicroBatchId
 
 _NOW = 1_800_000_000.0
 _IDENTITY = Identity.create()
 _HEX64 = st.text("0123456789abcdef", min_size=64, max_size=64)
+_COUNT = st.integers(0, 2**53 - 1)
 
 _stages = st.builds(
     StageReport,
     uid=st.sampled_from(["head.0.42", "body3.0.55", "tail.0.999999"]),
     incarnation=st.text("0123456789abcdef", min_size=16, max_size=16),
     status=st.sampled_from(["joining", "serving", "leaving"]),
-    version=st.integers(0, 2**53 - 1),
-    num_tokens=st.integers(0, 2**53 - 1),
-    queued=st.integers(0, 2**53 - 1),
+    version=_COUNT,
+    num_tokens=_COUNT,
+    queued=_COUNT,
     rows_per_s=st.floats(0, 1e11),
     busy=st.floats(0, 1),
 )
-
 _announcements = st.builds(
     Announcement,
     peer_id=st.just(_IDENTITY.peer_id),
@@ -48,12 +65,12 @@ _announcements = st.builds(
     run_id=st.just("run"),
     address=st.sampled_from(["10.0.0.1:1", "[2001:db8::1]:65535", "node-7.example.org:4100"]),
     certificate_pem=st.text(max_size=200),
-    protocol=st.integers(0, 2**40),
+    protocol=_COUNT,
     terms_digest=st.just("") | _HEX64,
-    outer_step=st.integers(0, 2**53 - 1),
+    outer_step=_COUNT,
     state_digest=st.just("") | _HEX64,
     last_round_members=st.lists(_HEX64, max_size=3).map(tuple),
-    inner_step=st.integers(0, 2**53 - 1),
+    inner_step=_COUNT,
     loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     tokens_per_s=st.floats(0, 1e14),
     shards=st.lists(st.integers(0, 10**6), max_size=4).map(tuple),
@@ -82,35 +99,32 @@ def wire() -> bytes:
 @given(_announcements)
 def test_what_is_signed_is_read_back(said: Announcement) -> None:
     stamped = said.stamped(_NOW, 60.0)
+    assert (stamped.sent_at, stamped.expires_at) == (_NOW, _NOW + 60)
+    assert stamped.model_copy(update={"sent_at": 0.0, "expires_at": 0.0}) == said
     wire = sign_announcement(stamped, _IDENTITY)
     assert len(wire) <= MAX_WIRE_BYTES
     assert _verify(wire, subkey=_IDENTITY.peer_id) == stamped
 
 
 def test_the_longest_announcement_fits() -> None:
+    count, tiny, digest = 2**53 - 1, 1.2345678901234567e-300, "f" * 64
     longest = Announcement(
         peer_id=_IDENTITY.peer_id,
         node_id="n" * 128,
         run_id="r" * 128,
         address=f"{'h' * 253}:65535",
         certificate_pem="c" * 4096,
-        protocol=2**53 - 1,
-        terms_digest="f" * 64,
-        outer_step=2**53 - 1,
-        state_digest="f" * 64,
-        last_round_members=("f" * 64,) * 64,
-        loss=-1.2345678901234567e-300,
-        shards=(2**53 - 1,) * 256,
+        protocol=count,
+        terms_digest=digest,
+        outer_step=count,
+        state_digest=digest,
+        last_round_members=(digest,) * 64,
+        loss=-tiny,
+        shards=(count,) * 256,
         stage=StageReport(
-            uid="body9999.0.999999",
-            incarnation="f" * 16,
-            status="joining",
-            version=2**53 - 1,
-            num_tokens=2**53 - 1,
-            queued=2**53 - 1,
-            rows_per_s=1.2345678901234567e-300,
-            busy=1.2345678901234567e-300,
-            unsaved_s=1.2345678901234567e-300,
+            **{"uid": "body9999.0.999999", "incarnation": "f" * 16, "status": "joining"},
+            **dict.fromkeys(("version", "num_tokens", "queued"), count),
+            **dict.fromkeys(("rows_per_s", "busy", "unsaved_s"), tiny),
             unsaved_because="\U0010ffff" * MAX_REASON,
         ),
         filed_under="body9999.0",
@@ -134,21 +148,6 @@ def test_any_bytes_are_refused_without_a_crash(data: bytes) -> None:
     assert _reason(data) == "malformed"
 
 
-def test_another_form_is_refused(wire: bytes) -> None:
-    assert _reason(json.dumps(json.loads(wire)).encode()) == "malformed"
-    assert _reason(wire + b" ") == "malformed"
-
-
-def test_without_a_stage_the_wire_form_is_that_of_releases_before_stages(wire: bytes) -> None:
-    """So that nodes of a run that is not cut understand those of the release before, and are understood."""
-    value = json.loads(wire)
-    assert not {"stage", "filed_under"} & set(value["announcement"])
-    assert _verify(wire).stage is None
-    for name, nothing in (("stage", None), ("filed_under", "")):
-        spelt_out = {**value, "announcement": {**value["announcement"], name: nothing}}
-        assert _reason(canonical_json(spelt_out)) == "malformed"
-
-
 _STAGE = {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving"}
 
 
@@ -157,6 +156,8 @@ _STAGE = {"uid": "head.0.42", "incarnation": "0" * 16, "status": "serving"}
     [
         ({"weight": 1e12}, "malformed"),  # An unknown field.
         ({"a\nb": 1}, "malformed"),  # One that would begin a new line in a log.
+        ({"stage": None}, "malformed"),  # Left out by releases before stages, and so by all.
+        ({"filed_under": ""}, "malformed"),
         ({"stage": {**_STAGE, "uid": "head.1.42"}}, "malformed"),
         ({"stage": {**_STAGE, "uid": "body-3.0.42"}}, "malformed"),
         ({"stage": {**_STAGE, "status": "dead"}}, "malformed"),
@@ -175,19 +176,17 @@ def test_fields_that_cannot_be_are_refused(wrong: dict[str, object], reason: str
 
 
 def test_refusals(wire: bytes) -> None:
+    assert not {"stage", "filed_under"} & set(json.loads(wire)["announcement"])
+    assert _reason(json.dumps(json.loads(wire)).encode()) == "malformed"  # Another form.
+    assert _reason(wire + b" ") == "malformed"
     assert _reason(wire, run_id="another") == "run"
     assert _reason(wire, subkey=Identity.create().peer_id) == "subkey"
     assert _reason(wire, now=_NOW + 60) == "expired"
     assert _reason(wire, now=_NOW - 121) == "future"
     assert _reason(announce(_IDENTITY, sent_at=_NOW, lifetime_s=MAX_LIFETIME_S + 1)) == "lifetime"
     assert _reason(b"x" * (MAX_WIRE_BYTES + 1)) == "oversized"
-
-
-def test_a_seed_takes_any_run_and_leaves_expiring_to_the_store(wire: bytes) -> None:
+    # A seed takes any run, and leaves expiring to its store.
     assert _verify(wire, run_id=None, now=_NOW + 1000, allow_expired=True).run_id == "run"
-
-
-def test_one_cannot_announce_for_another() -> None:
     with pytest.raises(DiscoveryError, match="whose key this is"):
         sign_announcement(announcement(Identity.create()).stamped(_NOW, 60.0), _IDENTITY)
 
@@ -205,43 +204,259 @@ def test_values_that_mean_nothing_are_refused(fields: dict[str, object]) -> None
 
 
 def test_it_says_where_to_reach_the_node() -> None:
-    said = announcement(_IDENTITY, address="10.0.0.1:4100", certificate_pem="PEM")
-    peer = said.peer()
-    assert (peer.peer_id, peer.address, peer.certificate) == (_IDENTITY.peer_id, "10.0.0.1:4100", b"PEM")
-    assert said.model_copy(update={"certificate_pem": ""}).peer().certificate is None
+    for pem, certificate in (("PEM", b"PEM"), ("", None)):
+        peer = announcement(_IDENTITY, address="10.0.0.1:4100", certificate_pem=pem).peer()
+        assert (peer.peer_id, peer.address, peer.certificate) == (_IDENTITY.peer_id, "10.0.0.1:4100", certificate)
 
 
-def test_stamping_changes_nothing_but_the_times() -> None:
-    said = announcement(_IDENTITY)
-    now = time.time()
-    stamped = said.stamped(now, 30)
-    assert (stamped.sent_at, stamped.expires_at) == (now, now + 30)
-    assert stamped.model_copy(update={"sent_at": 0.0, "expires_at": 0.0}) == said
-
-
-def test_it_is_signed_again_when_it_changes_or_grows_old() -> None:
-    now = 1_800_000_000.0
+def test_it_is_signed_again_when_it_changes_or_grows_old_or_the_clock_is_set_back() -> None:
+    now = _NOW
     own = OwnRecord(_IDENTITY, repeat_after_s=10, lifetime_s=60, clock=lambda: now)
-    assert own.current() is None
-    said = announcement(_IDENTITY)
-    own.set(said)
-    first = own.current()
-    now += 9
-    assert own.current() == first
-    now += 1
-    second = own.current()
-    assert first is not None and second is not None
-    assert second[0].sent_at == now > first[0].sent_at
-    own.set(said.model_copy(update={"inner_step": 3}))
-    third = own.current()
-    assert third is not None and third[0].sent_at > second[0].sent_at and third[0].inner_step == 3
-    assert verify_announcement(third[1], now=now, max_clock_skew_s=1) == third[0]
+    assert (own.current(), own.wire) == (None, b"")
 
+    def sent_at() -> float:
+        said = verify_announcement(own.wire, now=now, max_clock_skew_s=1)
+        assert said == own.current().announcement
+        return said.sent_at
 
-def test_a_clock_that_is_set_back_does_not_silence_the_node() -> None:
-    now = 1_800_000_000.0
-    own = OwnRecord(_IDENTITY, repeat_after_s=10, lifetime_s=60, clock=lambda: now)
     own.set(announcement(_IDENTITY))
+    now += 9
+    assert sent_at() == _NOW
+    now += 1
+    assert sent_at() == now
+    own.set(announcement(_IDENTITY, inner_step=3))
+    assert sent_at() > now
+    assert own.current().announcement.inner_step == 3
     now -= 3600
-    current = own.current()
-    assert current is not None and current[0].sent_at == now
+    assert sent_at() == now
+
+
+_ID = "12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
+_RSA_ID = "QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+_SEED = f"/ip4/10.0.0.1/tcp/1/p2p/{_ID}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("announce_interval_s", 0.0),
+        ("poll_interval_s", float("nan")),
+        ("announcement_lifetime_s", 4000.0),
+        ("announcement_lifetime_s", 9.0),
+        ("max_peers", 0),
+        ("dht_port", 70_000),
+        ("initial_peers", ("10.0.0.1:1", _SEED)),
+    ],
+)
+def test_a_value_out_of_range_is_named(name: str, value: object) -> None:
+    with pytest.raises(TrainerUsageError, match=name):
+        DiscoveryConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_multiaddresses() -> None:
+    assert [DiscoveryConfig(initial_peers=peers).uses_dht for peers in ((_SEED,), ("10.0.0.1:1",), ())] == [
+        True,
+        False,
+        False,
+    ]
+    assert listen_address("127.0.0.1", 7) == "/ip4/127.0.0.1/tcp/7"
+    assert listen_address("::1", 7) == "/ip6/::1/tcp/7"
+    with pytest.raises(DiscoveryError, match="IP address"):
+        listen_address("localhost", 7)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.1:4100", "gpu-7.example.org:4100", "gpu_7:1", "[2001:db8::1]:4100", "localhost:65535"),
+        *(_SEED, f"/ip6/::1/tcp/4001/p2p/{_RSA_ID}", f"/dns4/seed.example.org/tcp/4001/p2p/{_ID}"),
+        f"/ip4/10.0.0.1/udp/4001/quic-v1/p2p/{_ID}",
+    ],
+)
+def test_an_address_that_can_be_dialled_is_taken(address: str) -> None:
+    assert DiscoveryConfig(initial_peers=(address,)).initial_peers == (address,)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "foo", "10.0.0.1", "10.0.0.1:", ":4100", "10.0.0.1:0", "10.0.0.1:65536", "http://10.0.0.1:80", "a b:1"),
+        *("10.0.0.1:4100,10.0.0.2:4100", "10.0.0.1:4100/p2p", "2001:db8::1:4100", "[10.0.0.1]x:4100"),
+        *("/", "/ip4/127.0.0.1/tcp/24001", f"/ip4/127.0.0.1/p2p/{_ID}", f"/ip4/1270.0.1/tcp/1/p2p/{_ID}"),
+        *(f"/ip4/10.0.0.1/tcp/0/p2p/{_ID}", f"/ip4/::1/tcp/1/p2p/{_ID}", f"/dns4/a b/tcp/1/p2p/{_ID}"),
+        *(
+            f"{_SEED[:-2]}",
+            f"{_SEED}/",
+            f"{_SEED}x",
+            f"{_SEED} ",
+            f"{_SEED},{_SEED}",
+            f"{_SEED[:-1]}0",
+        ),
+        *("/ip4/10.0.0.1/tcp/1/p2p/", "/ip4/10.0.0.1/tcp/1/p2p/Qm", f"/ip4/10.0.0.1/tcp/1/p2p/{_RSA_ID[:-1]}"),
+    ],
+)
+def test_an_address_that_nobody_could_dial_is_refused_in_one_line(address: str) -> None:
+    with pytest.raises(TrainerUsageError, match=r"^initial_peers: expected .*, found ") as refusal:
+        DiscoveryConfig(initial_peers=(address,))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(
+            ({"initial_peers": (it,)}, "an address of a seed")
+            for it in ("10.0.0.1:4001", "/ip4/10.0.0.1/tcp/4001", "foo")
+        ),
+        ({"port": 70_000}, "port"),
+        ({"port": 0, "public_host": "203.0.113.1"}, "public_host"),
+    ],
+)
+def test_a_seed_begins_at_seeds_and_is_reached_at_one_port(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainerUsageError, match=said):
+        SeedConfig(**options)
+
+
+COUNTS = st.integers(0, 10**9 - 1)
+NO_UIDS = ("", "head.0", "head.0.0", "body.0.4", "body0.0.4", "body-1.0.4", "head.1.42", "tail.0.04", "head.0.42\n")
+NO_IDS = ("", "e0.s1", "e00.s1.r1", "e0.s1.r-1", "e0.s1.r1 ", "E0.S1.R1", "e0.s1.r99999999999")
+
+
+def test_a_run_s_stages_have_a_head_and_a_tail() -> None:
+    assert stage_names(2) == ("head", "tail")
+    assert stage_names(4) == ("head", "body-1", "body-2", "tail")
+    with pytest.raises(TrainerUsageError, match="2 or more, found 1"):
+        stage_names(1)
+
+
+@given(st.sampled_from(stage_names(7)), st.integers(1, 999_999))
+def test_a_worker_s_name_says_stage_and_number(stage: str, number: int) -> None:
+    uid = StageUid(stage, number)
+    assert StageUid.parse(str(uid)) == uid
+    assert str(uid).startswith(stage.replace("-", "") + ".0.")
+
+
+@given(COUNTS, COUNTS, COUNTS)
+def test_a_micro_batch_has_one_spelling(epoch: int, shard: int, row: int) -> None:
+    found = MicroBatchId(epoch, shard, row)
+    assert MicroBatchId.parse(str(found)) == found
+
+
+@pytest.mark.parametrize("text", NO_UIDS + NO_IDS)
+def test_other_spellings_are_none(text: str) -> None:
+    with pytest.raises(TrainerUsageError, match=r"such as body3\.0\.55"):
+        StageUid.parse(text)
+    with pytest.raises(TrainerUsageError, match=r"such as e0\.s17\.r4096"):
+        MicroBatchId.parse(text)
+
+
+@given(st.integers(0, 2**64), st.sets(st.integers(FIRST_NUMBER, FIRST_NUMBER + 20)))
+def test_a_free_number_is_one_nobody_has(seed: int, taken: set[int]) -> None:
+    number = free_number(seed, taken)
+    assert number not in taken
+    assert FIRST_NUMBER <= number <= LAST_NUMBER
+    usual = set(range(FIRST_NUMBER, LAST_NUMBER + 1))
+    assert (free_number(seed, usual), free_number(seed, usual | {LAST_NUMBER + 1})) == (
+        LAST_NUMBER + 1,
+        LAST_NUMBER + 2,
+    )
+
+
+def _said(peer_id: str, uid: StageUid | None) -> Announcement:
+    report = None if uid is None else StageReport(uid=str(uid), incarnation="0" * 16, status="serving")
+    return Announcement(peer_id=peer_id, node_id=peer_id[-4:], run_id="run", address="h:1", stage=report)
+
+
+def _peer_id(number: int, same_start: bool) -> str:
+    """Keys that begin alike look for a free number from the same place on."""
+    return f"{number:064x}" if same_start else f"{number:04x}".ljust(64, "0")
+
+
+_peer_ids = st.booleans().flatmap(
+    lambda same_start: st.lists(st.integers(0, 65_535), min_size=2, max_size=9, unique=True).map(
+        lambda numbers: [_peer_id(number, same_start) for number in numbers]
+    )
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(peer_ids=_peer_ids, data=st.data())
+def test_concurrent_joiners_end_with_distinct_numbers_and_keep_them(peer_ids: list[str], data: st.DataObject) -> None:
+    uids: dict[str, StageUid | None] = dict.fromkeys(peer_ids)
+    views: dict[str, dict[str, Announcement]] = {peer_id: {} for peer_id in peer_ids}
+    # Anyone, in any order, having heard of whomever, maybe long ago; some have a number of before.
+    for peer_id in data.draw(st.lists(st.sampled_from(peer_ids), unique=True)):
+        uids[peer_id] = StageUid("body-1", data.draw(st.integers(FIRST_NUMBER, FIRST_NUMBER + 2)))
+    for actor, heard in data.draw(
+        st.lists(st.tuples(st.sampled_from(peer_ids), st.lists(st.sampled_from(peer_ids), unique=True)), max_size=12)
+    ):
+        views[actor] |= {other: _said(other, uids[other]) for other in heard if other != actor}
+        uids[actor] = settled_uid("body-1", actor, uids[actor], views[actor].values())
+    # Then all hear of all, and all look at the same moment: nobody has an advantage.
+    for _ in peer_ids:
+        everyone = [_said(peer_id, uid) for peer_id, uid in uids.items()]
+        uids = {peer_id: settled_uid("body-1", peer_id, uid, everyone) for peer_id, uid in uids.items()}
+    assert len(set(uids.values())) == len(peer_ids)
+    everyone = [_said(peer_id, uid) for peer_id, uid in uids.items()]
+    for peer_id, uid in uids.items():
+        assert settled_uid("body-1", peer_id, uid, everyone) == uid
+
+
+def test_the_smaller_key_keeps_its_number_and_only_workers_of_the_stage_take_its_numbers() -> None:
+    small, large = _peer_id(1, False), _peer_id(2, False)
+    uid = StageUid("head", 42)
+    others = [_said(small, uid), _said(_peer_id(3, False), None)]
+    assert settled_uid("head", small, uid, [_said(large, uid)]) == uid
+    moved = settled_uid("head", large, uid, others)
+    assert moved.stage == "head" and moved.number != 42
+    tail = StageUid("tail", 42)
+    assert settled_uid("tail", large, tail, others) == tail
+    assert (workers_of("head", others), workers_of("tail", others)) == ({small: 42}, {})
+    # A restarted worker may find its own earlier announcement.
+    assert settled_uid("tail", large, tail, [_said(large, tail)]) == tail
+
+
+def test_a_worker_that_changes_its_stage_takes_a_new_name_also_where_all_are_taken() -> None:
+    taken = [StageUid("head", number) for number in range(FIRST_NUMBER, LAST_NUMBER + 1)]
+    others = [_said(_peer_id(index, False), uid) for index, uid in enumerate(taken, 1)]
+    found = settled_uid("head", _peer_id(0, True), StageUid("tail", FIRST_NUMBER), others[:1])
+    assert found == StageUid("head", FIRST_NUMBER + 1)
+    assert settled_uid("head", _peer_id(5000, False), None, others) == StageUid("head", LAST_NUMBER + 1)
+
+
+@given(num_stages=st.integers(2, 200), data=st.data())
+def test_every_partition_has_neighbours_and_as_many_as_any_other_or_one_less(
+    num_stages: int, data: st.DataObject
+) -> None:
+    num_partitions = data.draw(st.integers(1, num_stages))
+    dealt = [partition_of(stage, num_stages, num_partitions) for stage in range(num_stages)]
+    sizes = Counter(dealt)
+    assert dealt == sorted(dealt)
+    assert set(sizes) == set(range(num_partitions))
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    partitions = StagePartitions(stage_names(num_stages), num_partitions)
+    assert len(partitions.labels()) == 1 + num_partitions
+
+
+def test_neighbouring_stages_share_a_partition() -> None:
+    """32 stages over 4: stages 0 to 7 in the first, 8 to 15 in the second; over as many, each has its own."""
+    assert [partition_of(stage, 32, 4) for stage in (0, 7, 8, 15, 16, 31)] == [0, 0, 1, 1, 2, 3]
+    partitions = StagePartitions(stage_names(32), 4)
+    assert partitions.labels() == ("", "head.0", "body8.0", "body16.0", "body24.0")
+    assert partitions.label("tail") == "body24.0"
+    assert partitions.labels(["body-9", "body-8"]) == ("", "body8.0")
+    assert StagePartitions(stage_names(4)).labels() == ("", "head.0", "body1.0", "body2.0", "tail.0")
+    assert StagePartitions(stage_names(4)).labels(["body-2"]) == ("", "body2.0")
+    assert StagePartitions().labels() == StagePartitions().labels(["body-1"]) == ("",)
+    assert StagePartitions().label("body-1") == ""
+    assert (dht_key("run"), dht_key("run", "body8.0")) == ("run.peers", "run.body8.0")
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(TrainerUsageError, match=r"num_partitions: expected at most the number of stages, 3, found 4"):
+        StagePartitions(stage_names(3), 4)
+    with pytest.raises(DiscoveryError, match=r"expected one of the run's stages head, body-1, tail, found 'body-2'"):
+        StagePartitions(stage_names(3)).label("body-2")
+    with pytest.raises(TrainerUsageError, match="num_partitions: expected 0 without partition_by_stage"):
+        DiscoveryConfig(num_partitions=2)

@@ -1,21 +1,30 @@
-"""Through real DHT processes on 127.0.0.1 nodes find each other while one seed lives, and after it."""
+"""Through real DHT processes on 127.0.0.1 nodes find each other; these start, restart and end, and leave nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import json
 import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.support.announcements import announce, announcement
-from tests.support.dht_processes import running_dht
+from tests.support.dht_processes import descendants, dht_settings, running_dht, wait_until_gone
 from trainer.errors import DiscoveryError
 from trainer.model.config import stage_names
 from trainer.network.discovery.announcement import Announcement
@@ -23,7 +32,7 @@ from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht import DhtDiscovery
 from trainer.network.discovery.dht_client import DhtProcess
-from trainer.network.discovery.stage_report import StagePartitions, StageReport, StageUid, settled_uid
+from trainer.network.discovery.stage_report import StagePartitions, StageReport
 from trainer.network.discovery.static import StaticDiscovery
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint
@@ -142,30 +151,6 @@ async def test_records_are_filed_and_found_and_false_ones_are_not(tmp_path: Path
 
 @pytest.mark.long
 @_on_a_loop
-async def test_either_of_two_seeds_may_be_down(tmp_path: Path) -> None:
-    async with _seed(tmp_path / "b.id") as (b, address_b), _seed(tmp_path / "a.id", address_b) as (a, address_a):
-        await _until_joined(a)
-        async with _discovery("one", address_a, address_b) as one:
-            await _until_joined(a, 2)
-            await _until_joined(b, 2)
-            await a.close()  # Gone before the second node starts.
-            async with _discovery("two", address_a, address_b) as two:
-                await _until_known(one, "two")
-                await _until_known(two, "one")
-                await b.close()  # Now none is left, and those who know each other go on.
-                await asyncio.sleep(1.0)
-                await _until_known(one, "two")
-                # One comes back, empty, at its old address: who knows only it finds the others.
-                async with _seed(tmp_path / "b.id", listen=_listen(address_b)) as (_, address_again):
-                    assert address_again == address_b
-                    async with _discovery("three", address_b) as three:
-                        await _until_known(three, "one", "two")
-                        await _until_known(one, "two", "three")
-            await _until_known(one)
-
-
-@pytest.mark.long
-@_on_a_loop
 async def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -> None:
     """Two seeds, one of them down from the start, the other killed and started again later."""
     async with _seed(tmp_path / "a.id") as (_, address_a):
@@ -188,8 +173,9 @@ async def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -
             driver.look_for(["body-2"])
             await _until_known(head, "driver")
             await _until_known(driver, "body")
-            asked = await _keys_asked(head, seconds=1.0)
-            assert asked == {"run.peers", "run.head.0"}
+            with mock.patch.object(head.process, "get", wraps=head.process.get) as get:
+                await asyncio.sleep(1.0)
+            assert {call.args[0] for call in get.call_args_list} == {"run.peers", "run.head.0"}
             with pytest.raises(DiscoveryError, match="expected one of the run's stages"):
                 head.look_for(["body-7"])
 
@@ -202,6 +188,7 @@ async def test_workers_of_a_stage_are_found_without_the_others(tmp_path: Path) -
                     late.look_for(["body-2"])
                     await _until_known(late, "driver", "body")
                     await _until_known(driver, "body", "late")
+                await _until_known(driver, "body")
 
 
 @pytest.mark.slow
@@ -269,11 +256,6 @@ def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
 ) -> None:
     """The seed is away, comes, and goes again; what the node's process logs as an error comes out as one here."""
 
-    async def until_said(discovery: DhtDiscovery, said: str) -> None:
-        async with asyncio.timeout(_WITHIN_S):
-            while discovery.no_peers_reason() != said:
-                await asyncio.sleep(0.1)
-
     async def scenario() -> None:
         async with _seed(tmp_path / "seed.id") as (_, address):
             pass
@@ -282,92 +264,27 @@ def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
             assert alone.no_peers_reason() == f"nobody answers at {address}"
             async with _seed(tmp_path / "seed.id", listen=_listen(address)):
                 await _until_joined(node)
-                await until_said(alone, f"the DHT of {address} knows nobody of run run")
+                async with asyncio.timeout(_WITHIN_S):
+                    while alone.no_peers_reason() != f"the DHT of {address} knows nobody of run run":
+                        await asyncio.sleep(0.1)
 
     with caplog.at_level(logging.WARNING, "trainer.network.discovery"):
         asyncio.run(scenario())
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")] == []
 
 
-async def _keys_asked(discovery: DhtDiscovery, seconds: float) -> set[str]:
-    """Under which keys it looks meanwhile."""
-    asked: set[str] = set()
-    get = discovery.process.get
-
-    async def noted(key: str, timeout_s: float) -> object:
-        asked.add(key)
-        return await get(key, timeout_s)
-
-    discovery.process.get = noted
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        discovery.process.get = get
-    return asked
-
-
-@pytest.mark.long
-@_on_a_loop
-async def test_workers_that_join_at_once_end_with_distinct_numbers(tmp_path: Path) -> None:
-    """All begin with the same name; each looks again with every look-up, through a real DHT."""
-
-    uid = StageUid("body-1", 42)
-
-    async def settle(name: str, node: DhtDiscovery) -> StageUid:
-        own = uid
-        for _ in range(10):
-            await asyncio.sleep(0.5)
-            found = settled_uid("body-1", node._endpoint.peer_id, own, await node.peers())
-            if found != own:
-                own = found
-                await node.announce(_said(node._endpoint, name, str(own)))
-        return own
-
-    async with _seed(tmp_path / "seed.id") as (_, address), AsyncExitStack() as stack:
-        names = ("one", "two", "three")
-        nodes = [await stack.enter_async_context(_discovery(name, address, uid=str(uid))) for name in names]
-        for node, name in zip(nodes, names, strict=True):
-            await _until_known(node, *(other for other in names if other != name))
-        uids = await asyncio.gather(*map(settle, names, nodes))
-        assert len(set(uids)) == 3
-        keys = [node._endpoint.peer_id for node in nodes]
-        assert uids[keys.index(min(keys))] == uid
-
-
 _SEED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
 
 
-class Faulty:
-    """Stands for `DhtProcess`: its look-ups fail while they are told to."""
-
-    def __init__(self) -> None:
-        self.fails = False
-        self.num_failed = self.num_answered = 0
-
-    def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def wait_ready(self, timeout_s: float, *, first_start_only: bool = False) -> None: ...
-
-    async def get(self, _key: str, _timeout_s: float) -> tuple[tuple[()], int]:
-        if self.fails:
-            self.num_failed += 1
-            raise DiscoveryError("the DHT get failed: no answer")
-        self.num_answered += 1
-        return (), 0
-
-
-async def _more(count: str, process: Faulty) -> None:
-    before = getattr(process, count)
+async def _three_more(look_up: mock.AsyncMock) -> None:
+    before = look_up.await_count
     async with asyncio.timeout(20):
-        while getattr(process, count) < before + 3:
+        while look_up.await_count < before + 3:
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    ("lifetime_s", "said"),
-    [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])],
+    ("lifetime_s", "said"), [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])]
 )
 def test_what_lasts_is_told_and_what_does_not_is_not(
     lifetime_s: float, said: list[str], caplog: pytest.LogCaptureFixture
@@ -377,20 +294,210 @@ def test_what_lasts_is_told_and_what_does_not_is_not(
             initial_peers=(_SEED,), announcement_lifetime_s=lifetime_s, announce_interval_s=0.5, poll_interval_s=0.05
         )
         discovery = DhtDiscovery(Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1")), config)
-        discovery.process = process = Faulty()
+        discovery.process = mock.create_autospec(DhtProcess, instance=True)
+        look_up = discovery.process.get
+        look_up.return_value = ((), 0)
         await discovery.start()
         try:
-            await _more("num_answered", process)
-            process.fails = True
-            await _more("num_failed", process)
+            await _three_more(look_up)
+            look_up.side_effect = DiscoveryError("the DHT get failed: no answer")
+            await _three_more(look_up)
             async with asyncio.timeout(20):
                 while said and said[0] not in caplog.text:
-                    await _more("num_failed", process)
-            process.fails = False
-            await _more("num_answered", process)
+                    await _three_more(look_up)
+            look_up.side_effect = None
+            await _three_more(look_up)
         finally:
             await discovery.close()
 
     with caplog.at_level(logging.INFO, "trainer.network.discovery"):
         asyncio.run(scenario())
     assert [record.getMessage() for record in caplog.records if record.name == "trainer.network.discovery.dht"] == said
+
+
+_ROOT = Path(__file__).parents[4]
+_START_S = 60.0
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose name is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="g-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def _started(*arguments: str, **options: object) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def _family(pid: int | None) -> set[int]:
+    """A DHT process and its Go daemon."""
+    assert pid is not None
+    family = {pid, *descendants(pid)}
+    assert len(family) == 2
+    return family
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, short_folder: Path
+) -> None:
+    async def scenario() -> None:
+        async with running_dht() as process:
+            family = _family(first := process.pid)
+            os.kill(first, signal.SIGKILL)
+            await asyncio.to_thread(wait_until_gone, family)
+            with pytest.raises(DiscoveryError):
+                await process.get("run.peers", 1.0)
+            await process.wait_ready(_START_S)
+            assert process.pid != first
+            assert process.num_restarts == 1
+            assert await process.get("run.peers", 5.0) == ((), 0)
+            family = _family(second := process.pid)
+            # One that hangs is killed and started again after three unanswered requests.
+            os.kill(second, signal.SIGSTOP)
+            for _ in range(3):
+                with pytest.raises(DiscoveryError, match=r"within 0\.1 s"):
+                    await process.get("run.peers", 0.1)
+            await asyncio.to_thread(wait_until_gone, family)
+            await process.wait_ready(_START_S)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    asyncio.run(scenario())
+    assert list(short_folder.iterdir()) == []
+
+
+_PARENT = """
+import asyncio, json, os, sys
+from tests.support.dht_processes import dht_settings
+from trainer.network.discovery.dht_client import DhtProcess
+
+async def main():
+    process = DhtProcess(dht_settings())
+    process.start()
+    await process.wait_ready(60)
+    if os.fork() == 0:  # Holds a copy of the pipe open.
+        import time
+        time.sleep(600)
+    print(json.dumps(process.pid), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_no_orphans_when_the_parent_is_killed(short_folder: Path) -> None:
+    family: set[int] = set()
+    others: set[int] = set()
+    with _started("-c", _PARENT, env={**os.environ, "TMPDIR": str(short_folder)}) as parent:
+        try:
+            family = _family(json.loads(parent.stdout.readline()))
+            assert list(short_folder.iterdir())
+            others = descendants(parent.pid) - family
+            parent.kill()
+            parent.wait(10)
+            wait_until_gone(family)
+            assert list(short_folder.iterdir()) == []
+            assert others  # The fork that held the pipe was alive meanwhile.
+        finally:
+            for pid in family | others | descendants(parent.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_both_killed_at_once_leave_no_daemon(short_folder: Path) -> None:
+    settings = dht_settings(socket_folder=str(short_folder))
+    with _started("-m", "trainer.network.discovery.dht_node", stderr=subprocess.DEVNULL) as process:
+        process.stdin.write(settings.model_dump_json() + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["id"] == 0
+        family = _family(process.pid)
+        process.kill()
+        process.wait(10)
+        wait_until_gone(family)
+
+
+@pytest.mark.slow
+def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:
+    """The Go daemon would share the port, and answer every other connection."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
+            async with running_dht(ready_s=0, listen=listen) as process:
+                with pytest.raises(DiscoveryError, match=r"to be ready .*127\.0\.0\.1:\d+ is taken"):
+                    await process.wait_ready(_START_S, first_start_only=True)
+
+    asyncio.run(scenario())
+
+
+_SEED_PROGRAM = """
+import sys
+from trainer.network.discovery import SeedConfig, seed
+
+config = SeedConfig(host="127.0.0.1", port=int(sys.argv[1]), identity_path=sys.argv[2])
+seed(config, lambda found: print(*found, flush=True))
+print("ended", flush=True)
+"""
+
+
+def _run_seed(port: int, identity: Path, number: int) -> str:
+    """Runs a seed until it is stopped by a signal; its address."""
+    with _started("-c", _SEED_PROGRAM, str(port), str(identity)) as process:
+        address = process.stdout.readline().strip()
+        family = descendants(process.pid)
+        assert len(family) == 2
+        process.send_signal(number)
+        assert process.stdout.readline().strip() == "ended"
+        assert process.wait(20) == 0
+        wait_until_gone(family)
+        return address
+
+
+@pytest.mark.slow
+def test_a_seeds_address_survives_a_restart(tmp_path: Path) -> None:
+    identity = tmp_path / "new folder" / "seed.id"
+    address = _run_seed(0, identity, signal.SIGTERM)
+    assert address.startswith("/ip4/127.0.0.1/tcp/") and "/p2p/" in address
+    assert identity.stat().st_mode & 0o077 == 0
+    assert [path.name for path in identity.parent.iterdir()] == ["seed.id"]
+    port = int(address.split("/")[4])
+    assert _run_seed(port, identity, signal.SIGINT) == address
+
+
+def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = DhtProcess(dht_settings())
+    attempts = 0
+
+    def full_disk() -> str:
+        nonlocal attempts
+        attempts += 1
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    async def scenario() -> None:
+        monkeypatch.setattr("tempfile.gettempdir", full_disk)
+        monkeypatch.setattr("trainer.network.discovery.dht_client._FIRST_PAUSE_S", 0.01)
+        process.start()
+        async with asyncio.timeout(20.0):
+            while attempts < 3:
+                await asyncio.sleep(0.01)
+        await process.close()
+
+    asyncio.run(scenario())
+    assert "cannot be started: [Errno 2] No usable temporary directory found" in caplog.text

@@ -1,23 +1,25 @@
-"""From one reachable address each node learns of all, and goes on knowing what is true."""
+"""From one reachable address each node learns of all by exchange, and goes on knowing what is true."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.announcements import announce
+from tests.support.announcements import announce, announcement
 from tests.support.event_loop import on_event_loop
 from trainer.errors import RefusedError
-from trainer.network.discovery import PeerWatchdog
-from trainer.network.discovery.announcement import Announcement
+from trainer.network.discovery import PeerWatchdog, verify_announcement
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
@@ -25,20 +27,21 @@ from trainer.network.discovery.exchange import (
     PeerExchangeReply,
     PeerExchangeRequest,
     PresentReply,
+    StrangerQueue,
+    pack_request,
+    records_for,
+    split_records,
+    unpack_request,
 )
+from trainer.network.discovery.peer_table import KnownPeer
 from trainer.network.discovery.static import AddressBackoff, StaticDiscovery
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import Peer, Reply, Request
 
-_QUICK = DiscoveryConfig(
-    poll_interval_s=0.1,
-    announce_interval_s=0.5,
-    announcement_lifetime_s=2.5,
-    max_retry_interval_s=0.5,
-    request_timeout_s=5.0,
-)
+_TIMES = {"poll_interval_s": 0.1, "announce_interval_s": 0.5, "max_retry_interval_s": 0.5, "request_timeout_s": 5.0}
+_QUICK = DiscoveryConfig(announcement_lifetime_s=2.5, **_TIMES)
 _WITHIN_S = 20.0
 
 
@@ -64,27 +67,25 @@ async def _node(
     name: str,
     *addresses: str,
     identity: Identity | None = None,
-    port: int = 0,
     run_id: str = "run",
-    tls: bool = True,
     config: DiscoveryConfig = _QUICK,
+    **options: Any,
 ) -> AsyncIterator[_Node]:
-    identity = identity or Identity.create()
-    endpoint = Endpoint(identity, run_id, RpcConfig(host="127.0.0.1", port=port, tls=tls, stop_grace_s=0.1))
+    endpoint = _stranger(identity, run_id, **options)
     await endpoint.start()
     node = _Node(endpoint, StaticDiscovery(endpoint, addresses, config))
     try:
         await node.discovery.start()
+        own = {"node_id": name, "run_id": run_id, "address": endpoint.address}
         certificate = (endpoint.certificate or b"").decode()
-        own = {"peer_id": identity.peer_id, "node_id": name, "run_id": run_id, "address": endpoint.address}
-        await node.discovery.announce(Announcement(**own, certificate_pem=certificate))
+        await node.discovery.announce(announcement(endpoint.identity, certificate_pem=certificate, **own))
         yield node
     finally:
         await node.stop()
 
 
-def _stranger(identity: Identity | None = None) -> Endpoint:
-    return Endpoint(identity or Identity.create(), "run", RpcConfig(host="127.0.0.1", stop_grace_s=0.1))
+def _stranger(identity: Identity | None = None, run_id: str = "run", **options: Any) -> Endpoint:
+    return Endpoint(identity or Identity.create(), run_id, RpcConfig(host="127.0.0.1", stop_grace_s=0.1, **options))
 
 
 async def _send(endpoint: Endpoint, peer: Peer, record: bytes, own_bytes: int | None = None) -> None:
@@ -93,9 +94,9 @@ async def _send(endpoint: Endpoint, peer: Peer, record: bytes, own_bytes: int | 
     await endpoint.call(peer, EXCHANGE_METHOD, body, PeerExchangeReply, payload=record, timeout_s=5)
 
 
-async def _announce_at(node: _Node, identity: Identity | None = None, **fields: object) -> None:
+async def _announce_at(node: _Node, **fields: object) -> None:
     """Announces a node that does not listen."""
-    endpoint = _stranger(identity)
+    endpoint = _stranger()
     await _send(endpoint, node.endpoint.peer, announce(endpoint.identity, **fields))
     await endpoint.stop()
 
@@ -110,15 +111,13 @@ async def _until(condition: Callable[[], object], what: str = "") -> None:
         await asyncio.sleep(0.05)
 
 
-async def _until_known(node: _Node, *names: str) -> None:
-    async def is_so() -> bool:
-        return await node.knows() == set(names)
-
-    await _until(is_so, f"{names} known")
+async def _knows(node: _Node, *names: str, others: bool = False) -> bool:
+    known = await node.knows()
+    return set(names) <= known and (others or known == set(names))
 
 
-async def _has(node: _Node, name: str) -> bool:
-    return name in await node.knows()
+async def _until_known(node: _Node, *names: str, others: bool = False) -> None:
+    await _until(lambda: _knows(node, *names, others=others), f"{names} known")
 
 
 def _free_port() -> int:
@@ -147,9 +146,9 @@ async def test_one_address_is_enough_to_learn_of_all_and_news_travel(tls: bool) 
 
 @pytest.mark.slow
 @on_event_loop
-async def test_a_node_that_returns_elsewhere_is_found_again() -> None:
-    identity = Identity.create()
-    async with _node("a") as a, _node("b", a.address) as b:
+async def test_a_node_that_returns_elsewhere_or_with_another_certificate_is_found_again() -> None:
+    identity, listed = Identity.create(), Identity.create()
+    async with _node("a", identity=listed) as a, _node("b", a.address) as b:
         async with _node("c", a.address, identity=identity) as c:
             await _until_known(b, "a", "c")
             before = c.endpoint.peer
@@ -158,29 +157,10 @@ async def test_a_node_that_returns_elsewhere_is_found_again() -> None:
             [found] = [said for said in await b.discovery.peers() if said.peer_id == identity.peer_id]
             assert found.peer() == c.endpoint.peer != before
             await _until_known(c, "a", "b")
-
-
-@on_event_loop
-async def test_the_listed_node_returns_at_its_address_with_another_certificate() -> None:
-    identity = Identity.create()
-    async with _node("a", identity=identity) as a, _node("b", a.address) as b:
-        port = int(a.address.rpartition(":")[2])
-        await _until_known(b, "a")
         await a.stop()
-        async with _node("a again", identity=identity, port=port) as again:
+        async with _node("a again", identity=listed, port=int(a.address.rpartition(":")[2])) as again:
             await _until_known(b, "a again")
             await _until_known(again, "b")
-
-
-@on_event_loop
-async def test_addresses_may_be_dead_for_a_while_and_include_the_own() -> None:
-    listed = f"127.0.0.1:{(port := _free_port())}"
-    async with _node("b", listed, "127.0.0.1:9") as b:
-        await asyncio.sleep(0.5)
-        assert await b.knows() == set()
-        async with _node("a", listed, b.address, port=port) as a:
-            await _until_known(b, "a")
-            await _until_known(a, "b")
 
 
 def _levels(address: str, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -201,10 +181,13 @@ async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_lat
     def num_attempts() -> int:
         return sum(f"{late} does not answer" in it.getMessage() for it in caplog.records)
 
-    async with _node("b", late, dead) as b:
+    # Long-lived: on a busy machine the late one is not forgotten before an attempt shows that it is gone.
+    async with _node("b", late, dead, config=dataclasses.replace(_QUICK, announcement_lifetime_s=60.0)) as b:
         await _until(lambda: _levels(late, caplog), "the first attempt")
-        async with _node("a", port=port):
+        assert await b.knows() == set()
+        async with _node("a", late, b.address, port=port) as a:
             await _until_known(b, "a")
+            await _until_known(a, "b")
             await _until(lambda: "WARNING" in _levels(dead, caplog), "a report")
             await asyncio.sleep(1.2)
         before = num_attempts()
@@ -213,30 +196,9 @@ async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_lat
     assert _levels(dead, caplog) == ["INFO", "WARNING"]
 
 
-@pytest.mark.slow
 @on_event_loop
-async def test_a_node_that_ends_is_forgotten_and_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
-    async with _node("a") as a, _node("b", a.address) as b:
-        await _until_known(b, "a")
-        await a.stop()
-        await _until(lambda: f"{a.address} does not answer" in caplog.text, "an attempt in vain")
-        await _until_known(b)
-    assert _levels(a.address, caplog) == []
-
-
-@on_event_loop
-async def test_another_run_is_not_heard() -> None:
-    async with _node("a") as a, _node("b", a.address, run_id="other") as b:
-        async with _node("c", a.address):
-            await _until_known(a, "c")
-        assert await b.knows() == set()
-        assert a.endpoint.counters.refused["run"] > 0
-
-
-@on_event_loop
-async def test_lies_are_dropped_and_counted() -> None:
-    async with _node("a") as a, AsyncExitStack() as stack:
+async def test_lies_are_dropped_and_counted_and_another_run_is_not_heard() -> None:
+    async with _node("a") as a, AsyncExitStack() as stack, _node("b", a.address, run_id="other") as b:
         liar = _stranger()
         await liar.start()
         stack.push_async_callback(liar.stop)
@@ -252,6 +214,8 @@ async def test_lies_are_dropped_and_counted() -> None:
         assert a.discovery.refused == {"subkey": 1, "signature": 1, "malformed": 1, "lifetime": 1, "run": 1}
         with pytest.raises(RefusedError, match="expected a record of 5 bytes"):
             await _send(liar, a.endpoint.peer, b"x", own_bytes=5)
+        await _until(lambda: a.endpoint.counters.refused["run"], "a call of another run")
+        assert await b.knows() == set()
 
 
 @on_event_loop
@@ -317,69 +281,58 @@ async def test_sybils_neither_push_out_nor_keep_out_nor_get_about() -> None:
         await _until(lambda: a.discovery.refused["full"] >= 4, "the table is contested")
         assert "b" in await a.knows() <= {"b", "sybil"}
         async with _node("c", a.address, config=small) as c:
-            await _until(lambda: _has(a, "c"), "a knows c")
+            await _until_known(a, "c", others=True)
             a.discovery._table.used(c.endpoint.peer_id)
-            await _until(lambda: _has(b, "c"), "b knows c")
-            await _until(lambda: _has(c, "b"), "c knows b")
+            await _until_known(b, "c", others=True)
+            await _until_known(c, "b", others=True)
             for node in (a, b, c):
                 assert "dead" not in await node.knows()
                 assert len(await node.discovery.peers()) <= 8
 
 
-async def _pretend(endpoint: Endpoint, told: list[bytes]) -> None:
-    """Answers what discovery asks, and passes on ``told``."""
+async def _pretend(endpoint: Endpoint, told: list[bytes], num_busy: int = 0) -> list[int]:
+    """Answers what discovery asks, at first that it is busy, and passes on ``told``; the calls, as they come."""
+    calls: list[int] = []
 
     async def exchange(_: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
         return Reply(PeerExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
 
     async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
+        calls.append(len(calls))
+        if calls[-1] < num_busy:
+            raise RefusedError("busy", "later")
         return Reply(PresentReply())
 
     endpoint.register(EXCHANGE_METHOD, PeerExchangeRequest, exchange, any_recipient=True)
     endpoint.register(PRESENT_METHOD, PeerExchangeRequest, present)
     await endpoint.start()
+    return calls
 
 
 @on_event_loop
 async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.network.discovery.verifying._RETRY_S", 0.1)
-    num_calls = 0
-
-    async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls < 3:
-            raise RefusedError("busy", "later")
-        return Reply(PresentReply())
-
+    monkeypatch.setattr("trainer.network.discovery.base._RETRY_S", 0.1)
     other = _stranger()
-    other.register(PRESENT_METHOD, PeerExchangeRequest, present)
-    await other.start()
+    calls = await _pretend(other, [], num_busy=2)
     async with _node("a") as a:
         certificate = (other.certificate or b"").decode()
         record = announce(other.identity, address=other.address, node_id="b", certificate_pem=certificate)
         await _send(other, a.endpoint.peer, record)
         await _until_known(a, "b")
     await other.stop()
-    assert num_calls == 3
+    assert len(calls) == 3
 
 
 @on_event_loop
 async def test_a_node_announced_for_anothers_address_does_not_keep_that_one_out() -> None:
+    """A record with a wrong address leads to a refusal there, not to a mix-up."""
     async with _node("a") as a, _node("late") as late:
         await _announce_at(a, address=late.address, certificate_pem="x")
         await _until(lambda: a.discovery.refused["unreachable"] == 1, "the liar was tried")
-        async with _node("b", a.address, late.address):
+        async with _node("b", a.address, late.address) as b:
             await _until_known(a, "b", "late")
-
-
-@on_event_loop
-async def test_peers_are_addressed_by_their_keys() -> None:
-    """A record with a wrong address leads to a refusal there, not to a mix-up."""
-    async with _node("a") as a, _node("b", a.address) as b:
-        await _until_known(b, "a")
-        with pytest.raises(RefusedError):
-            await _send(b.endpoint, Peer(Identity.create().peer_id, a.address, a.endpoint.certificate), b"")
+            with pytest.raises(RefusedError):
+                await _send(b.endpoint, Peer(Identity.create().peer_id, a.address, a.endpoint.certificate), b"")
 
 
 @on_event_loop
@@ -394,39 +347,33 @@ async def test_a_lack_of_peers_is_reported_when_it_has_lasted_and_again_every_mi
         for seconds, num_others in ((0, 0), (29, 0), (2, 0), (58, 0), (3, 0), (500, 3), (29, 0)):
             now_s += seconds
             watchdog.look(num_others)
-    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.opening"]
+    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.base"]
     assert said == 2 * [f"nobody answers at {first}, {second}: no worker of any stage has been heard of"]
 
 
 @on_event_loop
-async def test_a_node_that_only_knows_its_own_address_misses_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_node_that_only_knows_its_own_address_misses_nobody() -> None:
     """The first of a run, with the list of addresses that all have."""
     own = f"127.0.0.1:{(port := _free_port())}"
     async with _node("a", own, port=port) as a:
-        watchdog = PeerWatchdog(a.discovery, "worker", 0.0)
         await _until(lambda: not a.discovery._addresses)
-        for _ in range(3):
-            watchdog.look(0)
         assert a.discovery.no_peers_reason() == ""
-    assert not [it for it in caplog.records if it.name == "trainer.network.discovery.opening"]
 
 
 def test_pauses_double_up_to_a_bound_and_end_with_an_answer() -> None:
     backoff = AddressBackoff(first_pause_s=1, max_pause_s=5)
-    assert backoff.silent_s("a:1", 0.0) == 0
     now = 0.0
     for pause_s in (1, 2, 4, 5, 5):
         assert backoff.is_due("a:1", now)
-        assert backoff.failed("a:1", now) == pause_s
+        silence = backoff.failed("a:1", now)
+        assert (silence.since_s, silence.pause_s) == (0.0, pause_s)
         assert not backoff.is_due("a:1", now + pause_s - 0.01)
         now += pause_s
-    assert backoff.has_failed("a:1")
-    assert backoff.silent_s("a:1", now) == now
+    assert "a:1" in backoff.silent
     backoff.answered("a:1")
     assert backoff.is_due("a:1", now)
-    assert not backoff.has_failed("a:1")
-    assert backoff.failed("a:1", now) == 1
-    assert backoff.silent_s("a:1", now + 1) == 1
+    assert not backoff.silent
+    assert (backoff.failed("a:1", now).since_s, backoff.silent["a:1"].pause_s) == (now, 1)
 
 
 @given(st.lists(st.integers(0, 50), max_size=200))
@@ -434,4 +381,75 @@ def test_failures_are_remembered_of_so_many_addresses_and_no_more(addresses: lis
     backoff = AddressBackoff(first_pause_s=1, max_pause_s=5, max_addresses=7)
     for now, address in enumerate(addresses):
         backoff.failed(str(address), float(now))
-    assert sum(backoff.has_failed(str(address)) for address in range(51)) <= 7
+    assert len(backoff.silent) <= 7
+
+
+@pytest.fixture
+def known() -> list[KnownPeer]:
+    wires = [announce(Identity.create()) for _ in range(4)]
+    return [KnownPeer(verify_announcement(wire, now=time.time(), max_clock_skew_s=10), wire) for wire in wires]
+
+
+def test_a_request_is_read_back(known: list[KnownPeer]) -> None:
+    own, has = unpack_request(*pack_request(b"own record", known))
+    assert own == b"own record"
+    assert has == {peer.announcement.peer_id: peer.announcement.sent_at for peer in known}
+
+
+def test_only_what_the_asker_lacks_is_told_within_the_length_of_a_message(known: list[KnownPeer]) -> None:
+    has = {known[0].announcement.peer_id: known[0].announcement.sent_at}
+    has[known[1].announcement.peer_id] = known[1].announcement.sent_at - 1
+    asker = known[2].announcement.peer_id
+    told = split_records(*records_for(asker, has, known, random.Random(0)))
+    assert set(told) == {known[1].wire, known[3].wire}
+    nonsense = {peer.announcement.peer_id: float("nan") for peer in known}
+    assert len(records_for("asker", nonsense, known, random.Random(0))[0].sizes) == len(known)
+    long = KnownPeer(known[0].announcement, b"x" * 16_000)
+    body, payload = records_for("asker", {}, [long] * 200, random.Random(0))
+    assert sum(body.sizes) == len(payload) <= 1 << 20
+    assert len(body.sizes) == (1 << 20) // 16_000
+
+
+def test_an_answer_that_does_not_fit_its_head_is_refused() -> None:
+    with pytest.raises(RefusedError, match="expected records of 5 bytes"):
+        split_records(PeerExchangeReply(sizes=(2, 3)), b"abcd")
+
+
+@given(own_bytes=st.integers(0, 100), payload=st.binary(max_size=200))
+def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload: bytes) -> None:
+    body = PeerExchangeRequest(own_bytes=own_bytes)
+    if len(payload) >= own_bytes and (len(payload) - own_bytes) % 40 == 0:
+        assert unpack_request(body, payload)[0] == payload[:own_bytes]
+    else:
+        with pytest.raises(RefusedError, match="expected a record"):
+            unpack_request(body, payload)
+
+
+@pytest.mark.slow
+@on_event_loop
+async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
+    """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
+    queue = StrangerQueue(2.0, random.Random(0))
+
+    async def is_answered(address: str) -> bool:
+        try:
+            await queue.wait(address)
+        except RefusedError as error:
+            assert error.reason == "busy"
+            return False
+        return True
+
+    begun_s = time.monotonic()
+    crowd = [asyncio.create_task(is_answered("192.0.2.1")) for _ in range(120)]
+    cut = crowd.pop()
+    await asyncio.sleep(0)
+    assert await is_answered("192.0.2.2"), "of another address"
+    cut.cancel()
+    num_answered = sum(await asyncio.gather(*crowd))
+    assert 64 <= num_answered <= 64 + 3 * (time.monotonic() - begun_s)
+    assert num_answered <= 64 + 16
+    async with asyncio.timeout(10):
+        while queue._waiting or queue.tasks:
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(0.4)
+    assert await is_answered("192.0.2.1"), "once the crowd is gone"

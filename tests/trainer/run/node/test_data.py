@@ -17,14 +17,13 @@ from torch import Tensor
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
 from genesis.store import FolderStore
-from loader.options import StoreOptions
 from loader.session import Session
-from manifests import SourceSpec, VocabularyFile
+from manifests import SourceSpec
 from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint.node import checkpoint_path, read_checkpoint, wallet_id
-from trainer.checkpoint.node.naming import kept_path, kept_paths
+from trainer.checkpoint.node.naming import kept_paths
 from trainer.model import ModelConfig, build_model, preset
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.engine.collective import LocalCollective
@@ -38,20 +37,12 @@ ROUNDS = ("--node-id", "a", "--inner-steps", "5", "--plateau", "off", "--set", "
 ROWS = {"embedding": "weight", "readout": "output.weight"}
 
 
-def embeddings(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {layer: saved["layers"][layer][name] for layer, name in ROWS.items()}
-
-
-def at_step(command: TrainerCommand, step: int) -> dict[str, Any]:
-    return read_checkpoint(kept_path(checkpoint_path(command.checkpoints, wallet_id("", "a")), step))
-
-
 def check_grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """All of the state before is in the state after; what is new is drawn, or zero."""
     assert (before["architecture"]["vocab_size"], after["architecture"]["vocab_size"]) == (1024, 2048)
-    for layer, rows in embeddings(before).items():
-        grown = embeddings(after)[layer]
-        assert torch.equal(grown[:1024], rows)
+    for layer, name in ROWS.items():
+        grown = after["layers"][layer][name]
+        assert torch.equal(grown[:1024], before["layers"][layer][name])
         assert grown[1024:].std() > 0.001
     for old, new in zip(before["optimizer"]["state"].values(), after["optimizer"]["state"].values(), strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
@@ -109,20 +100,15 @@ def test_adopted_by_a_running_node_which_then_reads_the_new_shards(tmp_path: Pat
     told = "".join(node.errors)
     assert "vocabulary: 2048 rows, before 1024" in told
     assert f"the store has {NUM_SHARDS + GROWN_SHARDS} shards now" in told
-    kept = trained_rows(grown)
+    saves = [read_checkpoint(path) for path in kept_paths(checkpoint_path(grown.checkpoints, wallet_id("", "a")))]
+    kept = {saved["training_rounds"]: saved["architecture"]["vocab_size"] for saved in saves}
     step = min(step for step, rows in kept.items() if rows == 2048)
     assert step % 5 == 0
     assert all(rows == 1024 for earlier, rows in kept.items() if earlier < step)
     still = TrainerCommand(text_store(), tmp_path / "still")
     still(*ROUNDS, "--max-steps", str(step))
-    check_grown(still.saved("a"), at_step(grown, step))
-
-
-def trained_rows(command: TrainerCommand) -> dict[int, int]:
-    """Rows by step, of all checkpoints that were kept."""
-    paths = kept_paths(checkpoint_path(command.checkpoints, wallet_id("", "a")))
-    kept = [read_checkpoint(path) for path in paths]
-    return {saved["training_rounds"]: saved["architecture"]["vocab_size"] for saved in kept}
+    [after] = [saved for saved in saves if saved["training_rounds"] == step]
+    check_grown(still.saved("a"), after)
 
 
 def test_ids_without_a_row_are_read_as_unknown_and_not_learned() -> None:
@@ -132,6 +118,9 @@ def test_ids_without_a_row_are_read_as_unknown_and_not_learned() -> None:
     assert read["labels"].tolist() == [[1023, -100, -100]]
     (whole,) = within_vocabulary(iter([batch]), lambda: 4001)
     assert whole is batch
+    rows = iter([1024, 4001])  # They are asked for each batch.
+    read, whole = within_vocabulary(iter([batch, batch]), lambda: next(rows))
+    assert (read["labels"].tolist(), whole is batch) == ([[1023, -100, -100]], True)
 
 
 def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -> None:
@@ -145,15 +134,8 @@ def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -
     }
     config = from_mapping(RunConfig, values)
     dataset = open_dataset(config)
-    replica = Replica(
-        config,
-        preset("tiny", 1024),
-        LocalCollective(),
-        torch.device("cpu"),
-        endless(dataset),
-        1024,
-        dataset.report_loss,
-    )
+    shape, batches, cpu = preset("tiny", 1024), endless(dataset), torch.device("cpu")
+    replica = Replica(config, shape, LocalCollective(), cpu, batches, 1024, dataset.report_loss)
     fewer = [replica.inner.step() for _ in range(3)]
     assert not any(result.skipped for result in fewer)
     assert all(0 < result.num_tokens < 256 for result in fewer)
@@ -165,28 +147,7 @@ def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -
     dataset.close()
 
 
-def test_rows_are_asked_for_each_batch() -> None:
-    batch = {"input_ids": torch.tensor([[1500]]), "labels": torch.tensor([[1500]])}
-    rows = iter([1024, 2048])
-    first, second = within_vocabulary(iter([batch, batch]), lambda: next(rows))
-    assert (first["labels"].item(), second["labels"].item()) == (-100, 1500)
-
-
-def test_a_vocabulary_keeps_its_lineage_as_it_grows(tmp_path: Path) -> None:
-    def vocabulary_of(store: Path) -> VocabularyFile:
-        session = Session.open(StoreOptions.of(store, cache_dir=tmp_path / "cache"))
-        return session.newest_catalog().vocabulary()
-
-    store = copy_text_store(tmp_path / "store")
-    before = vocabulary_of(store)
-    grow_text_store(store)
-    after = vocabulary_of(store)
-    assert after.next_merge_id > before.next_merge_id
-    assert lineage_of(after) == lineage_of(before)
-    assert lineage_of(vocabulary_of(text_store("other"))) != lineage_of(before)
-
-
-def opened(store: Path, tmp_path: Path) -> Session:
+def opened(store: object, tmp_path: Path) -> Session:
     return open_session(DataConfig(store=str(store), cache_dir=str(tmp_path / "cache"), timeout_s=1.0))
 
 
@@ -194,41 +155,37 @@ def looked_until_answered(watch: StoreWatch) -> bool:
     """Looks until the question that is asked now is answered."""
     grown = watch.look()
     deadline_s = time.monotonic() + 60
-    while not grown and watch.is_asking:
+    while not grown and watch._request is not None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
         grown = watch.look()
     return grown
 
 
-def test_a_grown_store_is_seen(tmp_path: Path) -> None:
-    store = copy_text_store(tmp_path / "store")
-    watch = StoreWatch(opened(store, tmp_path), 1e-9)
-    assert (watch.rows(), looked_until_answered(watch)) == (1024, False)
-    grow_text_store(store)
-    assert looked_until_answered(watch)
-    assert (watch.rows(), watch.vocabulary.next_merge_id > 1024) == (2048, True)
-    assert not looked_until_answered(watch)
-
-
-def test_it_is_asked_no_more_often_than_it_should_be(tmp_path: Path) -> None:
+def test_a_grown_store_is_seen_when_it_is_time_to_ask_and_one_that_is_gone_only_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = copy_text_store(tmp_path / "store")
     now_s = 0.0
     watch = StoreWatch(opened(store, tmp_path), 60.0, lambda: now_s)
-    grow_text_store(store)
-    now_s = 59.0
-    assert not looked_until_answered(watch)
     now_s = 61.0
+    assert (watch.rows(), looked_until_answered(watch)) == (1024, False)
+    before = watch.vocabulary
+    grow_text_store(store)
+    now_s = 120.0
+    assert not looked_until_answered(watch)
+    now_s = 122.0
     assert looked_until_answered(watch)
-
-
-def test_a_store_that_is_gone_is_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = copy_text_store(tmp_path / "store")
-    watch = StoreWatch(opened(store, tmp_path), 1e-9)
+    assert (watch.rows(), watch.num_ids > 1024) == (2048, True)
+    assert lineage_of(watch.vocabulary) == lineage_of(before)
+    assert lineage_of(opened(text_store("other"), tmp_path).catalog.vocabulary()) != lineage_of(before)
+    now_s = 200.0
+    assert not looked_until_answered(watch)
     shutil.rmtree(store)
+    now_s = 300.0
     assert not looked_until_answered(watch)
     assert "the store cannot be asked for what is new" in caplog.text
-    assert watch.rows() == 1024
+    assert watch.rows() == 2048
 
 
 GROWN_SHARDS = 2
@@ -244,8 +201,9 @@ def copy_text_store(folder: Path) -> Path:
 def grow_text_store(folder: Path) -> None:
     """Populates the second source: `GROWN_SHARDS` shards, ids that were not there before."""
     lines = folder.parent / "more.jsonl"
-    if not lines.exists():
-        lines.write_text("".join(_rows()), encoding="utf-8")
+    # Source code: other text than the first source's, of which there is enough everywhere.
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-f]*.py"))
+    lines.write_text("".join(json.dumps({"text": path.read_text("utf-8")}) + "\n" for path in sources), "utf-8")
     options = PopulateOptions(
         spec=SourceSpec(name="more", merges=_MERGES),
         store_url=FolderStore(folder).url,
@@ -256,10 +214,3 @@ def grow_text_store(folder: Path) -> None:
         learn=LearnOptions(documents=200, merges=_MERGES),
     )
     populate(options, FolderStore(folder))
-
-
-def _rows() -> list[str]:
-    """Source code: other text than the first source's, of which there is enough everywhere."""
-    library = Path(sysconfig.get_path("stdlib"))
-    texts = [path.read_text(encoding="utf-8") for path in sorted(library.glob("[a-f]*.py"))]
-    return [json.dumps({"text": text}) + "\n" for text in texts]

@@ -12,46 +12,37 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.announcements import announcement
 from tests.support.round_actor import identity_of
 from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import free_port, wait_until
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError
 from trainer.model import ModelConfig, build_model
-from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, open_discovery
-from trainer.network.rpc import Endpoint, Identity, RpcConfig
+from trainer.network.discovery import Announcement, DiscoveryConfig
+from trainer.network.rpc import Identity, RpcConfig
 from trainer.network.transfer import StateConfig, describe
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import register_terms
-from trainer.run.node.identity import NodeStats, announcement_of
-from trainer.run.node.loop_thread import LoopThread
-from trainer.run.node.network import Network
-from trainer.run.node.peer_book import PeerBook
+from trainer.run.node.identity import NodeStats
+from trainer.run.node.network import Network, PeerBook
 from trainer.run.node.state_form import StateFit, state_layout
 
 SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
 FIT = StateFit(SHAPE, 1, max_bytes=1 << 24)
 TERMS = Terms(architecture={"dim": 8}, tokenizer_lineage="ab" * 32, synchronisation={"seed": 1})
+VECTORS = ("anchor", "momentum", "reference")
 WAIT_S = 30.0
 
 
 def state(outer_step: int = 3, rows: int = 1024, **changes: object) -> SharedState:
     """One that fits, but for the changes."""
     layout = state_layout(replace(SHAPE, vocab_size=rows), 1)
-    vector = torch.full((layout.num_values,), float(outer_step))
-    fits = SharedState(
-        outer_step=outer_step,
-        num_inner_steps=7 * outer_step,
-        vocab_rows=rows,
-        layout_digest=layout.digest(),
-        anchor=vector,
-        momentum=vector,
-        reference=vector,
-    )
-    return replace(fits, **changes)
+    vectors = dict.fromkeys(VECTORS, torch.full((layout.num_values,), float(outer_step)))
+    numbers = {"outer_step": outer_step, "num_inner_steps": 7 * outer_step, "vocab_rows": rows}
+    return replace(SharedState(**numbers, **vectors, layout_digest=layout.digest()), **changes)
 
 
 def packed(shared: SharedState) -> tuple[Meta, Mapping[str, torch.Tensor]]:
@@ -93,24 +84,27 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
         def start(name: str) -> tuple[Network, Listening]:
             port = free_port()
-            config = RunConfig(
-                node_id=name,
-                run_id="test",
-                state_dir=str(tmp_path / name),
-                rpc=RpcConfig(host="127.0.0.1", port=port, public_address="127.0.0.1", stop_grace_s=0.1),
-                discovery=DiscoveryConfig(initial_peers=tuple(addresses), announce_interval_s=0.2, poll_interval_s=0.1),
-                state=StateConfig(retry_pause_s=0.05),
-            )
-            network, listening = (
-                Network(config, Identity.create(), TERMS, lambda: 1024, FIT, lambda: False),
-                Listening(),
-            )
+            network, listening = network_of(name, tmp_path / name, addresses, port), Listening()
             network.start(listening)
             stack.callback(network.stop)
             addresses.append(f"127.0.0.1:{port}")
             return network, listening
 
         yield start
+
+
+def network_of(name: str, folder: Path, initial_peers: list[str], port: int, terms: Terms = TERMS) -> Network:
+    config = RunConfig(
+        node_id=name,
+        run_id="test",
+        state_dir=str(folder),
+        rpc=RpcConfig(host="127.0.0.1", port=port, public_address="127.0.0.1", stop_grace_s=0.1),
+        discovery=DiscoveryConfig(
+            initial_peers=tuple(initial_peers), announce_interval_s=0.2, poll_interval_s=0.1, max_retry_interval_s=1.0
+        ),
+        state=StateConfig(retry_pause_s=0.05),
+    )
+    return Network(config, Identity.create(), terms, lambda: 1024, FIT, lambda: False)
 
 
 def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
@@ -162,51 +156,22 @@ def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
 
 @pytest.mark.slow
 def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
-    """The stranger is the one it was pointed at, and passes on who else is there."""
-    other = TERMS.model_copy(update={"synchronisation": {"seed": 2}})
-    loop = LoopThread("test-others")
-    loop.start()
-    others: list[tuple[Discovery, Endpoint]] = []
-
-    async def begin_one(terms: Terms, initial_peers: tuple[str, ...]) -> str:
-        endpoint = Endpoint(Identity.create(), "test", RpcConfig(host="127.0.0.1", public_address="127.0.0.1"))
-        register_terms(endpoint, terms)
-        config = DiscoveryConfig(initial_peers=initial_peers, announce_interval_s=0.2, poll_interval_s=0.1)
-        discovery = open_discovery(endpoint, config)
-        await endpoint.start()
-        await discovery.start()
-        progress, named = NodeStats(), RunConfig(node_id="other", run_id="test")
-        await discovery.announce(announcement_of(named, endpoint, terms, progress))
-        others.append((discovery, endpoint))
-        return endpoint.address
-
-    async def end_all() -> None:
-        for discovery, endpoint in others:
-            await discovery.close()
-            await endpoint.stop()
-
-    try:
-        stranger = loop.run(begin_one(other, ()), WAIT_S)
-        config = RunConfig(
-            node_id="newcomer",
-            run_id="test",
-            state_dir=str(tmp_path),
-            rpc=RpcConfig(host="127.0.0.1", public_address="127.0.0.1", stop_grace_s=0.1),
-            discovery=DiscoveryConfig(initial_peers=(stranger,), announce_interval_s=0.2, poll_interval_s=0.1),
-        )
-        network = Network(config, Identity.create(), TERMS, lambda: 1024, FIT, lambda: False)
-        starting = concurrent.futures.ThreadPoolExecutor(1).submit(network.start, Listening())
-        try:
-            wait_until(lambda: network.announcements, "the newcomer to hear of the stranger")
-            loop.run(begin_one(TERMS, (stranger,)), WAIT_S)
-            starting.result(WAIT_S)
-            assert len(network.alike()) == 1
-        finally:
-            concurrent.futures.wait([starting], WAIT_S)
-            network.stop()
-    finally:
-        loop.run(end_all(), WAIT_S)
-        loop.stop()
+    """The stranger is the one both were pointed at, and passes on who else is there."""
+    other, port = TERMS.model_copy(update={"synchronisation": {"seed": 2}}), free_port()
+    peers = [f"127.0.0.1:{port}"]
+    stranger = network_of("stranger", tmp_path / "a", [], port, other)
+    newcomer, alike = (network_of(name, tmp_path / name, peers, free_port()) for name in "bc")
+    with ExitStack() as stack:
+        for network in (stranger, newcomer, alike):
+            stack.callback(network.stop)
+        stranger.start(Listening())
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            starting = [pool.submit(newcomer.start, Listening())]
+            wait_until(lambda: bool(newcomer.announcements), "the newcomer to hear of the stranger")
+            starting.append(pool.submit(alike.start, Listening()))
+            for started in starting:
+                started.result(WAIT_S)
+        assert len(newcomer.alike()) == 1
 
 
 @pytest.mark.slow
@@ -260,10 +225,8 @@ def test_a_layout_is_that_of_a_built_model() -> None:
 @pytest.mark.parametrize("rows", [1024, 5 * 1024])
 def test_a_state_fits_with_any_full_number_of_rows(rows: int) -> None:
     shared = state(rows=rows)
-    expectation = FIT.expectation(describe(*packed(shared)))
-    assert expectation.tensors == {
-        name: ("float32", (shared.anchor.numel(),)) for name in ("anchor", "momentum", "reference")
-    }
+    tensors = FIT.expectation(describe(*packed(shared))).tensors
+    assert tensors == dict.fromkeys(VECTORS, ("float32", (shared.anchor.numel(),)))
 
 
 @pytest.mark.parametrize(
@@ -293,17 +256,14 @@ def test_a_descriptor_of_another_state_is_refused(meta: dict[str, int | str], sa
     "tensors",
     [
         {"anchor": torch.zeros(8)},
-        {"anchor": torch.zeros(8), "momentum": torch.zeros(8), "reference": torch.zeros(8)},
-        {name: torch.zeros(state().anchor.shape).half() for name in ("anchor", "momentum", "reference")},
+        dict.fromkeys(VECTORS, torch.zeros(8)),
+        dict.fromkeys(VECTORS, torch.zeros(state().anchor.shape).half()),
         {},
     ],
 )
 def test_tensors_of_another_state_are_refused(tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(IncompatiblePeerError, match="expected a state of anchor, momentum, reference with"):
         FIT.expectation(describe(packed(state())[0], tensors))
-
-
-def test_a_state_larger_than_this_node_takes_is_refused() -> None:
     with pytest.raises(IncompatiblePeerError, match="at most 1000 bytes"):
         replace(FIT, max_bytes=1000).expectation(describe(*packed(state())))
 
@@ -328,15 +288,7 @@ def test_which_state_most_others_hold(
         book.hold(step, STATES[step])
     book.update(
         tuple(
-            Announcement(
-                peer_id=identity_of(number).peer_id,
-                node_id=f"node-{number}",
-                run_id="run",
-                address="127.0.0.1:4100",
-                terms_digest=TERMS.digest(),
-                outer_step=step,
-                state_digest=STATES[state],
-            )
+            announcement(identity_of(number), terms_digest=TERMS.digest(), outer_step=step, state_digest=STATES[state])
             for number, (step, state) in enumerate(announced, 1)
         )
     )

@@ -9,11 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.support.node_ranks import beside_a_round, end_of_steps, weights_under_a_cap
+from tests.support.rank_group import run_ranks
 from tests.support.text_store import text_store
 from tests.support.trainer_command import TrainerCommand, differences
 from tests.support.trainer_here import TrainerHere
+from trainer.checkpoint.node import checkpoint_path, wallet_id
+from trainer.run.config import RunConfig
 from trainer.run.node import StopRequest
+from trainer.run.node.starting import resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -104,6 +110,9 @@ def test_a_signal_asks_and_is_remembered(number: int) -> None:
 
 def test_an_impatient_second_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
+    asked = StopRequest()
+    asked.ask()
+    assert (asked(), asked.signal) == (True, None)
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     stop = StopRequest()
     with stop.on_signals():
@@ -115,7 +124,96 @@ def test_an_impatient_second_interrupt_interrupts(monkeypatch: pytest.MonkeyPatc
             send(signal.SIGINT)
 
 
-def test_a_call_asks_without_a_signal() -> None:
-    stop = StopRequest()
-    stop.ask()
-    assert (stop(), stop.signal) == (True, None)
+AUTO = ("--node-id", "a", "--preset", "auto", "--max-steps")
+
+
+def dim(trainer: TrainerCommand) -> int:
+    found = trainer.saved("a")["architecture"]["dim"]
+    assert isinstance(found, int)
+    return found
+
+
+def newest(trainer: TrainerCommand) -> Path:
+    return checkpoint_path(trainer.checkpoints, wallet_id("", "a"))
+
+
+def test_on_a_cpu_outer_steps_take_memory_too() -> None:
+    """2,000 MB, 70 % of them for the state: 87.5 million parameters of 16 bytes, half as many of 32."""
+    config = RunConfig(node_id="a")
+    for shared, preset, dim in ((False, "60m", 512), (True, "30m", 320)):
+        resolved, shape = resolve(config, None, 32_768, lambda: 2_000_000_000, shared_memory=shared)
+        assert (resolved.model.preset, shape.dim, shape.vocab_size) == (preset, dim, 32_768)
+
+
+def test_memory_decides_for_a_node_that_begins_and_then_the_checkpoint(
+    trainer: TrainerCommand, here: TrainerHere
+) -> None:
+    """Below the first tier of 500 MB there is only the smallest."""
+    here(*AUTO, "1", "--set", "model.memory_bytes=400_000_000")
+    assert dim(trainer) == 128
+    assert yaml.safe_load(newest(trainer).with_suffix(".yaml").read_text())["model"]["preset"] == "tiny"
+    here(*AUTO, "2", "--set", "model.memory_bytes=64_000_000_000")
+    assert dim(trainer) == 128
+    assert trainer.saved("a")["training_rounds"] == 2
+
+
+def test_a_named_preset_decides_against_the_checkpoint_which_is_put_aside(
+    trainer: TrainerCommand, here: TrainerHere
+) -> None:
+    here("--node-id", "a", "--max-steps", "2")
+    before = trainer.saved("a")
+    said = here("--node-id", "a", "--preset", "15m", "--max-steps", "1")
+    assert dim(trainer) == 192
+    assert trainer.saved("a")["training_rounds"] == 1
+    aside = f"replaced-{int(before['timestamp'])}-{newest(trainer).name}"
+    assert aside in said
+    (trainer.checkpoints / aside).rename(newest(trainer))  # As a user would who wants it back.
+    assert not differences(trainer.saved("a"), before)
+
+
+def test_the_same_preset_named_again_goes_on(trainer: TrainerCommand, here: TrainerHere) -> None:
+    for steps in ("1", "2"):
+        here("--node-id", "a", "--preset", "tiny", "--max-steps", steps)
+    assert trainer.saved("a")["training_rounds"] == 2
+    assert not list(trainer.checkpoints.glob("replaced-*"))
+
+
+def test_the_batch_size_by_memory_is_kept(trainer: TrainerCommand, here: TrainerHere) -> None:
+    here("--node-id", "a", "--batch-size", "0", "--set", "model.memory_bytes=100_000_000", "--max-steps", "1")
+    chosen = trainer.saved("a")["config"]["inner"]["micro_batch_size"]
+    assert 1 <= chosen <= 8
+    here("--node-id", "a", "--batch-size", "0", "--set", "model.memory_bytes=64_000_000_000", "--max-steps", "2")
+    assert trainer.saved("a")["config"]["inner"]["micro_batch_size"] == chosen
+    assert trainer.saved("a")["training_rounds"] == 2
+
+
+def test_what_does_not_fit_the_checkpoint_is_refused(trainer: TrainerCommand, here: TrainerHere) -> None:
+    here("--node-id", "a", "--max-steps", "1")
+    before = trainer.saved("a")
+    for options, said in (
+        (("--run-id", "another"), "found one of genesis"),
+        (("--seq-len", "16"), "seq_len"),
+        (("--batch-size", "3"), "batch_size"),
+        (("--set", "diloco.num_fragments=2"), "diloco.num_fragments"),
+        (("--seq-len", "2048"), "expected at most the 1024 tokens"),
+        (("--store", text_store("other")), "expected"),
+    ):
+        code = 2 if "2048" in options else 1
+        assert said in here("--node-id", "a", "--max-steps", "2", *options, expect=code).splitlines()[-1]
+        assert not differences(trainer.saved("a"), before)
+
+
+def test_ranks_wait_for_the_last_round_together_or_not_at_all(tmp_path: Path) -> None:
+    """One that alone would wait for it would wait for the others until the round's deadline."""
+    first, second = run_ranks(end_of_steps, 2, tmp_path)
+    assert first["drained"] == second["drained"] == [True, False, False]
+
+
+def test_a_decision_does_not_meet_a_round_in_the_background(tmp_path: Path) -> None:
+    for result in run_ranks(beside_a_round, 2, tmp_path):
+        assert result == {"least": 7, "gathered": 200}
+
+
+def test_the_cap_on_weights_is_that_of_the_run(tmp_path: Path) -> None:
+    for weights in run_ranks(weights_under_a_cap, 2, tmp_path):
+        assert weights == [2.0, 2.0]

@@ -36,11 +36,10 @@ def url_of(node: RunningTrainer) -> str:
 def asked(url: str, *, method: str = "GET", token: str = "") -> str:
     request = urllib.request.Request(url, method=method, headers={"X-Genesis-Token": token} if token else {})
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        text: str = answer.read().decode()
-        return text
+        return str(answer.read(), "utf-8")
 
 
-def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCommand) -> None:
+def test_status_and_metrics_while_it_trains_and_the_shutdown_and_a_restart(watched: TrainerCommand) -> None:
     options = ("--node-id", "a", "--api-port", "0", "--inner-steps", "10", "--set", "diloco.outer_lr=0.1")
     with watched.running(*options, GENESIS_TOKEN=TOKEN) as node:
         node.wait_for("round", 2)
@@ -50,8 +49,7 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCom
         assert verify["training_verified"], verify
         whole = json.loads(asked(f"{url}/api/training/global"))
         assert whole["total_steps"] >= 200
-        assert whole["training_nodes"] == 1
-        assert whole["data_shards"] == 10
+        assert (whole["training_nodes"], whole["data_shards"]) == (1, 10)
         assert whole["diloco"]["outer_syncs"] == whole["diloco"]["outer_step"] >= 2
         assert len(whole["nodes"][0]["state_digest"]) == 64
         assert "genesis_" in asked(f"{url}/metrics")
@@ -61,13 +59,8 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown(watched: TrainerCom
         assert node.wait() == 0
     steps = [event["step"] for event in node.events if event["kind"] == "step"]
     assert watched.saved("a", token=TOKEN)["training_rounds"] == steps[-1] + 1
-
-
-def test_what_it_takes_to_verify_training_outlives_a_restart(watched: TrainerCommand) -> None:
-    options = ("--node-id", "a", "--api-port", "0", "--set", "checkpoint.every_steps=1000")
-    watched(*options, "--max-steps", "200", "--no-api")
-    with watched.running(*options) as node:
-        node.wait_for("step", 201)
+    with watched.running(*options, GENESIS_TOKEN=TOKEN) as node:
+        node.wait_for("step", steps[-1] + 1)
         verify = json.loads(asked(f"{url_of(node)}/api/training/verify"))
         assert verify["training_verified"], verify
 
@@ -112,13 +105,6 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(
     assert "the last of 10 such steps in a row" in said
     told = [event.fields["skipped"] for event in read_events(tmp_path) if event.kind == "step"]
     assert told[-9:] == 9 * [True]  # The tenth is the error itself.
-
-
-def test_a_checkpoint_of_another_store_is_refused(here: TrainerHere, trainer: TrainerCommand) -> None:
-    here("--node-id", "a", "--max-steps", "2")
-    said = here("--node-id", "a", "--max-steps", "4", "--store", text_store("other"), expect=1)
-    assert "expected" in said.splitlines()[-1]
-    assert trainer.saved("a")["training_rounds"] == 2
 
 
 def test_no_memory_is_told_in_a_line(trainer: TrainerCommand) -> None:
