@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.support.checkpoint_actor import Death, arrange_death
 from tests.support.model_configs import small_config
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
-from trainer.checkpoint.stages.parts import stage_shapes
 from trainer.model import ModelConfig, Transformer, build_model
 from trainer.model.plan import StagePlan
+from trainer.model.stages import stage_shapes
 
 __all__ = [
     "ACTOR_RUN",

@@ -1,7 +1,4 @@
-"""The shape of a model: the fifteen numbers and switches that two nodes must share to train together.
-
-A config that exists describes a model that can be built; two equal configs have the same parameters by name and shape.
-"""
+"""The shape of a model: the fifteen numbers and switches that two nodes must share to train together."""
 
 from __future__ import annotations
 
@@ -21,14 +18,10 @@ _SUBSPACE = ("subspace_rank", "subspace_seed", "subspace_free_layers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A decoder's shape.
-
-    Raises:
-        TrainerUsageError: a field is out of range, or two do not go together.
-    """
+    """A decoder's shape. Raises `TrainerUsageError`: a field is out of range, or two do not go together."""
 
     vocab_size: int
-    """Rows of embedding and output, padding included (`trainer.model.growth.rows_for`)."""
+    """Rows of embedding and output, padding included (`trainer.model.rows_for`)."""
     dim: int
     """Width of the residual stream."""
     num_layers: int
@@ -136,11 +129,7 @@ class ModelConfig:
 
 
 def stage_names(num_stages: int) -> tuple[str, ...]:
-    """Returns the names of a run's stages, in order.
-
-    Raises:
-        TrainerUsageError: there are fewer than two.
-    """
+    """Returns the names of a run's stages, in order. Raises `TrainerUsageError`: there are fewer than two."""
     if num_stages < 2:
         raise TrainerUsageError(f"swarm.num_stages: expected 2 or more, found {num_stages}")
     return ("head", *(f"body-{number}" for number in range(1, num_stages - 1)), "tail")

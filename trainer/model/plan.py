@@ -1,8 +1,7 @@
 """How a model is cut: which layers each stage has, evenly or so that the heaviest stage is as light as possible.
 
-Even shares suit many layers. With few, the head's embedding and the tail's output matrix and logits weigh as much as
-several layers, and a cut by memory gives the bodies more of them: of ``tiny`` with 32,000 ids in three stages, an even
-cut's heaviest stage has 4.3 M of 9.1 M parameters in any case, so the body takes all layers.
+Even shares suit many layers. With few, the head's embedding and the tail's output matrix weigh as much as several
+layers, and a cut by memory gives the bodies more of them.
 """
 
 from __future__ import annotations
@@ -56,20 +55,12 @@ class StagePlan:
         return len(self.names)
 
     def around(self, name: str) -> tuple[str, ...]:
-        """Returns a stage and those next to it, head first.
-
-        Raises:
-            TrainerUsageError: the run has no such stage.
-        """
+        """Returns a stage and those next to it, head first. Raises `TrainerUsageError`: the run has no such stage."""
         index = self.index(name)
         return self.names[max(0, index - 1) : index + 2]
 
     def index(self, name: str) -> int:
-        """Returns the place of a stage.
-
-        Raises:
-            TrainerUsageError: the run has none of that name.
-        """
+        """Returns the place of a stage. Raises `TrainerUsageError`: the run has none of that name."""
         if name not in self.names:
             raise TrainerUsageError(f"stage: expected one of {', '.join(self.names)}, found {name!r}")
         return self.names.index(name)
@@ -88,9 +79,7 @@ def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
 
 
 def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """Returns the number of layers of each stage such that the largest stage has as few parameters as possible.
-
-    Among equally good cuts it takes the one that fills the earlier stages last.
+    """Returns the layers of each stage such that the largest has as few parameters as possible, the first ones least.
 
     Raises:
         TrainerUsageError: there are more bodies than layers.

@@ -11,7 +11,7 @@ import pytest
 
 _PRELOADED = (
     *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"),
-    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.parts"),
+    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.sets"),
 )
 
 

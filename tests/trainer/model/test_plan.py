@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.errors import TrainerUsageError
 from trainer.model import PRESETS, ModelConfig, preset
-from trainer.model.layers import Block
+from trainer.model.layers import make_blocks
 from trainer.model.plan import StagePlan, cut_by_memory
 from trainer.model.stages import Readout
 
@@ -20,7 +20,7 @@ TINY = preset("tiny", 2048)
 def heaviest(config: ModelConfig, counts: tuple[int, ...]) -> int:
     """Parameters of the stage that has the most, counted in the modules themselves."""
     with torch.device("meta"):
-        block, readout = (_num_parameters(part) for part in (Block(config), Readout(config)))
+        block, readout = (_num_parameters(part) for part in (make_blocks(config, [0])["0"], Readout(config)))
     ends = [config.vocab_size * config.dim, *[0] * (len(counts) - 2), readout]
     return max(end + count * block for end, count in zip(ends, counts, strict=True))
 

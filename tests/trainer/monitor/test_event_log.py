@@ -24,7 +24,7 @@ from manifests import canonical_json
 from tests.support.observing import Report, Step
 from trainer.errors import TrainerUsageError
 from trainer.monitor import EventLog, read_events
-from trainer.monitor.events import event_line, round_fields, step_fields
+from trainer.monitor.event_log import event_line
 
 ROOT = Path(__file__).parents[3]
 KILLED = """
@@ -379,10 +379,9 @@ def test_what_json_has_no_form_for_is_its_text():
 def test_a_step_and_a_round_say_all_their_fields(tmp_path):
     step = Step(step=7, loss=math.nan, grad_norm=1 / 3, skipped=True)
     report = Report(dropped=(("c" * 64, "silent: 10 s"),), validation=({"cosine": math.inf},))
-    (tmp_path / "events-n.jsonl").write_bytes(
-        event_line(0, "n", "step", step_fields(step, 0.001))
-        + event_line(1, "n", "round", round_fields(report, 3, "ab"))
-    )
+    with EventLog(tmp_path, "n") as log:
+        log.step(step, loader_wait_s=0.001)
+        log.round(report, outer_step=3, state_digest="ab")
     first, second = read_events(tmp_path)
     assert math.isnan(first.number("loss"))
     assert dict(first.fields) | {"loss": 0} == {

@@ -85,7 +85,7 @@ def test_the_average_is_finite_and_within_the_losses(losses):
     for loss in losses:
         history.add(loss)
     finite = [loss for loss in losses if math.isfinite(loss)]
-    assert history.recent == finite
+    assert list(history.recent) == finite
     assert history.first == finite[:50]
     if finite:
         slack = 1e-9 * max(map(abs, finite))
@@ -99,7 +99,7 @@ def test_memory_is_bounded_and_the_beginning_stays():
     for step in range(10_000):
         history.add(float(step))
     assert history.first == list(range(50))
-    assert history.recent == list(range(8_000, 10_000))
+    assert list(history.recent) == list(range(8_000, 10_000))
 
 
 def test_it_goes_on_from_its_state():

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.pipeline_view import SeenPipeline, an_account, some_stages
 from trainer.monitor import ApiConfig, ApiServer, SwarmAccount, SwarmStages, create_app
-from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH
+from trainer.monitor.status import ACCOUNT_PATH, STAGES_PATH
 
 
 @pytest.fixture

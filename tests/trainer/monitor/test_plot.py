@@ -10,7 +10,7 @@ import pytest
 
 from trainer.errors import TrainerUsageError
 from trainer.monitor import plot
-from trainer.monitor.events import active_path, event_line
+from trainer.monitor.event_log import active_path, event_line
 from trainer.monitor.plot import envelope, read_curves, smoothed, speed
 
 T0 = 1_795_000_000.0

@@ -7,53 +7,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.observing import Announced
-from trainer.monitor.swarm import DigestMemory, StateAgreement, average_loss, plausible_node, state_agreement
+from trainer.monitor.swarm import DigestMemory, average_loss, plausible_node
 
 LIES = [math.nan, math.inf, -math.inf, 1e30, -5.0, 1e308]
-
-
-def at(**digests):
-    """Nodes by what they hold: a='5x' is digest x after step 5."""
-    return {name: {int(text[0]): text[1:] for text in held.split()} for name, held in digests.items()}
 
 
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
-        ({}, StateAgreement(None, 0, 0, 0)),
-        (at(a=""), StateAgreement(None, 0, 0, 0)),
-        (at(a="3x"), StateAgreement(3, 1, 1, 0)),
-        (at(a="3x", b="3x"), StateAgreement(3, 2, 2, 0)),
-        (at(a="3x", b="3y"), StateAgreement(3, 2, 1, 0)),
-        (at(a="3x", b="2x"), StateAgreement(None, 0, 0, 0)),
-        (at(a="3x", b=""), StateAgreement(None, 0, 0, 0)),
+        ([], (None, 0, 0, 0)),
+        ([""], (None, 0, 0, 0)),
+        (["3x"], (3, 1, 1, 0)),
+        (["3x", "3x"], (3, 2, 2, 0)),
+        (["3x", "3y"], (3, 2, 1, 0)),
+        (["3x", "2x"], (None, 0, 0, 0)),
+        (["3x", ""], (None, 0, 0, 0)),
         # One announces the next step already: the step before is what they have in common.
-        (at(a="3x 4z", b="3x", c="3x"), StateAgreement(3, 3, 3, 0)),
+        (["3x 4z", "3x", "3x"], (3, 3, 3, 0)),
         # Two of three are further: the third is behind, and different digests of theirs differ.
-        (at(a="3x 4z", b="3x 4z", c="3x"), StateAgreement(4, 2, 2, 1)),
-        (at(a="4z", b="4y", c="4z", d="3x"), StateAgreement(4, 3, 2, 1)),
+        (["3x 4z", "3x 4z", "3x"], (4, 2, 2, 1)),
+        (["4z", "4y", "4z", "3x"], (4, 3, 2, 1)),
         # A joiner without a state is behind.
-        (at(a="4z", b="4z", c=""), StateAgreement(4, 2, 2, 1)),
+        (["4z", "4z", ""], (4, 2, 2, 1)),
         # Two liars in the far future do not make six others look behind.
-        (at(a="9l", b="9l", c="4z", d="4z", e="4z", f="4z", g="4z"), StateAgreement(4, 5, 5, 0)),
+        (["9l", "9l", "4z", "4z", "4z", "4z", "4z"], (4, 5, 5, 0)),
         # No majority anywhere: where most are.
-        (at(a="5x", b="5x", c="4z", d="4z", e="3w"), StateAgreement(5, 2, 2, 3)),
+        (["5x", "5x", "4z", "4z", "3w"], (5, 2, 2, 3)),
     ],
 )
 def test_nodes_are_compared_at_the_newest_step_most_have(held, expected):
-    assert state_agreement(held) == expected
+    """A node holds '5x 6y': digest x after step 5, y after step 6."""
+    memory = DigestMemory()
+    for node, digests in enumerate(held):
+        for text in digests.split():
+            memory.add(str(node), int(text[0]), text[1:])
+    assert compared(memory, *map(str, range(len(held)))) == expected
+
+
+def compared(memory, *nodes):
+    found = memory.agreement(nodes)
+    assert (found.reason is None) == (found.num_compared > 0)
+    return found.outer_step, found.num_compared, found.num_agreeing, found.num_behind
 
 
 def test_the_digests_of_the_latest_steps_are_remembered():
     memory = DigestMemory()
     for step in range(20):
         memory.add("a", step, f"d{step}")
-    memory.add("b", 3, "")
-    assert memory.of(["a", "b", "c"]) == {"a": {step: f"d{step}" for step in range(12, 20)}, "b": {}, "c": {}}
-    memory.add("a", 15, "other")  # It went back to a checkpoint.
-    assert memory.of(["a"])["a"] == {12: "d12", 13: "d13", 14: "d14", 15: "other"}
+    for step, agreed in ((11, None), (12, 12), (19, 19)):
+        memory.add("b", step, f"d{step}")
+        assert compared(memory, "a", "b")[0] == agreed
+    memory.add("a", 15, "other")  # It went back to a checkpoint, and no longer holds the newer ones.
+    assert compared(memory, "a", "b") == (12, 2, 2, 0)
     memory.keep(["b"])
-    assert memory.of(["a"]) == {"a": {}}
+    assert compared(memory, "a") == (None, 0, 0, 0)
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -1,8 +1,4 @@
-"""The contents of a stage's checkpoint: which state of which stage it is, and all that its worker resumes from.
-
-The file has the form of `trainer.checkpoint.files`, so ``torch.load(weights_only=True)`` opens it; its ``parameters``
-have the names they have in the whole model.
-"""
+"""The contents of a stage's checkpoint: which state of which stage it is, and all that its worker resumes from."""
 
 from __future__ import annotations
 
@@ -106,8 +102,8 @@ class StageState:
             version=replica["stage_version"],
             parameters=replica["module"],
             optimizer=replica["optimizer"],
-            strategy=strategy or {},
             accumulators={name: value for name, value in replica.items() if name not in ("module", "optimizer")},
+            strategy=strategy or {},
             num_tokens=num_tokens,
             vocabulary=vocabulary,
             basis=basis,

@@ -1,13 +1,9 @@
 """The basis of a subspace: orthonormal columns, the same at both ends of every link, and arithmetic with it.
 
-A run's own basis consists of coordinates: ``rank`` columns of the identity, chosen by seed. To the model that is as
-good as any other basis, since the matrices that read the stream absorb a rotation. For training it is better: nothing
-is ever rounded, on any machine, so a projection is exact and a state's bits do not depend on who projected it; and
-AdamW, which scales value by value, does not leave the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after
-200 steps on text, against 4.69 with random orthonormal columns and 4.61 without a subspace.
-
-Coordinates need no products: they pick, add and set to zero, exactly, in a hundredth of the time. Any other basis takes
-matrix products, in fp32 also under autocast.
+A run's own basis consists of coordinates: ``rank`` columns of the identity, chosen by seed. Nothing is ever rounded, on
+any machine, so a state's bits do not depend on who projected it; and AdamW, which scales value by value, does not leave
+the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after 200 steps on text, against 4.69 with random
+orthonormal columns and 4.61 without a subspace. Any other basis takes matrix products, in fp32 also under autocast.
 """
 
 from __future__ import annotations

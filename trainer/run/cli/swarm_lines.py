@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
+from trainer.monitor.status import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 from trainer.run.swarm.running import Display
 from trainer.run.swarm.swarm_snapshot import ProcessCount, SwarmSnapshot
 

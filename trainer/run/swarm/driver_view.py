@@ -1,4 +1,4 @@
-"""What a driver shows over HTTP (`trainer.monitor.pipeline`).
+"""What a driver shows over HTTP (`trainer.monitor.status`).
 
 The driver's event loop takes a snapshot a few times a second (`DriverView.look`). The API's threads read the newest
 one, and never what the loop is changing meanwhile.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from trainer.errors import RpcError
-from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
+from trainer.monitor.status import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver.driver import PipelineDriver
@@ -51,7 +51,7 @@ class _Snapshot:
 
 
 class DriverView:
-    """A `trainer.monitor.pipeline.PipelineView`."""
+    """A `trainer.monitor.status.PipelineView`."""
 
     def __init__(self, config: RunConfig, shape: SwarmShape, peers: DriverPeerView) -> None:
         self._config = config
@@ -136,7 +136,7 @@ class DriverView:
             yield "account_open", "Of them, open.", account.open
 
     def account(self) -> SwarmAccount | None:
-        """See `trainer.monitor.pipeline.PipelineView`."""
+        """See `trainer.monitor.status.PipelineView`."""
         if self._account is None:
             return None
         account, heard_s = self._account
@@ -148,7 +148,7 @@ class DriverView:
         return SwarmAccount.model_validate(account.model_dump(mode="json") | own)
 
     def stages(self) -> SwarmStages:
-        """See `trainer.monitor.pipeline.PipelineView`."""
+        """See `trainer.monitor.status.PipelineView`."""
         snapshot = self._snapshot
         workers = _workers_by_stage(snapshot)
         return SwarmStages(

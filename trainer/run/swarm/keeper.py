@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainer.errors import TrainerUsageError
-from trainer.monitor.pipeline import SwarmAccount
+from trainer.monitor.status import SwarmAccount
 from trainer.network.discovery import Announcement
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import identity_of, identity_path

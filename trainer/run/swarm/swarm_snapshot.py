@@ -10,7 +10,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError, TrainerUsageError
-from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
+from trainer.monitor.status import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
 from trainer.run.swarm.children import Child
 
 __all__ = [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,18 +26,18 @@ class Gate:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        self._write = module.write_checkpoint
+        self._write = module.write_file
 
-    def write(self, newest: Path, tree: dict[str, object], step: int, keep: int) -> None:
+    def write(self, *arguments: Any, **options: Any) -> None:
         self.reached.set()
         assert self.open.wait(60)
-        self._write(newest, tree, step, keep)
+        self._write(*arguments, **options)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(module, "write_checkpoint", gate.write)
+    monkeypatch.setattr(module, "write_file", gate.write)
     yield gate
     gate.open.set()
 
@@ -144,7 +145,7 @@ def test_what_went_wrong_in_training_is_not_hidden_by_the_disk(tmp_path: Path) -
 
 def test_memory_is_reused_from_save_to_save_as_long_as_shapes_stay() -> None:
     def staged(*shape: int) -> torch.Tensor:
-        tree = buffers.stage({"layers": [{"w": torch.ones(shape)}]}).tree
+        tree = buffers.stage({"layers": [{"w": torch.ones(shape)}]})()
         buffer: torch.Tensor = tree["layers"][0]["w"]  # type: ignore[index]
         return buffer
 

@@ -173,7 +173,7 @@ def test_what_torchtitan_has_not_is_refused(tokenizer_json: Path, tmp_path: Path
         "tie_embeddings": (state, replace(_LLAMA, tie_embeddings=True)),
         "missing": ({name: value for name, value in state.items() if name != "readout.norm.weight"}, _LLAMA),
         "unknown": (state | {"layers.9.x": torch.zeros(1)}, _LLAMA),
-        "in the place of": (state | {"layers.0.attention.k_proj.weight": torch.zeros(16, 16)}, _LLAMA),
+        "expected the shape": (state | {"layers.0.attention.k_proj.weight": torch.zeros(16, 16)}, _LLAMA),
         "finite": (state | {"readout.norm.weight": torch.full((16,), float("nan"))}, _LLAMA),
     }
     for message, (weights, config) in refused.items():

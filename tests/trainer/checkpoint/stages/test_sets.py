@@ -17,11 +17,11 @@ from tests.support.model_configs import small_config
 from tests.support.stage_files import random_model, write_model
 from trainer.checkpoint.stages import RunShape, StageFile, StageHeader, assemble, newest_set, time_us
 from trainer.checkpoint.stages.naming import StageName, file_name
-from trainer.checkpoint.stages.parts import model_shapes, stage_shapes
 from trainer.checkpoint.stages.sets import choose
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from trainer.model import ModelConfig, build_model, build_stage, grow_vocabulary
 from trainer.model.plan import StagePlan
+from trainer.model.stages import model_shapes, stage_shapes
 from trainer.model.subspace import SubspaceConfig
 
 _CONFIG = small_config()
