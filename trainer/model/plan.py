@@ -22,13 +22,11 @@ CutRule = Literal["even", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The stages of a run, in order; the same at all its nodes."""
+    """The stages of a run and their layers, in order; the same at all its nodes."""
 
     config: ModelConfig
-    """Of the whole model."""
     names: tuple[str, ...]
     ranges: tuple[range, ...]
-    """Layers of each."""
 
     @classmethod
     def of(cls, config: ModelConfig, num_stages: int, layers: Sequence[int] = (), cut: CutRule = "even") -> StagePlan:
@@ -44,10 +42,9 @@ class StagePlan:
                     f"swarm.layers: expected {num_stages} numbers that add up to {config.num_layers}, "
                     f"found {list(layers)}"
                 )
-            return cls(config, names, _ranges(layers))
-        if cut == "memory":
-            return cls(config, names, _ranges(cut_by_memory(config, num_stages)))
-        return cls(config, names, stage_ranges(config.num_layers, num_stages))
+        elif cut == "memory":
+            layers = cut_by_memory(config, num_stages)
+        return cls(config, names, _ranges(layers) if layers else stage_ranges(config.num_layers, num_stages))
 
     @property
     def num_stages(self) -> int:

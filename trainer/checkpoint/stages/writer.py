@@ -56,13 +56,11 @@ class StageCheckpoints(BackgroundSaver):
         self._slot: int | None = None
         self._opened_us = 0
         self.failed = 0
-        """Checkpoints that could not be written."""
         self.failure = ""
         """Why the checkpoint that was due last is not on the disk; empty if it is, or none was due."""
         self.last_saved_us = 0
         """Time of this process's newest checkpoint on the disk; 0 for none."""
         self.last_version = 0
-        """Optimizer steps of that checkpoint."""
         self.last_mark: Hashable = None
         """Mark of the newest state that need not be saved: of that checkpoint, or as set."""
 
