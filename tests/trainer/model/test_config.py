@@ -12,12 +12,9 @@ from trainer.errors import TrainerUsageError
 from trainer.model import ModelConfig
 
 
-def test_a_config_survives_json():
+def test_a_config_survives_json_where_a_field_with_a_default_may_be_missing():
     config = small_config(qk_norm=True, rope_theta=10_000.0)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-def test_a_field_with_a_default_may_be_missing_and_a_required_one_may_not():
     values = small_config().to_dict()
     del values["tie_embeddings"]
     assert ModelConfig.from_dict(values) == small_config()
@@ -38,14 +35,9 @@ def test_unknown_fields_and_wrong_types_are_refused_by_name(name: str, value: ob
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("vocab_size", 0),
-        ("num_layers", -1),
-        ("max_seq_len", 1.5),
-        ("dim", 18),
-        ("dim", 12),  # heads of three values cannot be halved
-        ("num_kv_heads", 3),
-        ("rope_theta", float("inf")),
-        ("norm_eps", 0.0),
+        *(("vocab_size", 0), ("num_layers", -1), ("max_seq_len", 1.5), ("num_kv_heads", 3)),
+        *(("dim", 18), ("dim", 12)),  # Heads of three values cannot be halved.
+        *(("rope_theta", float("inf")), ("norm_eps", 0.0)),
     ],
 )
 def test_values_that_describe_no_model_are_refused_by_name(name: str, value: float):
@@ -54,15 +46,8 @@ def test_values_that_describe_no_model_are_refused_by_name(name: str, value: flo
 
 
 def test_naming_the_packages_and_the_options_does_not_import_torch():
-    modules = (
-        "model",
-        "model.config",
-        "model.sizing",
-        "model.plan",
-        "model.subspace.config",
-        "compression.activations",
-    )
-    program = f"import sys, {', '.join(f'trainer.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
+    names = ("model", "model.config", "model.sizing", "model.plan", "model.subspace.config", "compression.activations")
+    program = f"import sys, {', '.join(f'trainer.{name}' for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 

@@ -88,12 +88,16 @@ def test_what_is_out_of_all_reason_is_left_out():
     assert plausible_node(Announced("p", inner_step=-1, tokens_per_s=math.inf)).num_steps == 0
 
 
-def test_the_average_is_the_mean_of_honest_losses():
+@pytest.mark.parametrize(
+    ("losses", "own", "mean"),
+    [
+        *(([3.0], 3.0, 3.0), ([3.0, 3.2], 3.0, 3.1), ([3.0, 3.1, 2.9, 3.2], 3.0, 3.05), ([2.0], None, 2.0)),
+        *(([3.0, 100.0], 3.0, 3.375), ([3.0, 0.0], 3.0, 2.625)),  # A single other node is held near the own loss.
+    ],
+)
+def test_the_average_is_the_mean_of_honest_losses(losses, own, mean):
+    assert average_loss(losses, own) == pytest.approx(mean)
     assert average_loss([], None) is None
-    assert average_loss([3.0], 3.0) == 3.0
-    assert average_loss([3.0, 3.2], 3.0) == pytest.approx(3.1)
-    assert average_loss([3.0, 3.1, 2.9, 3.2], 3.0) == pytest.approx(3.05)
-    assert average_loss([2.0], None) == 2.0
 
 
 @pytest.mark.slow
@@ -109,11 +113,6 @@ def test_one_liar_among_many_moves_the_average_by_its_share_of_a_bound(honest, l
     found = average_loss([*honest, lie], own)
     # The others lie within 0.5 of 3, so the bound is at most three deviations of 1, normal-consistent, beyond 3.5.
     assert abs(found - mean) <= (3 * 1.4826 * 1.0 + 1.0) / (len(honest) + 1) + 1.0
-
-
-def test_a_single_other_node_that_lies_is_held_near_the_own_loss():
-    assert average_loss([3.0, 100.0], 3.0) == pytest.approx(3.375)
-    assert average_loss([3.0, 0.0], 3.0) == pytest.approx(2.625)
 
 
 @settings(deadline=None)
