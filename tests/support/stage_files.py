@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoint_actor import Death, arrange_death
-from tests.support.model_configs import small_config
+from tests.support.model_configs import random_model, small_config
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
-from trainer.model import ModelConfig, Transformer, build_model
+from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.model.stages import stage_shapes
 
@@ -28,16 +28,6 @@ __all__ = [
 
 INTERVAL_S = 600.0
 ACTOR_RUN = "killed"
-
-
-def random_model(config: ModelConfig, seed: int = 3) -> Transformer:
-    """A model no weight of which is at a value that hides a mistake, such as norms of one."""
-    model = build_model(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    return model
 
 
 def stage_parameters(state: Mapping[str, Tensor], plan: StagePlan, stage: str) -> dict[str, Tensor]:
@@ -86,16 +76,11 @@ def write_model(
         write_stage(directory, plan, stage, times[stage], state, run_id=run_id, who=who)
 
 
-def _actor_plan() -> StagePlan:
-    return StagePlan.of(small_config(vocab_size=4096), 2)
-
-
 def save_as_actor(directory: str, version: int, death: Death) -> None:
     """Saves the head of a run of two stages at ``version`` intervals since 1970, and dies on the way."""
     torch.set_num_threads(1)
-    plan = _actor_plan()
-    shapes = stage_shapes(plan, "head")
-    parameters = {name: torch.full(shape, float(version)) for name, shape in shapes.items()}
+    plan = StagePlan.of(small_config(vocab_size=4096), 2)
+    parameters = {name: torch.full(shape, float(version)) for name, shape in stage_shapes(plan, "head").items()}
     config = StagewiseConfig(directory=directory, interval_s=INTERVAL_S, keep=2)
     with StageCheckpoints(config, ACTOR_RUN, plan, "head", "actor") as checkpoints:
         arrange_death(directory, death)

@@ -54,16 +54,13 @@ def test_every_layer_is_in_one_stage(name: str, num_stages: int, cut: str) -> No
     assert [plan.index(name) for name in plan.names] == list(range(num_stages))
 
 
-def test_layers_may_be_given() -> None:
+def test_layers_may_be_given_and_more_bodies_than_layers_cannot_be_had() -> None:
     plan = StagePlan.of(TINY, 3, (0, 4, 0))
     assert plan.ranges == (range(0), range(4), range(4, 4))
     with pytest.raises(TrainerUsageError, match="3 numbers that add up to 4, found \\[1, 1, 1\\]"):
         StagePlan.of(TINY, 3, (1, 1, 1))
     with pytest.raises(TrainerUsageError, match="one of head, body-1, tail, found 'body-2'"):
         plan.index("body-2")
-
-
-def test_more_bodies_than_layers_cannot_be_had() -> None:
     with pytest.raises(TrainerUsageError, match="at most 4 bodies, found 5"):
         StagePlan.of(TINY, 7, cut="memory")
 

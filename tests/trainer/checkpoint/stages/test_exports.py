@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.model_configs import small_config
-from tests.support.stage_files import random_model, write_model
+from tests.support.model_configs import NUM_IDS, random_model, small_config
+from tests.support.stage_files import write_model
 from tests.support.torchtitan_llama import torchtitan_logits
 from tests.support.torchtitan_model import REQUIREMENTS
-from tests.trainer.checkpoint.stages.conftest import NUM_IDS
 from trainer.checkpoint.stages import WholeModel, assemble, export_torchtitan, newest_set, time_us
 from trainer.checkpoint.stages.torchtitan import from_halves, to_halves
 from trainer.errors import ExportError

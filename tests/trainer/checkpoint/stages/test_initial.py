@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from tests.support.model_configs import small_config
-from tests.support.stage_files import random_model, stage_parameters
-from tests.trainer.checkpoint.stages.conftest import NUM_IDS
+from tests.support.model_configs import NUM_IDS, random_model, small_config
+from tests.support.stage_files import stage_parameters
 from trainer.checkpoint.stages import export_torchtitan, fingerprint, load_initial_state
 from trainer.checkpoint.stages.torchtitan import from_halves, rotated_heads, torchtitan_names
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
