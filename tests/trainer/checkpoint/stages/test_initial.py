@@ -103,10 +103,10 @@ def test_rows_it_lacks_are_those_a_vocabulary_would_have_grown_by(exported: _Exp
 
 
 def test_half_precision_becomes_fp32(exported: _Export) -> None:
+    name = "layers.3.attention.k_proj.weight"
     for form in ("hf", "titan"):
         found = load_initial_state(exported(_LLAMA, form, dtype="bfloat16"), StagePlan.of(_LLAMA, 2), "tail")
-        expected = random_model(_LLAMA).state_dict()["layers.3.attention.k_proj.weight"].bfloat16().float()
-        assert torch.equal(found["layers.3.attention.k_proj.weight"], expected)
+        assert torch.equal(found[name], random_model(_LLAMA).state_dict()[name].bfloat16().float())
 
 
 def test_only_the_stage_s_own_files_are_read(tokenizer_json: Path, tmp_path: Path) -> None:
@@ -130,18 +130,12 @@ def _titan_state(config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-def _renamed(name: str) -> str:
-    for part in ("wq", "wk", "wv"):
-        name = name.replace(f"attention.{part}", f"attention.qkv_linear.{part}")
-    return "lm_head.weight" if name == "output.weight" else name
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", ["old", "new", "nested"])
 def test_a_training_checkpoint_of_torchtitan_s_is_read(layout: str, tmp_path: Path) -> None:
     model: dict[str, Any] = _titan_state(_LLAMA)
-    if layout == "new":
-        model = {_renamed(name): value for name, value in model.items()}
+    if layout == "old":  # Before 0.3.
+        model = {name.replace("qkv_linear.", "").replace("lm_head", "output"): model[name] for name in model}
     training = {"optimizer": {"state": {"x": torch.ones(3)}, "step": 7}, "train_state": {"losses": [1.0, 2.0]}}
     state = {"model": model, **training} if layout == "nested" else {**model, **training}
     checkpoint.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
@@ -153,18 +147,13 @@ def test_a_training_checkpoint_of_torchtitan_s_is_read(layout: str, tmp_path: Pa
 @pytest.mark.parametrize("form", ["hf", "titan"])
 def test_another_architecture_is_refused_by_name(form: str, exported: _Export) -> None:
     folder = exported(_LLAMA, form)
-    names = {
-        "num_heads": {"num_heads": 2},
-        "rope_theta": {"rope_theta": 1000.0},
-        "norm_eps": {"norm_eps": 1e-3},
-        "num_layers": {"num_layers": 3},
-        "ffn_dim": {"ffn_dim": 32},
-    }
-    hf = {"num_heads": "num_attention_heads", "norm_eps": "rms_norm_eps"}
-    hf |= {"num_layers": "num_hidden_layers", "ffn_dim": "intermediate_size"}
-    for name, changes in names.items():
-        plan = StagePlan.of(replace(_LLAMA, **changes), 2)
-        with pytest.raises(CheckpointMismatchError, match=hf.get(name, name) if form == "hf" else name):
+    for name, name_of_hf, value in (
+        *(("num_heads", "num_attention_heads", 2), ("rope_theta", "rope_theta", 1000.0)),
+        *(("norm_eps", "rms_norm_eps", 1e-3), ("num_layers", "num_hidden_layers", 3)),
+        ("ffn_dim", "intermediate_size", 32),
+    ):
+        plan = StagePlan.of(replace(_LLAMA, **{name: value}), 2)
+        with pytest.raises(CheckpointMismatchError, match=name_of_hf if form == "hf" else name):
             load_initial_state(folder, plan, "head")
     with pytest.raises(CheckpointMismatchError, match=r"expected embedding.weight of shape \(256, 16\)"):
         load_initial_state(folder, StagePlan.of(replace(_LLAMA, vocab_size=256), 2), "head")
@@ -182,31 +171,20 @@ def test_of_a_checkpoint_that_says_nothing_shapes_and_depth_are_looked_at(tmp_pa
             _all_stages(tmp_path / "step", StagePlan.of(replace(_LLAMA, **changes), 2))
 
 
-def _change(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"architectures": ["MistralForCausalLM"]}, "found MistralForCausalLM"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0}}, "rope_type 'llama3'"),
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"head_dim": 8}, "head_dim 8"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ],
-)
-def test_what_only_the_config_says_is_looked_at(fields: dict[str, Any], said: str, exported: _Export) -> None:
+def test_what_only_the_config_says_is_looked_at_and_a_subspace_cannot_begin_with_it(exported: _Export) -> None:
     folder = exported(_LLAMA, "hf")
-    _change(folder, **fields)
-    with pytest.raises(CheckpointMismatchError, match=said):
-        load_initial_state(folder, StagePlan.of(_LLAMA, 2), "tail")
-
-
-def test_a_subspace_cannot_begin_with_an_ordinary_model(exported: _Export) -> None:
-    folder = exported(_OLMO, "hf")
-    plan = StagePlan.of(replace(_OLMO, subspace_rank=4, subspace_free_layers=1), 2)
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    for name, value, said in (
+        ("architectures", ["MistralForCausalLM"], "found MistralForCausalLM"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 500_000.0}, "rope_type 'llama3'"),
+        *(("attention_bias", True, "attention_bias True"), ("head_dim", 8, "head_dim 8")),
+        ("hidden_act", "gelu", "hidden_act 'gelu'"),
+    ):
+        path.write_text(json.dumps(whole | {name: value}))
+        with pytest.raises(CheckpointMismatchError, match=said):
+            load_initial_state(folder, StagePlan.of(_LLAMA, 2), "tail")
+    plan = StagePlan.of(replace(_LLAMA, subspace_rank=4, subspace_free_layers=1), 2)
     with pytest.raises(CheckpointMismatchError, match="in no subspace"):
         load_initial_state(folder, plan, "head")
 
@@ -264,32 +242,20 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, exported: _Expo
         load_initial_state(folder, StagePlan.of(_LLAMA, 2), "tail")
 
 
-@pytest.fixture(params=["hf", "titan"])
-def model(request: pytest.FixtureRequest, tokenizer_json: Path, tmp_path: Path) -> Path:
-    config = small_config(vocab_size=300)
-    write = export_hf if request.param == "hf" else export_torchtitan
-    write(random_model(config).state_dict(), config, tokenizer_json, tmp_path / "model")
-    return tmp_path / "model"
-
-
-def _weights(folder: Path) -> Path:
-    return next(path for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".distcp"))
-
-
-def test_a_copy_under_another_name_and_with_other_notes_is_the_same(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["hf", "titan"])
+def test_another_byte_is_another_model_and_another_name_is_not(form: str, exported: _Export, tmp_path: Path) -> None:
+    model = exported(_LLAMA, form)
+    before = fingerprint(str(model))
     shutil.copytree(model, tmp_path / "copy")
     (tmp_path / "copy" / "README.md").write_text("another one")
-    assert fingerprint(tmp_path / "copy") == fingerprint(str(model))
-
-
-@pytest.mark.parametrize("change", ["a byte", "shorter", "longer"])
-def test_another_byte_is_another_model(model: Path, change: str) -> None:
-    before, weights = fingerprint(model), _weights(model)
-    found = bytearray(weights.read_bytes())
-    if change == "a byte":
-        found[len(found) // 2] ^= 1
-    weights.write_bytes(found[:-1] if change == "shorter" else found + b"\0" if change == "longer" else found)
-    assert fingerprint(model) != before
+    assert fingerprint(tmp_path / "copy") == before
+    weights = next(path for path in sorted(model.rglob("*")) if path.suffix in (".safetensors", ".distcp"))
+    body = weights.read_bytes()
+    middle = len(body) // 2
+    flipped = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+    for changed in (flipped, body[:-1], body + b"\0"):
+        weights.write_bytes(changed)
+        assert fingerprint(model) != before
 
 
 def test_of_a_large_file_a_part_is_read(tmp_path: Path) -> None:
@@ -324,8 +290,6 @@ def test_all_files_that_the_index_names_count(tmp_path: Path) -> None:
     (tmp_path / "2.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"expected files that can be read, found: .*2\.safetensors"):
         fingerprint(tmp_path)
-
-
-def test_what_is_no_model_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match="expected a Hugging Face folder"):
         fingerprint(tmp_path)

@@ -41,10 +41,19 @@ def test_times_as_people_write_them(text: str, us: int) -> None:
     assert parse_time(text, now_us=7) == us
 
 
-def test_what_is_no_time_is_refused() -> None:
+def test_what_is_no_time_and_names_that_would_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     for text in ("", "yesterday", "12:00", "2026-13-01"):
         with pytest.raises(TrainerUsageError, match="expected a time such as"):
             parse_time(text, now_us=0)
+    for run_id in ("..", "a/b", "", ".hidden"):
+        with pytest.raises(TrainerUsageError, match="run_id"):
+            run_folder(tmp_path, run_id)
+    for stage in ("body", "body-0", "../head", "HEAD"):
+        with pytest.raises(TrainerUsageError, match="stage"):
+            stage_folder(tmp_path, "run", stage)
+    for who in ("", "a/b", ".a", "x" * 65, "*"):
+        with pytest.raises(TrainerUsageError, match="who"):
+            file_name(0, who)
 
 
 def test_files_are_found_by_their_names_alone(tmp_path: Path) -> None:
@@ -66,15 +75,3 @@ def test_files_are_found_by_their_names_alone(tmp_path: Path) -> None:
     ]
     assert found[1] == StageName(tmp_path / "run" / "head" / ours["head"][0], "head", 600_000_000, "head.0.42")
     assert list(named_files(tmp_path, "another")) == []
-
-
-def test_names_that_would_lead_elsewhere_are_refused(tmp_path: Path) -> None:
-    for run_id in ("..", "a/b", "", ".hidden"):
-        with pytest.raises(TrainerUsageError, match="run_id"):
-            run_folder(tmp_path, run_id)
-    for stage in ("body", "body-0", "../head", "HEAD"):
-        with pytest.raises(TrainerUsageError, match="stage"):
-            stage_folder(tmp_path, "run", stage)
-    for who in ("", "a/b", ".a", "x" * 65, "*"):
-        with pytest.raises(TrainerUsageError, match="who"):
-            file_name(0, who)

@@ -64,15 +64,6 @@ def test_a_rehearsal_moves_nothing_and_the_moment_itself_stays(folder: Path) -> 
     assert len(roll_back(folder, "run", time_us(1850) - 1, time_us(6000)).moved) == 1
 
 
-def test_half_done_it_is_done_by_doing_it_again(folder: Path) -> None:
-    rehearsed = roll_back(folder, "run", time_us(1210), time_us(5000), dry_run=True)
-    rehearsed.moved[0].rename(folder / "elsewhere")
-    done = roll_back(folder, "run", time_us(1210), time_us(5000))
-    assert len(done.moved) == 2
-    assert _versions(folder) == [2, 1]
-    assert roll_back(folder, "run", time_us(1210), time_us(6000)).moved == ()
-
-
 def test_what_another_has_moved_meanwhile_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, rivals = Path.rename, []
 
@@ -85,6 +76,7 @@ def test_what_another_has_moved_meanwhile_does_not_matter(folder: Path, monkeypa
     done = roll_back(folder, "run", time_us(1210), time_us(5000))
     assert len(done.moved) == 2
     assert _versions(folder) == [2, 1]
+    assert roll_back(folder, "run", time_us(1210), time_us(6000)).moved == (), "done again it has nothing to do"
 
 
 def test_one_stage_is_rolled_back_where_the_others_are_elsewhere(folder: Path) -> None:
@@ -135,16 +127,13 @@ def test_while_one_writes_it_is_refused_and_moves_nothing_and_rehearsed_all_the_
     assert len(roll_back(folder, "run", time_us(700), time_us(5000)).moved) == 4
 
 
-def test_a_stage_is_rolled_back_beside_workers_of_others(folder: Path) -> None:
-    with _writer(folder, "head"):
-        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",))
+@pytest.mark.parametrize(("other", "in_use"), [("head", False), ("tail", True)])
+def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(
+    folder: Path, other: str, in_use: bool
+) -> None:
+    with _writer(folder, other):
+        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",), in_use=in_use)
         assert _versions(folder) == [3, 1]
-
-
-def test_a_worker_that_goes_back_alone_asks_nobody(folder: Path) -> None:
-    with _writer(folder, "tail"):
-        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",), in_use=True)
-    assert _versions(folder) == [3, 1]
 
 
 @pytest.mark.slow

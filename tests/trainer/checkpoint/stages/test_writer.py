@@ -50,11 +50,8 @@ def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_pat
             checkpoints.flush()
         assert (saved, checkpoints.saved) == ([601.0, 1200.0, 3700.5], 3)
         assert (checkpoints.last_saved_us, checkpoints.last_version) == (time_us(3700.5), 6)
-    assert _names(tmp_path) == [
-        "19700101T001001.000000Z-w.pt",
-        "19700101T002000.000000Z-w.pt",
-        "19700101T010140.500000Z-w.pt",
-    ]
+    times = ("001001.000000", "002000.000000", "010140.500000")
+    assert _names(tmp_path) == [f"19700101T{time}Z-w.pt" for time in times]
 
 
 def test_begun_within_an_interval_it_waits_for_the_next_and_without_one_never_saves(tmp_path: Path) -> None:
@@ -107,18 +104,12 @@ def test_so_many_intervals_of_a_stage_are_kept_whoever_wrote_them(tmp_path: Path
 
 
 def test_one_worker_has_no_more_files_than_are_kept_however_often_it_is_started_again(tmp_path: Path) -> None:
+    """A folder named like a checkpoint is left alone, and old ones go all the same."""
+    (tmp_path / "run" / "head" / "19700101T000000.000000Z-c.pt").mkdir(parents=True)
     for second in range(5):
         write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
     write_stage(tmp_path, _PLAN, "head", 605.0, _state(5), who="b", keep=2)
-    assert [name[13:15] + name[-4] for name in _names(tmp_path)] == ["03a", "04a", "05b"]
-
-
-def test_a_folder_named_like_a_checkpoint_is_left_alone_and_old_ones_go_all_the_same(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "head" / "19700101T000000.000000Z-a.pt"
-    folder.mkdir(parents=True)
-    for second in range(3):
-        write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
-    assert [name[13:15] for name in _names(tmp_path)] == ["00", "01", "02"]
+    assert [name[13:15] + name[-4] for name in _names(tmp_path)] == ["00c", "03a", "04a", "05b"]
 
 
 def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
@@ -172,19 +163,15 @@ def test_a_folder_that_cannot_be_made_and_names_that_will_not_do(tmp_path: Path)
     (tmp_path / "run").write_text("a file")
     with _checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="can be written to"):
         checkpoints.open(0.0)
-    with pytest.raises(TrainerUsageError, match="expected one of head, body-1, tail"):
-        _checkpoints(tmp_path, stage="body-2")
-    with pytest.raises(TrainerUsageError, match="who"):
-        _checkpoints(tmp_path, who="../w")
+    state = StageState(config=_PLAN.config, version=1, parameters={}, strategy={"made of": object()})
+    with _checkpoints(tmp_path / "new") as checkpoints, pytest.raises(CheckpointError, match="strategy"):
+        checkpoints.save(600.0, state)
+    for options, message in (({"stage": "body-2"}, "expected one of head, body-1, tail"), ({"who": "../w"}, "who")):
+        with pytest.raises(TrainerUsageError, match=message):
+            _checkpoints(tmp_path, **options)
     for options in ({"interval_s": -1.0}, {"interval_s": float("nan")}, {"keep": 0}, {"directory": ""}):
         with pytest.raises(TrainerUsageError):
             StagewiseConfig(**options)  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_loaded_again_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    state = StageState(config=_PLAN.config, version=1, parameters={}, strategy={"made of": object()})
-    with _checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="strategy"):
-        checkpoints.save(600.0, state)
 
 
 def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
