@@ -47,6 +47,15 @@ def check(found: dict[str, Any]) -> int:
     return step
 
 
+def rewritten(path: Path, document: object) -> None:
+    """Replaces a file, of which another name keeps the contents, by bytes or by what torch makes of a document."""
+    path.unlink()
+    if isinstance(document, bytes):
+        path.write_bytes(document)
+    else:
+        torch.save(document, path)
+
+
 def newest_step(folder: Path, instance: str = "") -> int | None:
     """The step of the newest whole checkpoint."""
     found = load_newest(folder, WALLET, instance)
@@ -71,11 +80,7 @@ def hold(directory: str, ready: Any) -> None:
 def train(directory: str, until_step: int, output: str, *, die: bool = False) -> None:
     """Trains from the newest checkpoint, or the beginning, and saves at every step; the parameters go to a file.
 
-    Args:
-        directory: of the checkpoints.
-        until_step: how far.
-        output: where parameters and moments are written to.
-        die: by SIGKILL as soon as the last save has begun in the background.
+    It may ``die`` by SIGKILL as soon as the last save has begun in the background.
     """
     torch.set_num_threads(1)
     torch.manual_seed(3)

@@ -71,28 +71,18 @@ def test_trees_have_one_digest_only_if_they_are_the_same(one: Any, other: Any) -
     assert (tree_digest(one) == tree_digest(other)) == _same(one, other)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(1, True), (1, 1.0), ("1", 1), (0.0, -0.0), ([], ()), (["ab"], ["a", "b"]), ({1: 2}, {2: 1})],
-)
-def test_values_that_are_easily_confused_have_other_digests(one: object, other: object) -> None:
-    assert tree_digest(one) != tree_digest(other)
-
-
-def test_tensors_of_other_shape_or_dtype_have_other_digests() -> None:
+def test_values_that_are_easily_confused_have_other_digests() -> None:
+    pairs: list[tuple[object, object]] = [(1, True), (1, 1.0), ("1", 1), (0.0, -0.0), ([], ()), (["ab"], ["a", "b"])]
+    for one, other in (*pairs, ({1: 2}, {2: 1})):
+        assert tree_digest(one) != tree_digest(other)
     zeros = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(0)]
     assert len({tree_digest(each) for each in zeros}) == len(zeros)
 
 
 def test_what_is_like_a_plain_value_is_saved_as_one(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    state = {
-        "current_loss": math.nan,
-        "a": OrderedDict(x=np.float64(0.5)),
-        "b": torch.Size([2]),
-        "c": parameter,
-        "d": parameter.t(),
-    }
+    state = {"current_loss": math.nan, "a": OrderedDict(x=np.float64(0.5)), "b": torch.Size([2])}
+    state |= {"c": parameter, "d": parameter.t()}
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save({"training_rounds": 0, **state}, wait=True)
     found = load_newest(tmp_path, WALLET)
@@ -133,19 +123,18 @@ def test_what_could_not_be_loaded_again_is_refused_at_once(
 
 
 def test_the_fields_of_the_specification_lie_at_the_top_of_the_file(tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {name: {} for name in ("diloco", "loader", "rng")}
     saved = CheckpointContents(
         layer_ids=(0, 1),
         architecture={"dim": 8},
         layers={"0": {"w": torch.ones(2)}},
         optimizer={"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": []},
-        diloco={},
         training_rounds=10,
         current_loss=2.5,
         timestamp=1.0,
-        loader={},
-        rng={},
         config={"lr": 1e-4},
         schedule={"step_index": 10},
+        **nothing,
     )
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save(saved.to_mapping(), wait=True)
