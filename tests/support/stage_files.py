@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ __all__ = [
     "ACTOR_RUN",
     "INTERVAL_S",
     "actor_value",
+    "hold_stage",
     "random_model",
     "save_as_actor",
     "stage_parameters",
@@ -85,6 +88,15 @@ def save_as_actor(directory: str, version: int, death: Death) -> None:
     with StageCheckpoints(config, ACTOR_RUN, plan, "head", "actor") as checkpoints:
         arrange_death(directory, death)
         checkpoints.save(version * INTERVAL_S, StageState(config=plan.config, version=version, parameters=parameters))
+
+
+def hold_stage(directory: str, ready: Any) -> None:
+    """Holds the lock of a writer of the tail of a run of two stages until it is killed."""
+    config = StagewiseConfig(directory=directory)
+    with StageCheckpoints(config, "run", StagePlan.of(small_config(), 2), "tail", "other") as checkpoints:
+        checkpoints.open(0.0)
+        ready.set()
+        signal.pause()
 
 
 def actor_value(directory: Path) -> int:

@@ -170,11 +170,7 @@ def what_is_wrong(path: Path) -> str:
 
 
 def tree_digest(tree: object) -> str:
-    """The digest of nested dicts, lists and tuples of CPU tensors and plain values: 64 hex digits.
-
-    Raises:
-        TypeError: something in it has another type.
-    """
+    """The digest of a tree of CPU tensors and plain values in hex. Raises `TypeError`: another type."""
     digest = hashlib.sha256()
     _add(digest, tree)
     return digest.hexdigest()

@@ -40,10 +40,7 @@ class HostBuffers:
         self._buffers: dict[_Path, Tensor] = {}
 
     def stage(self, tree: Mapping[str, object]) -> Staged:
-        """Copies a state over the one staged before.
-
-        Args:
-            tree: nested mappings (keys: str or int), lists and tuples of dense tensors and plain values.
+        """Copies nested mappings (keys: str or int), lists and tuples of tensors and plain values over those before.
 
         Raises:
             CheckpointError: something in it has another type, and could not be loaded again.
@@ -137,11 +134,7 @@ class BackgroundSaver:
         return self._writing is not None and not self._writing.done()
 
     def flush(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits until the latest save has ended.
-
-        Raises:
-            CheckpointError: it has not, in time; or the error that its write raised.
-        """
+        """Waits for the latest save. Raises `CheckpointError`: it takes longer; or the error that its write raised."""
         if self._writing is None:
             return
         try:

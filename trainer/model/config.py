@@ -25,19 +25,15 @@ class ModelConfig:
     dim: int
     """Width of the residual stream."""
     num_layers: int
-    """Blocks of attention and feed-forward."""
     num_heads: int
     """Query heads; each has dim / num_heads values."""
     num_kv_heads: int
     """Key and value heads; each serves num_heads / num_kv_heads query heads."""
     ffn_dim: int
-    """Width inside the feed-forward part."""
     max_seq_len: int = 1024
     """Longest sequence, in tokens; the table of rotary positions has that many rows."""
     rope_theta: float = 500_000.0
-    """Base of the rotary wavelengths."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside each norm."""
     qk_norm: bool = False
     """Queries and keys are normalised over all heads before they are rotated (OLMo-2)."""
     reorder_norm: bool = False
@@ -113,11 +109,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> ModelConfig:
-        """Reads what `to_dict` wrote; fields with a default may be missing, as in files of earlier releases.
-
-        Raises:
-            TrainerUsageError: a field is unknown, missing, of another type, or out of range.
-        """
+        """Reads what `to_dict` wrote, or an earlier release. Raises `TrainerUsageError`: the fields are others."""
         known = {field.name: field.default is MISSING for field in fields(ModelConfig)}
         unknown = sorted(values.keys() - known.keys())
         missing = sorted(name for name, is_required in known.items() if is_required and name not in values)

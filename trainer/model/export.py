@@ -55,14 +55,9 @@ def export_hf(
 ) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files; returns their paths.
 
-    Args:
-        model: the whole model, or its state dict, such as a checkpoint holds.
-        config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is
-            written as the ordinary model that computes the same.
-        tokenizer_json_path: the store's tokenizer.json.
-        out_dir: the folder to make, whole or not at all; an existing one must be empty.
-        dtype: of the weights on disk.
-        max_file_bytes: larger weights are split over several files, with an index.
+    The ``vocab_size`` of the config may be older than the state, whose rows count. A subspace network is written as the
+    ordinary model that computes the same. ``out_dir`` is made whole or not at all; an existing one must be empty.
+    Weights larger than ``max_file_bytes`` are split over several files, with an index.
 
     Raises:
         ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
@@ -121,11 +116,7 @@ def _hf_config(config: ModelConfig, num_ids: int, dtype: ExportType) -> dict[str
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Maps our parameter names to Hugging Face's, in the model's order.
-
-    Raises:
-        ExportError: no class of transformers reads such a model.
-    """
+    """Maps our names to Hugging Face's, in the model's order. Raises `ExportError`: it has no class for the model."""
     if _is_olmo2(config):
         norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
         norms |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
@@ -205,11 +196,7 @@ def exported_weights(
 
 @contextmanager
 def new_folder(out_dir: Path) -> Iterator[Path]:
-    """Makes a folder that gets its name once the block has filled it.
-
-    Raises:
-        ExportError: there is something of that name, or it cannot be written.
-    """
+    """A folder that gets its name once it is filled. Raises `ExportError`: the name is taken, or it is not writable."""
     folder = None
     try:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):

@@ -141,11 +141,7 @@ class Layers(nn.ModuleDict):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Runs all blocks over hidden[batch, tokens, dim].
-
-        Raises:
-            TrainerUsageError: the sequence is longer than the model's longest.
-        """
+        """Maps hidden[batch, tokens, dim]. Raises `TrainerUsageError`: more tokens than the longest sequence."""
         num_tokens = hidden.shape[1]
         if num_tokens > self.cos.shape[0]:
             raise TrainerUsageError(

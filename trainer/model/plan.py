@@ -64,11 +64,7 @@ class StagePlan:
 
 
 def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Returns the layers of each stage, dealt out evenly: sizes differ by one at most, larger ones first.
-
-    Raises:
-        TrainerUsageError: there are fewer layers than stages, or no stage.
-    """
+    """Deals out layers evenly, more to the first. Raises `TrainerUsageError`: fewer layers than stages, or no stage."""
     if not 1 <= num_stages <= num_layers:
         raise TrainerUsageError(f"expected at most a stage for each of {num_layers} layers, found {num_stages} stages")
     each, larger = divmod(num_layers, num_stages)
@@ -76,11 +72,7 @@ def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
 
 
 def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """Returns the layers of each stage such that the largest has as few parameters as possible, the first ones least.
-
-    Raises:
-        TrainerUsageError: there are more bodies than layers.
-    """
+    """Returns the layers of each stage that make the largest smallest. Raises `TrainerUsageError`: too many bodies."""
     if num_stages - 2 > config.num_layers:
         raise TrainerUsageError(f"expected at most {config.num_layers} bodies, found {num_stages - 2} to cut")
     layer = layer_parameters(config)

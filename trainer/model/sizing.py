@@ -76,11 +76,7 @@ PRESETS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
 
 
 def preset(name: str, vocab_size: int) -> ModelConfig:
-    """Returns a preset's shape for a vocabulary of ``vocab_size`` rows.
-
-    Raises:
-        TrainerUsageError: there is no such preset, or the vocabulary is empty.
-    """
+    """Returns a preset's shape for so many rows. Raises `TrainerUsageError`: no such preset, or no rows."""
     if name not in PRESETS:
         raise TrainerUsageError(f"preset: expected one of {', '.join(PRESETS)}, found {name!r}")
     return replace(PRESETS[name], vocab_size=vocab_size)

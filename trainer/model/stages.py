@@ -66,13 +66,6 @@ class Readout(nn.Module):
         total = sum_of_losses(self.norm(hidden), self.output.weight, labels, self.num_ids)
         return total, (labels != IGNORED_LABEL).sum()
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Returns the mean loss over the labels that are not -100 (0 without any), or logits without labels."""
-        if labels is None:
-            return self.logits(hidden)
-        total, num_tokens = self.loss_sum(hidden, labels)
-        return total / num_tokens.clamp(min=1)
-
 
 class _Part(nn.Module):
     """Layers of a model, and the embedding before or the readout behind them; ``config`` is the whole model's."""
@@ -112,14 +105,14 @@ class _WithoutReadout(_Part):
 
 class _WithReadout(_Part):
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Returns the mean loss over the labels that are not -100, or the logits without labels.
+        """Returns the mean loss over the labels that are not -100 (0 without any), or the logits without labels.
 
-        Args:
-            inputs: hidden states, or for a whole model int64[batch, tokens].
-            labels: int64[batch, tokens], the id that follows each position.
+        ``labels`` are int64[batch, tokens], the id that follows each position.
         """
-        out: Tensor = self.readout(self.hidden(inputs), labels)
-        return out
+        if labels is None:
+            return self.logits(inputs)
+        total, num_tokens = self.loss_sum(inputs, labels)
+        return total / num_tokens.clamp(min=1)
 
     def loss_sum(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Readout.loss_sum`."""
@@ -161,11 +154,7 @@ Stage = HeadStage | BodyStage | TailStage | Transformer
 
 
 def build_model(
-    config: ModelConfig,
-    seed: int,
-    *,
-    device: torch.device | str = "cpu",
-    activation_checkpointing: bool = False,
+    config: ModelConfig, seed: int, *, device: torch.device | str = "cpu", activation_checkpointing: bool = False
 ) -> Transformer:
     """Builds a whole model with its first weights."""
     with torch.device(device):
@@ -229,11 +218,8 @@ def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all parameters by name, in the model's order.
-
-    They are taken from parts on the meta device, not from the whole model, whose table of positions would make torch
-    import sympy: 2 s at the start of each worker.
-    """
+    """Returns the shapes of all parameters by name, in the model's order."""
+    # Not of the whole model, whose table of positions would make torch import sympy: 2 s at the start of each worker.
     with torch.device("meta"):
         blocks = make_blocks(config, range(config.num_layers))
         parts = {"layers": nn.ModuleDict(blocks), "readout": Readout(config)}
@@ -244,11 +230,7 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stage_shapes(plan: StagePlan, stage: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters of one stage by name.
-
-    Raises:
-        TrainerUsageError: the plan has no such stage.
-    """
+    """Returns the shapes of one stage's parameters. Raises `TrainerUsageError`: the plan has no such stage."""
     index = plan.index(stage)
     prefixes = [f"layers.{number}." for number in plan.ranges[index]]
     prefixes += ["embedding."] if index == 0 else []
@@ -257,22 +239,14 @@ def stage_shapes(plan: StagePlan, stage: str) -> dict[str, tuple[int, ...]]:
 
 
 def rows_for(next_merge_id: int) -> int:
-    """Returns the rows for a vocabulary whose ids end before ``next_merge_id``, padded to a full step.
-
-    Raises:
-        TrainerUsageError: that is fewer ids than special tokens and bytes take.
-    """
+    """Returns the rows for so many ids, padded to a full step. Raises `TrainerUsageError`: fewer ids than bytes."""
     if next_merge_id < FIRST_MERGE_ID:
         raise TrainerUsageError(f"next_merge_id: expected at least {FIRST_MERGE_ID}, found {next_merge_id}")
     return -(-next_merge_id // VOCAB_STEP) * VOCAB_STEP
 
 
 def grow_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Returns a copy with ``rows`` rows: the old ones bit for bit, then zeros.
-
-    Raises:
-        TrainerUsageError: the tensor has more rows than that.
-    """
+    """Returns a copy of so many rows, the new ones zeros. Raises `TrainerUsageError`: the tensor has more rows."""
     if tensor.ndim == 0 or tensor.shape[0] > rows:
         raise TrainerUsageError(f"expected a tensor of at most {rows} rows to grow, found shape {tuple(tensor.shape)}")
     grown = tensor.new_zeros((rows, *tensor.shape[1:]))
@@ -281,10 +255,7 @@ def grow_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def grow_vocabulary(model: Stage, new_vocab_rows: int, seed: int) -> tuple[str, ...]:
-    """Grows embedding and output, as far as the stage has them, and its config, in place; drops their gradients.
-
-    Returns:
-        Names of the parameters that grew, as in ``named_parameters``.
+    """Grows embedding, output and config in place, and drops gradients; returns the names of what grew.
 
     Raises:
         TrainerUsageError: the model has more rows already; a vocabulary does not shrink.

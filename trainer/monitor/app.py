@@ -147,10 +147,9 @@ _TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
 
 def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Returns the user id of the process that holds the client's end of a connection, given by address and port.
+    """Returns the user id of the process at the client's end of a connection; ends are address and port.
 
-    It is None where it is unknown: the client has closed its socket, it is on another machine or in another network
-    namespace, or the platform does not say.
+    None: the client has closed its socket, is elsewhere (or in another network namespace), or the platform is silent.
     """
     for table in _TABLES:
         try:

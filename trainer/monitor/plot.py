@@ -49,11 +49,8 @@ def plot(
 ) -> Path:
     """Draws the curves of all nodes in these logs at 110 dots an inch; returns the picture's path.
 
-    Args:
-        log_dirs: directories as given to `--log-dir`, or single files.
-        out_png: the picture; its directory is created.
-        title: above it; by default the number of nodes and steps.
-        size_inches: width and height.
+    ``log_dirs`` are directories as given to `--log-dir`, or single files; the title is by default the number of nodes
+    and steps.
 
     Raises:
         TrainerUsageError: matplotlib is missing, there is nothing to draw, or the picture cannot be written.

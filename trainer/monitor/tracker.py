@@ -37,15 +37,11 @@ class TrainingTracker:
     def __init__(
         self, node_id: str, *, peer_id: str = "", inner_steps: int = 0, clock: Callable[[], float] = time.time
     ) -> None:
-        """Starts without steps, rounds and peers.
+        """Starts without steps, rounds and peers; announcements under ``peer_id`` are its own and left out.
 
-        Args:
-            node_id: this node's name.
-            peer_id: its key; announcements under it are this node's own and left out.
-            inner_steps: inner steps from one outer step to the next; 0 without outer steps.
-            clock: seconds since the epoch, by which announcements expire.
+        ``inner_steps`` lie between two outer steps, of which there are none with 0; ``clock`` is in Unix seconds.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._node_id = node_id
         self._peer_id = peer_id
         self._inner_steps = inner_steps
@@ -96,7 +92,7 @@ class TrainingTracker:
                 seconds=report.seconds,
                 rule=report.rule,
             )
-            self._set_state(outer_step, state_digest, inner_step=0)
+            self.set_state(outer_step, state_digest)
 
     def add_failed_round(self) -> None:
         """Counts a round without a result; the node trains on from where it was."""
@@ -107,7 +103,8 @@ class TrainingTracker:
     def set_state(self, outer_step: int, state_digest: str, *, inner_step: int = 0) -> None:
         """Records which state the node holds after it was started, restored, or took up others' state."""
         with self._lock:
-            self._set_state(outer_step, state_digest, inner_step)
+            self._outer_step, self._state_digest, self._inner_step = outer_step, state_digest, inner_step
+            self._digests.add(self._peer_id, outer_step, state_digest)
 
     def set_shards(self, shards: Collection[int]) -> None:
         """Records the shards this node trains on."""
@@ -135,7 +132,11 @@ class TrainingTracker:
     def tokens_per_s(self) -> float:
         """Tokens a second over the latest 50 steps, rounds and all other waits included; 0 before the second step."""
         with self._lock:
-            return self._tokens_per_s()
+            if len(self._ended) < 2:
+                return 0.0
+            seconds = self._ended[-1][0] - self._ended[0][0]
+            num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
+            return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
 
     @property
     def num_steps(self) -> int:
@@ -154,13 +155,17 @@ class TrainingTracker:
                 state_digest=self._state_digest,
                 num_steps=self._num_steps,
                 loss=self._losses.smoothed,
-                tokens_per_s=self._tokens_per_s(),
+                tokens_per_s=self.tokens_per_s,
                 shards=self._shards,
                 expires_at=float("inf"),
             )
             others = [peer for peer in self._peers if peer.expires_at > now]
             first, recent, was_applied = list(self._losses.first), list(self._losses.recent), tuple(self._was_applied)
-            num_skipped, sync = self._num_skipped, self._success()
+            reason = None
+            if not self._succeeded:
+                reason = "no other node was there in any round" if self._num_rounds_alone else "no round yet"
+            sync = SyncSuccess(num_attempted=len(self._succeeded), num_succeeded=sum(self._succeeded), reason=reason)
+            num_skipped = self._num_skipped
             diloco = DiLoCoStatus(
                 inner_step=self._inner_step,
                 inner_steps=self._inner_steps,
@@ -231,25 +236,6 @@ class TrainingTracker:
         with self._lock:
             self._losses.load_state_dict(losses)
             self._num_steps, self._num_skipped = num_steps, num_skipped
-
-    # With the lock held.
-
-    def _set_state(self, outer_step: int, state_digest: str, inner_step: int) -> None:
-        self._outer_step, self._state_digest, self._inner_step = outer_step, state_digest, inner_step
-        self._digests.add(self._peer_id, outer_step, state_digest)
-
-    def _success(self) -> SyncSuccess:
-        reason = None
-        if not self._succeeded:
-            reason = "no other node was there in any round" if self._num_rounds_alone else "no round yet"
-        return SyncSuccess(num_attempted=len(self._succeeded), num_succeeded=sum(self._succeeded), reason=reason)
-
-    def _tokens_per_s(self) -> float:
-        if len(self._ended) < 2:
-            return 0.0
-        seconds = self._ended[-1][0] - self._ended[0][0]
-        num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
-        return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
 
 
 def _reasons_against(

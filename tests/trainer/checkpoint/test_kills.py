@@ -28,10 +28,7 @@ class _Kind:
     folder: str = ""
 
 
-_KINDS = {
-    "node": _Kind(save, newest_step, 6, 3),
-    "stage": _Kind(save_as_actor, actor_value, 3, 2, f"{ACTOR_RUN}/head"),
-}
+_KINDS = {"node": _Kind(save, newest_step, 6, 3), "stage": _Kind(save_as_actor, actor_value, 3, 2, f"{ACTOR_RUN}/head")}
 _NUM_EVENTS = 20
 """More than a save has: the last ones are saves that succeed."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.model_configs import small_config
@@ -36,21 +36,19 @@ def test_presets_have_the_parameters_their_names_say(name: str):
     config = preset(name, 32_000)
     counted = _counted(config)
     assert num_parameters(config) == counted
+    assert memory_bytes(config) == 16 * counted == memory_bytes(config, bytes_per_parameter=32) // 2
     if name == "tiny":
         assert counted - num_embedding_parameters(config) == pytest.approx(1e6, rel=0.05)
     else:
         assert counted == pytest.approx(float(name[:-1]) * _UNITS[name[-1]], rel=0.05)
 
 
-def test_presets_are_listed_smallest_first_and_take_the_vocabulary_asked_for():
+def test_presets_are_listed_smallest_first_and_the_largest_is_the_specified_one():
     sizes = [num_parameters(preset(name, 32_000)) for name in PRESETS]
     assert sizes == sorted(sizes)
     assert {preset(name, 512).vocab_size for name in PRESETS} == {512}
     with pytest.raises(TrainerUsageError, match="tiny, 15m"):
         preset("8b", 32_000)
-
-
-def test_the_largest_preset_is_the_specified_one():
     config = preset("7.5b", 32_000)
     one_layer = (num_parameters(config) - num_embedding_parameters(config)) / config.num_layers
     assert one_layer == pytest.approx(218.1e6, rel=1e-3)
@@ -85,25 +83,8 @@ def test_flops_count_multiplications_only():
     assert flops_per_token(gpt2, 1024) == pytest.approx(6 * 114e6 + 12 * 12 * 768 * 1024, rel=0.01)
 
 
-def test_training_state_takes_sixteen_bytes_a_parameter():
-    config = preset("1b", 32_000)
-    assert memory_bytes(config) == 16 * num_parameters(config)
-    assert memory_bytes(config, bytes_per_parameter=32) == 2 * memory_bytes(config)
-
-
 _MB = 1_000_000
 _MEMORY = st.integers(0, 400_000 * _MB)
-
-
-def test_the_two_readings_of_the_specification_give_one_architecture():
-    assert memory_tier_bytes(6568 * _MB) == memory_tier_bytes(6622 * _MB) == 6500 * _MB
-    assert choose_architecture(6568 * _MB, 32_768) == choose_architecture(6622 * _MB, 32_768)
-
-
-@pytest.mark.slow
-@given(available=_MEMORY)
-def test_the_choice_depends_on_the_tier_only(available: int):
-    assert choose_architecture(available, 32_768) == choose_architecture(memory_tier_bytes(available), 32_768)
 
 
 @pytest.mark.slow
@@ -118,8 +99,11 @@ def test_more_memory_never_gives_a_smaller_model(less: int, more: int, vocab_siz
 
 
 @given(available=_MEMORY)
-def test_what_is_chosen_fits_and_the_next_does_not(available: int):
+@example(available=6568 * _MB)  # Two readings of the specification, of one tier.
+@example(available=6622 * _MB)
+def test_what_is_chosen_fits_and_the_next_does_not_by_the_tier(available: int):
     chosen = choose_architecture(available, 32_768)
+    assert chosen == choose_architecture(available // (500 * _MB) * 500 * _MB, 32_768)
     ladder = [preset(name, 32_768) for name in PRESETS]
     place = ladder.index(chosen)
     assert place == 0 or memory_bytes(chosen) <= 0.7 * available

@@ -1,16 +1,23 @@
-"""The status a node gives of its run."""
+"""The status a node gives of its run: its losses, and the other nodes, liars among them."""
+
+from __future__ import annotations
 
 import json
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.observing import Announced, Report, Step
 from trainer.errors import CheckpointMismatchError
 from trainer.monitor import TrainingTracker
+from trainer.monitor.losses import TrackedLosses, has_fallen, loss_trend
+from trainer.monitor.swarm import DigestMemory, average_loss, plausible_node
 
 ME = "f" * 64
 CLOCK = SimpleNamespace(now=1_795_000_000.0)
@@ -123,7 +130,7 @@ def test_the_run_is_summed_over_its_nodes(tracker):
     assert [node.node_id for node in status.nodes] == ["gpu-7", "gpu-8", "gpu-9"]
 
 
-@pytest.mark.parametrize("lie", [math.nan, math.inf, 1e30, -1.0, 1e308])
+@pytest.mark.parametrize("lie", [math.nan, math.inf, -math.inf, 1e30, -1.0, 1e308])
 @pytest.mark.parametrize("others", [0, 1, 5])
 def test_a_lying_peer_does_not_poison_the_global_loss(tracker, lie, others):
     train(tracker, [3.0] * 100)
@@ -189,10 +196,10 @@ def test_a_restarted_node_remembers_where_it_began(tracker, tmp_path):
     assert again.num_steps == 500
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": 1, "losses": 3, "num_steps": 1, "num_skipped": 0}])
-def test_another_release_s_state_is_refused(tracker, state):
-    with pytest.raises(CheckpointMismatchError, match="version 1"):
-        tracker.load_state_dict(state)
+def test_another_release_s_state_is_refused(tracker):
+    for state in ({}, {"version": 2}, {"version": 1, "losses": 3, "num_steps": 1, "num_skipped": 0}):
+        with pytest.raises(CheckpointMismatchError, match="version 1"):
+            tracker.load_state_dict(state)
 
 
 def test_one_thread_writes_while_others_read():
@@ -207,29 +214,24 @@ def test_one_thread_writes_while_others_read():
                 wrong.append(status)
             last = status.total_steps
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for index in range(3_000):
-        tracker.add_step(Step(step=index, loss=3.0, skipped=index % 3 == 2))
-        if index % 100 == 0:
-            tracker.peers([Announced("a" * 64, inner_step=0)])
-            tracker.add_round(Report(), outer_step=index, state_digest=str(index))
-    stop.set()
-    for reader in readers:
-        reader.join(30)
+    with ThreadPoolExecutor(2) as readers:
+        for _ in range(2):
+            readers.submit(read)
+        for index in range(3_000):
+            tracker.add_step(Step(step=index, loss=3.0, skipped=index % 3 == 2))
+            if index % 100 == 0:
+                tracker.peers([Announced("a" * 64, inner_step=0)])
+                tracker.add_round(Report(), outer_step=index, state_digest=str(index))
+        stop.set()
     assert not wrong
     assert tracker.num_steps == 3_000
 
 
-def test_health_tells_when_it_last_trained(tracker):
+def test_health_and_speed_are_by_the_clock_with_the_waits_in_it(tracker):
     tracker.add_step(Step())
     CLOCK.now += 7.5
     health = tracker.health()
     assert (health.status, health.node_id, health.uptime_s, health.last_step_age_s) == ("ok", "gpu-7", 7.5, 7.5)
-
-
-def test_speed_is_by_the_clock_with_the_waits_in_it(tracker):
     train(tracker, [3.0] * 60)
     assert tracker.tokens_per_s == 4096 / 0.25
     CLOCK.now += 12.5  # A round.
@@ -252,3 +254,183 @@ def test_the_other_packages_values_are_taken_as_they_are():
     tracker.peers([Announcement(**names, outer_step=1, state_digest="d" * 64, loss=4.0, expires_at=4e9)])
     status = tracker.status()
     assert (status.hash_agreement_rate, status.training_nodes, status.global_loss) == (100.0, 2, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([], (None, 0, 0, 0)),
+        ([""], (None, 0, 0, 0)),
+        (["3x"], (3, 1, 1, 0)),
+        (["3x", "3x"], (3, 2, 2, 0)),
+        (["3x", "3y"], (3, 2, 1, 0)),
+        (["3x", "2x"], (None, 0, 0, 0)),
+        (["3x", ""], (None, 0, 0, 0)),
+        # One announces the next step already: the step before is what they have in common.
+        (["3x 4z", "3x", "3x"], (3, 3, 3, 0)),
+        # Two of three are further: the third is behind, and different digests of theirs differ.
+        (["3x 4z", "3x 4z", "3x"], (4, 2, 2, 1)),
+        (["4z", "4y", "4z", "3x"], (4, 3, 2, 1)),
+        # A joiner without a state is behind.
+        (["4z", "4z", ""], (4, 2, 2, 1)),
+        # Two liars in the far future do not make six others look behind.
+        (["9l", "9l", "4z", "4z", "4z", "4z", "4z"], (4, 5, 5, 0)),
+        # No majority anywhere: where most are.
+        (["5x", "5x", "4z", "4z", "3w"], (5, 2, 2, 3)),
+    ],
+)
+def test_nodes_are_compared_at_the_newest_step_most_have(held, expected):
+    """A node holds '5x 6y': digest x after step 5, y after step 6."""
+    memory = DigestMemory()
+    for node, digests in enumerate(held):
+        for text in digests.split():
+            memory.add(str(node), int(text[0]), text[1:])
+    assert compared(memory, *map(str, range(len(held)))) == expected
+
+
+def compared(memory, *nodes):
+    found = memory.agreement(nodes)
+    assert (found.reason is None) == (found.num_compared > 0)
+    return found.outer_step, found.num_compared, found.num_agreeing, found.num_behind
+
+
+def test_the_digests_of_the_latest_steps_are_remembered():
+    memory = DigestMemory()
+    for step in range(20):
+        memory.add("a", step, f"d{step}")
+    for step, agreed in ((11, None), (12, 12), (19, 19)):
+        memory.add("b", step, f"d{step}")
+        assert compared(memory, "a", "b")[0] == agreed
+    memory.add("a", 15, "other")  # It went back to a checkpoint, and no longer holds the newer ones.
+    assert compared(memory, "a", "b") == (12, 2, 2, 0)
+    memory.keep(["b"])
+    assert compared(memory, "a") == (None, 0, 0, 0)
+
+
+def test_what_is_out_of_all_reason_is_left_out():
+    far = {"node_id": "n" * 1_000, "outer_step": -3, "state_digest": "d" * 1_000, "inner_step": 10**18}
+    peer = plausible_node(Announced("p", **far, tokens_per_s=math.nan, shards=tuple(range(20_000))))
+    assert (len(peer.node_id), len(peer.state_digest)) == (128, 128)
+    assert (peer.outer_step, peer.num_steps, peer.tokens_per_s, peer.shards) == (0, 0, 0.0, frozenset())
+    peer = plausible_node(Announced("p", inner_step=-1, tokens_per_s=math.inf, loss=None))
+    assert (peer.num_steps, peer.tokens_per_s, peer.has_strange_loss) == (0, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("losses", "own", "mean"),
+    [
+        *(([3.0], 3.0, 3.0), ([3.0, 3.2], 3.0, 3.1), ([3.0, 3.1, 2.9, 3.2], 3.0, 3.05), ([2.0], None, 2.0)),
+        *(([3.0, 100.0], 3.0, 3.375), ([3.0, 0.0], 3.0, 2.625)),  # A single other node is held near the own loss.
+    ],
+)
+def test_the_average_is_the_mean_of_honest_losses(losses, own, mean):
+    assert average_loss(losses, own) == pytest.approx(mean)
+    assert average_loss([], None) is None
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(honest=st.lists(st.floats(2.5, 3.5), min_size=2, max_size=15), lie=st.floats(0.0, 100.0), data=st.data())
+def test_one_liar_among_many_moves_the_average_by_its_share_of_a_bound(honest, lie, data):
+    mean = sum(honest) / len(honest)
+    own = data.draw(st.sampled_from(honest))
+    found = average_loss([*honest, lie], own)
+    # The others lie within 0.5 of 3, so the bound is at most three deviations of 1, normal-consistent, beyond 3.5.
+    assert abs(found - mean) <= (3 * 1.4826 * 1.0 + 1.0) / (len(honest) + 1) + 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
+def test_the_average_lies_within_the_losses(losses):
+    assert min(losses) - 1e-9 <= average_loss(losses, losses[0]) <= max(losses) + 1e-9
+
+
+NOISE = 0.2
+
+
+def noisy(values, seed=0, noise=NOISE):
+    return np.asarray(values) + np.random.default_rng(seed).normal(0, noise, len(values))
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 79, 80, 400, 2_000, 5_000])
+def test_a_loss_that_falls_improves_and_one_that_rises_degrades_and_few_tell_nothing(length):
+    falling = noisy(6.0 - 2.0 * np.linspace(0, 1, length))
+    expected = ("improving", "degrading") if length >= 80 else ("unknown", "unknown")
+    assert (loss_trend(falling), loss_trend(falling[::-1])) == expected
+
+
+@pytest.mark.slow
+def test_noise_alone_is_stable():
+    verdicts = [loss_trend(noisy(np.full(2_000, 3.0), seed)) for seed in range(200)]
+    assert verdicts.count("stable") >= 196
+
+
+def test_noise_that_follows_itself_is_stable():
+    """Losses of neighbouring batches are alike where a shard is of one kind of text."""
+    verdicts = []
+    for seed in range(100):
+        shocks = noisy(np.zeros(2_000), seed)
+        values = np.zeros(2_000)
+        for step in range(1, 2_000):
+            values[step] = 0.8 * values[step - 1] + shocks[step]
+        verdicts.append(loss_trend(3.0 + values))
+    assert verdicts.count("stable") >= 90
+
+
+def test_spikes_do_not_make_a_trend():
+    for seed in range(50):
+        losses = noisy(np.full(400, 3.0), seed)
+        losses[np.random.default_rng(seed).choice(400, 4, replace=False)] = 1e30
+        assert loss_trend(losses) == "stable"
+
+
+@pytest.mark.parametrize("since", [20, 40, 60, 100, 150, 300])
+def test_a_jump_shows_wherever_it_lies(since):
+    fell_and_jumped = np.concatenate([np.linspace(6, 3, 2_000 - since), np.full(since, 6.0)])
+    assert loss_trend(noisy(fell_and_jumped)) == "degrading"
+    assert loss_trend(noisy(9.0 - fell_and_jumped)) == "improving"
+
+
+def test_the_shortest_window_that_shows_a_change_decides():
+    assert loss_trend(noisy([*np.linspace(3, 9, 1_900), *np.linspace(9, 6, 100)])) == "improving"
+    assert loss_trend(noisy([*np.linspace(9, 3, 1_900), *np.linspace(3, 5, 100)])) == "degrading"
+
+
+def test_a_constant_is_stable_and_a_thousandth_is_no_change():
+    found = [loss_trend(losses) for losses in ([3.0] * 500, [3.0] * 40 + [2.998] * 40, [3.0] * 40 + [2.9] * 40)]
+    assert found == ["stable", "stable", "improving"]
+
+
+def test_having_fallen_needs_more_than_noise():
+    assert has_fallen(noisy(np.full(50, 10.4)), noisy(np.full(50, 4.0), 1))
+    assert not has_fallen(noisy(np.full(50, 4.0)), noisy(np.full(50, 10.4), 1))
+    same = [has_fallen(noisy(np.full(50, 4.0), seed), noisy(np.full(50, 4.0), 1_000 + seed)) for seed in range(100)]
+    assert sum(same) <= 2
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=200))
+def test_the_average_is_finite_and_within_the_losses(losses):
+    history = TrackedLosses()
+    for loss in losses:
+        history.add(loss)
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    assert list(history.recent) == finite
+    assert history.first == finite[:50]
+    if finite:
+        slack = 1e-9 * max(map(abs, finite))
+        assert min(finite) - slack <= history.smoothed <= max(finite) + slack
+    else:
+        assert history.smoothed is None
+
+
+def test_memory_is_bounded_and_the_beginning_stays_and_it_goes_on_from_its_state():
+    whole, resumed = TrackedLosses(), TrackedLosses()
+    for step in range(10_000):
+        if step == 170:
+            resumed.load_state_dict(whole.state_dict())
+        for history in (whole, resumed)[: 1 + (step >= 170)]:
+            history.add(float(step))
+    assert whole.first == list(range(50))
+    assert list(whole.recent) == list(range(8_000, 10_000))
+    assert resumed.state_dict() == whole.state_dict()

@@ -68,11 +68,7 @@ class CheckpointContents:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """The inverse of `to_mapping`.
-
-        Raises:
-            CheckpointMismatchError: fields are missing or unknown, or another release wrote them.
-        """
+        """The inverse of `to_mapping`. Raises `CheckpointMismatchError`: other fields, or of another release."""
         if mapping.get("version") != _VERSION:
             raise CheckpointMismatchError(
                 f"expected a checkpoint of version {_VERSION}, found {mapping.get('version')!r}; "
@@ -127,55 +123,39 @@ def load_newest(directory: str | os.PathLike[str], wallet: str, instance: str = 
 
 
 class Checkpointer(BackgroundSaver):
-    """Writes the checkpoints of a wallet, and keeps so many, the newest included.
-
-    Raises:
-        TrainerUsageError: an argument is out of range.
-    """
+    """Writes the checkpoints of a wallet; keeps so many. Raises `TrainerUsageError`: an argument is out of range."""
 
     def __init__(self, directory: str | os.PathLike[str], wallet: str, keep: int = 3, *, instance: str = "") -> None:
         if keep < 1:
             raise TrainerUsageError(f"keep: expected 1 or more checkpoints, found {keep}")
-        self._path = checkpoint_path(directory, wallet, instance)
-        super().__init__(self._path, "checkpoint")
+        self.path: Path = checkpoint_path(directory, wallet, instance)
+        super().__init__(self.path, "checkpoint")
         self._keep = keep
-        self._lock = FileLock(lock_path(self._path))
-
-    @property
-    def path(self) -> Path:
-        """Path of the newest checkpoint."""
-        return self._path
+        self._lock = FileLock(lock_path(self.path))
 
     def open(self) -> None:
-        """Takes the wallet's lock, as a save does too; call it before training begins, so that nothing is lost.
-
-        Raises:
-            CheckpointError: another process has it, or the folder cannot be written to.
-        """
+        """Takes the wallet's lock. Raises `CheckpointError`: another process has it, or the folder is not writable."""
         if self._lock.is_locked:
             return
         try:
-            make_folders(self._path.parent)
+            make_folders(self.path.parent)
             self._lock.acquire()
         except FileLockedError:
             raise CheckpointError(
-                f"expected {self._path.name} to be this process's alone, found another one training with the same "
-                f"wallet ({lock_path(self._path)} is locked); stop it, or give this one another --token, --node-id or "
+                f"expected {self.path.name} to be this process's alone, found another one training with the same "
+                f"wallet ({lock_path(self.path)} is locked); stop it, or give this one another --token, --node-id or "
                 "checkpoint folder"
             ) from None
         except OSError as error:
             raise CheckpointError(
-                f"{self._path.parent}: expected a folder for checkpoints that can be written to, found: {error}"
+                f"{self.path.parent}: expected a folder for checkpoints that can be written to, found: {error}"
             ) from error
 
     def save(self, contents: Mapping[str, object], *, wait: bool = False, timeout_s: float = TIMEOUT_S) -> bool:
         """Saves the state as it is now; returns whether it was begun, which it is not while another is being written.
 
-        Args:
-            contents: tensors and plain values (`CheckpointContents.to_mapping`), which may change afterwards.
-            wait: never leave this save out, and return once it is on the disk; a failure of the save before is then
-                only logged.
-            timeout_s: how long to wait.
+        The contents (`CheckpointContents.to_mapping`) may change afterwards. With ``wait`` it is never left out, is on
+        the disk when this returns, and a failure of the save before is only logged.
 
         Raises:
             CheckpointError: this save, or without ``wait`` the one before, could not be written, or ``contents`` cannot
@@ -217,19 +197,19 @@ class Checkpointer(BackgroundSaver):
         began = time.perf_counter()
         contents = staged()
         try:
-            write_file(self._path, contents, second_name=kept_path(self._path, step))
-            set_aside = set_aside_later(self._path, step)
+            write_file(self.path, contents, second_name=kept_path(self.path, step))
+            set_aside = set_aside_later(self.path, step)
             if set_aside:
-                sync_folder(self._path.parent)
+                sync_folder(self.path.parent)
                 names = ", ".join(path.name for path in set_aside)
                 logger.warning(
                     "the run went back to step %d: checkpoints of later steps are set aside as %s", step, names
                 )
-            for path in kept_paths(self._path)[self._keep :]:
+            for path in kept_paths(self.path)[self._keep :]:
                 path.unlink()
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self._path}: expected to write the checkpoint of step {step}, found: {error}; free some space or "
+                f"{self.path}: expected to write the checkpoint of step {step}, found: {error}; free some space or "
                 "name another folder (the checkpoint before is whole)"
             ) from error
         self.saved += 1

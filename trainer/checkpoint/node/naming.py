@@ -107,11 +107,7 @@ def former_wallet_id(token: str) -> str:
 
 
 def take_over_former_names(directory: str | os.PathLike[str], token: str, instance: str = "") -> None:
-    """Renames a token's checkpoints of earlier releases; the next call completes one that was interrupted.
-
-    Raises:
-        CheckpointError: they are in use, cannot be renamed, or the new names are taken.
-    """
+    """Renames a token's checkpoints of earlier releases. Raises `CheckpointError`: in use, or new ones are there."""
     former = checkpoint_path(directory, former_wallet_id(token), instance)
     newest = checkpoint_path(directory, wallet_id(token, ""), instance)
     names = {path: kept_path(newest, int(path.stem.rpartition("-")[2])) for path in reversed(kept_paths(former))}

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from trainer.model import ModelConfig
 from trainer.model.export import hf_names
+from trainer.model.init import EMBEDDING, OUTPUT
 
 __all__ = ["CONFIG_NAME", "METADATA_NAME", "HfFolder", "fingerprint", "no_model"]
 
@@ -41,20 +42,14 @@ class HfFolder:
         self._files = self._places()
 
     def require(self, config: ModelConfig) -> None:
-        """Checks the architecture, except for the size of the vocabulary.
-
-        Raises:
-            CheckpointMismatchError: it differs; the message names the fields.
-        """
+        """Checks all but the vocabulary. Raises `CheckpointMismatchError`: the architecture differs, by its fields."""
         classes = self._config.get("architectures") or ["none"]
         named = str(classes[0] if isinstance(classes, list) else classes)
         if named not in _CLASSES:
             raise CheckpointMismatchError(f"{self._path}: expected one of {', '.join(_CLASSES)}, found {named[:60]}")
         expected = _fields(config)
         found = self._stated(_CLASSES[named], expected)
-        wrong = [
-            f"{name} {found[name]!r} (here {expected[name]!r})" for name in expected if found[name] != expected[name]
-        ]
+        wrong = [f"{name} {found[name]!r} (here {value!r})" for name, value in expected.items() if found[name] != value]
         if wrong:
             raise CheckpointMismatchError(
                 f"{self._path}: expected the run's architecture, found {', '.join(wrong)}; change the run's model or "
@@ -69,9 +64,9 @@ class HfFolder:
     def names(self, config: ModelConfig) -> dict[str, str]:
         """The tensors' names by our names of parameters."""
         names = hf_names(config)
-        if self._config.get("tie_word_embeddings") and "readout.output.weight" in names:
+        if self._config.get("tie_word_embeddings") and OUTPUT in names:
             # Stages have an output matrix of their own, which begins as the embedding's.
-            names["readout.output.weight"] = names["embedding.weight"]
+            names[OUTPUT] = names[EMBEDDING]
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -35,11 +35,8 @@ logger = logging.getLogger(__name__)
 def load_initial_state(path: str | Path, plan: StagePlan, stage: str, *, seed: int = 0) -> dict[str, Tensor]:
     """The parameters of a stage, fp32 on the CPU, by their names in the whole model.
 
-    Args:
-        path: a folder of safetensors with config.json, or of torch.distributed.checkpoint.
-        plan: the run's.
-        stage: a stage of the plan.
-        seed: the run's, for rows that the model lacks.
+    ``path`` is a folder of safetensors with config.json, or of torch.distributed.checkpoint; ``seed`` is for rows that
+    it lacks.
 
     Raises:
         CheckpointMismatchError: the model has another architecture or more ids than the run; or the run trains in a
@@ -115,11 +112,8 @@ def _require_stated(folder: Path, config: ModelConfig) -> None:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, TrainerUsageError) as error:
         raise CorruptCheckpointError(f"{path}: expected an architecture, found: {str(error)[:120]}") from error
     ours, theirs = config.to_dict(), stated.to_dict()
-    wrong = [
-        f"{name} {theirs[name]!r} (here {ours[name]!r})"
-        for name in ours
-        if ours[name] != theirs[name] and name not in ("vocab_size", "max_seq_len")
-    ]
+    counted = [name for name in ours if name not in ("vocab_size", "max_seq_len")]
+    wrong = [f"{name} {theirs[name]!r} (here {ours[name]!r})" for name in counted if ours[name] != theirs[name]]
     if wrong:
         raise CheckpointMismatchError(f"{folder}: expected the run's architecture, found {', '.join(wrong)}")
 

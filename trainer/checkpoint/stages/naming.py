@@ -56,11 +56,7 @@ def time_us(seconds: float) -> int:
 
 
 def parse_time(text: str, now_us: int) -> int:
-    """Parses ISO 8601, in UTC unless it names a zone, or ``now``, into microseconds since 1970.
-
-    Raises:
-        TrainerUsageError: the text has another form.
-    """
+    """Microseconds since 1970 of ISO 8601, by default UTC, or ``now``. Raises `TrainerUsageError`: another form."""
     if text == "now":
         return now_us
     try:

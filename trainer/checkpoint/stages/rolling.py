@@ -45,17 +45,10 @@ def roll_back(
     dry_run: bool = False,
     in_use: bool = False,
 ) -> RollBack:
-    """Makes the newest set at or before a time the newest there is; arguments are those of `newest_set`, and others.
+    """Makes the newest set (`newest_set`) at or before a time the newest there is; files of other stages stay.
 
-    Args:
-        directory: of `StagewiseConfig.directory`.
-        run_id: the run.
-        at_us: the time, microseconds since 1970.
-        now_us: names the folder of newer files.
-        plan: as for `newest_set`.
-        stages: as for `newest_set`; other stages' files stay.
-        dry_run: move nothing.
-        in_use: allow workers of this machine to write meanwhile, as when one of them goes back alone.
+    ``now_us`` names the folder of newer files; ``in_use`` allows workers of this machine to write meanwhile, as when
+    one of them goes back alone.
 
     Raises:
         CheckpointError: there is no such set, workers are running, or files cannot be moved; only in the last case

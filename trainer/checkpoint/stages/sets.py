@@ -62,21 +62,12 @@ class StageSet:
 
 
 def newest_set(
-    directory: str | Path,
-    run_id: str,
-    at_us: int,
-    *,
-    plan: StagePlan | None = None,
-    stages: Collection[str] = (),
+    directory: str | Path, run_id: str, at_us: int, *, plan: StagePlan | None = None, stages: Collection[str] = ()
 ) -> StageSet:
     """The newest set at or before a time in microseconds since 1970; damaged files are passed over.
 
-    Args:
-        directory: of `StagewiseConfig.directory`.
-        run_id: the run.
-        at_us: the time.
-        plan: take only files of this architecture and cut; None for any.
-        stages: the requested stages, such as a worker's own if the others' files are elsewhere; empty for all.
+    Only files of the architecture and cut of ``plan`` count, if there is one, and only some ``stages``, such as a
+    worker's own where the others' files are elsewhere.
 
     Raises:
         CheckpointError: a stage has no such file; the message names it.

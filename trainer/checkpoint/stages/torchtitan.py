@@ -54,11 +54,7 @@ _NAMES: Final = {
 
 
 def torchtitan_names(config: ModelConfig) -> dict[str, str]:
-    """Torchtitan's names by our parameter names, in the model's order.
-
-    Raises:
-        ExportError: its Llama 3 cannot represent the model.
-    """
+    """Torchtitan's names by ours, in the model's order. Raises `ExportError`: its Llama 3 has no such model."""
     if config.qk_norm or config.reorder_norm:
         raise ExportError(
             "expected a model of the Llama form for torchtitan, found qk_norm or reorder_norm (OLMo-2), which its "

@@ -67,13 +67,8 @@ class StageCheckpoints(BackgroundSaver):
     def open(self, now: float) -> None:
         """Makes the folder and removes temporary files that a killed process of the same name left.
 
-        Until `close` the stage cannot be rolled back; so call this before reading the state to resume from.
-
-        Args:
-            now: seconds since 1970, from which the multiples of the interval are counted.
-
-        Raises:
-            CheckpointError: the folder cannot be written to.
+        Until `close` the stage cannot be rolled back; so call this before reading the state to resume from. The save of
+        the present interval (``now``: seconds since 1970) is taken as done. Raises `CheckpointError`: not writable.
         """
         try:
             make_folders(self._folder)
@@ -100,15 +95,12 @@ class StageCheckpoints(BackgroundSaver):
         return max(0.0, (time_us(now) - since_us) / 1e6) if is_known else 0.0
 
     def maybe_save(self, now: float, state_fn: Callable[[], StageState], mark: Hashable = None) -> bool:
-        """Saves if a multiple of the interval has passed since the last save; call it at every optimizer step.
+        """Saves if a multiple of the interval has passed since the last save, and returns whether it has begun to.
 
         Args:
             now: the wall clock, seconds since 1970. A clock that is set back saves at once, and goes on from there.
             state_fn: returns the present state; called only if it is saved.
             mark: differs from that of any other state; for `save_changes`.
-
-        Returns:
-            Whether a save has begun; none does while the one before is being written.
 
         Raises:
             CheckpointError: the folder cannot be written to (at the first call only), or the state cannot be saved.
@@ -129,11 +121,7 @@ class StageCheckpoints(BackgroundSaver):
         return True
 
     def save_changes(self, now: float, state_fn: Callable[[], StageState], mark: Hashable) -> bool:
-        """Saves as `save` does, unless this state is on the disk already; returns whether it was saved.
-
-        Raises:
-            CheckpointError: it could not be written, or not in time.
-        """
+        """Saves unless this state is on the disk already; whether it did. Raises `CheckpointError`: as `save`."""
         self.flush()
         if mark is not None and mark == self.last_mark:
             return False
@@ -141,11 +129,7 @@ class StageCheckpoints(BackgroundSaver):
         return True
 
     def save(self, now: float, state: StageState, *, mark: Hashable = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Saves now, and waits until it is on the disk.
-
-        Raises:
-            CheckpointError: it could not be written, or not in time.
-        """
+        """Saves now, and waits for it. Raises `CheckpointError`: it could not be written, or not in time."""
         if self._slot is None:
             self.open(now)
         deadline_s = time.monotonic() + timeout_s

@@ -58,11 +58,7 @@ class Basis:
         return is_one.long().argmax(dim=0)
 
     def check(self) -> None:
-        """Refuses a matrix that is no basis.
-
-        Raises:
-            BasisError: another type or shape, or columns that are not orthonormal.
-        """
+        """Raises `BasisError` for another type or shape, or columns that are not orthonormal."""
         matrix = self.matrix
         fits = matrix.dtype == torch.float32 and matrix.ndim == 2 and matrix.device.type == "cpu"
         if not fits or not 1 <= matrix.shape[1] <= matrix.shape[0]:
@@ -79,11 +75,7 @@ class Basis:
 
 @lru_cache(maxsize=4)
 def basis_of(dim: int, rank: int, seed: int) -> Basis:
-    """Returns the basis of a seed: so many coordinates, in ascending order.
-
-    Raises:
-        TrainerUsageError: the rank is not from 1 to dim.
-    """
+    """Returns the coordinates of a seed, ascending. Raises `TrainerUsageError`: the rank is not from 1 to dim."""
     if not 1 <= rank <= dim:
         raise TrainerUsageError(f"subspace.rank: expected 1 to dim = {dim}, found {rank}")
     order = np.argsort(truncated_normal(seed, "subspace.basis", 0, dim), kind="stable")

@@ -61,9 +61,7 @@ def _constrained_parameters(module: nn.Module, config: ModelConfig) -> dict[str,
 def zero_writers_(module: nn.Module, config: ModelConfig) -> None:
     """Sets the constrained parameters of a stage to their first values: zeros, in any basis and on any machine.
 
-    The stream begins as the fixed embedding alone. Narrow as it is, it is soon full of what untrained layers write:
-    `tiny` with rank 8 of 128 had a loss of 4.64 after 200 steps from here, and 4.67 from an ordinary model's first
-    weights, projected.
+    `tiny` with rank 8 of 128 had a loss of 4.64 after 200 steps, and 4.67 from an ordinary model's weights, projected.
     """
     for parameter in _constrained_parameters(module, config).values():
         parameter.zero_()

@@ -191,8 +191,8 @@ def test_a_copied_folder_falls_back_by_step_whatever_the_times_of_its_files(tmp_
 
 
 def test_instances_of_a_wallet_do_not_see_each_other(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, WALLET) as one, Checkpointer(tmp_path, WALLET, instance="rank-1") as other:
-        one.save(contents(1), wait=True)
-        other.save(contents(2), wait=True)
-    assert (newest_step(tmp_path), newest_step(tmp_path, "rank-1")) == (1, 2)
+    for step, instance in ((1, ""), (2, "rank-1")):
+        with Checkpointer(tmp_path, WALLET, instance=instance) as checkpointer:
+            checkpointer.save(contents(step), wait=True)
+    assert [newest_step(tmp_path, instance) for instance in ("", "rank-1", "other")] == [1, 2, None]
     assert newest_step(tmp_path / "missing") is None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
@@ -230,9 +231,7 @@ def test_damaged_folders_are_told(exported: _Export, tmp_path: Path) -> None:
         load_initial_state(tmp_path, plan, "tail")
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path, exported: _Export) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_weights_that_are_not_finite_are_refused(exported: _Export) -> None:
     folder = exported(_LLAMA, "hf")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = float("inf")

@@ -118,6 +118,11 @@ def test_all_ids_are_told_apart_from_the_start_and_the_fixed_part_is_no_state():
     assert torch.equal(hidden, fixed_table_of(model.config))
     assert float(torch.pdist(hidden).min()) > 0.3
     assert {name for name in model.state_dict() if name.startswith("embedding")} == {"embedding.weight"}
+    other = Transformer(model.config)  # Its fixed part is there without first weights.
+    init_weights(other, model.config, 9)
+    other.load_state_dict(model.state_dict())
+    ids, _ = random_tokens(64, 1, 8)
+    assert torch.equal(other.logits(ids), model.logits(ids))
 
 
 def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
@@ -164,15 +169,6 @@ def test_a_boundary_among_free_layers_is_refused():
         split(build_model(config, 0), _RANGES)
     with pytest.raises(TrainerUsageError, match="subspace_free_layers"):
         build_stage(config, _RANGES, 0, 0)
-
-
-def test_a_model_loaded_without_first_weights_has_its_fixed_part():
-    model = build_model(_config(), 0)
-    other = Transformer(model.config)
-    init_weights(other, model.config, 9)
-    other.load_state_dict(model.state_dict())
-    ids, _ = random_tokens(64, 1, 8)
-    assert torch.equal(other.logits(ids), model.logits(ids))
 
 
 @_NORMS
