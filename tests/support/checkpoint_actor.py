@@ -34,6 +34,16 @@ class Death:
     """By the kernel (SIGXFSZ) when a file would grow beyond this."""
 
 
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
 def contents(step: int) -> dict[str, Any]:
     values = torch.arange(NUM_VALUES, dtype=torch.float32) + step
     return {"training_rounds": step, "layers": {"0": {"w": values}}, "loader": {"position": step}}

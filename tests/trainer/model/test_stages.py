@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 
 import pytest
@@ -82,16 +83,12 @@ def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stag
     assert sorted(names) == sorted(whole.state_dict())
     shared = {id(parameter) for stage in stages for parameter in stage.parameters()}
     assert shared == {id(parameter) for parameter in whole.parameters()}
-    if num_stages > 1:
-        assert [type(stage) for stage in stages] == [HeadStage, *[BodyStage] * (num_stages - 2), TailStage]
-        ids, labels = random_tokens(64, 2, 5)
-        hidden = ids
-        for stage in stages[:-1]:
-            hidden = stage(hidden)
-        assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
-        assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
-    else:
-        assert stages == [whole]
+    kinds = [HeadStage, *[BodyStage] * (num_stages - 2), TailStage] if num_stages > 1 else [Transformer]
+    assert [type(stage) for stage in stages] == kinds
+    ids, labels = random_tokens(64, 2, 5)
+    hidden = reduce(lambda received, stage: stage(received), stages[:-1], ids)
+    assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
+    assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
+from tests.support.checkpoint_actor import Hostile
 from tests.support.model_configs import NUM_IDS, random_model, small_config
 from tests.support.stage_files import stage_parameters
 from trainer.checkpoint.stages import export_torchtitan, fingerprint, load_initial_state
@@ -43,11 +44,7 @@ def exported(tokenizer_json: Path, tmp_path: Path) -> _Export:
 
 
 def _all_stages(folder: Path, plan: StagePlan, seed: int = 0) -> dict[str, Tensor]:
-    return {
-        name: value
-        for stage in plan.names
-        for name, value in load_initial_state(folder, plan, stage, seed=seed).items()
-    }
+    return dict(ChainMap(*(load_initial_state(folder, plan, stage, seed=seed) for stage in plan.names)))
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: int) -> None:
@@ -84,13 +81,11 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_a_tied_model_s_output_begins_as_its_embedding(tokenizer_json: Path, tmp_path: Path) -> None:
+def test_a_tied_model_s_output_begins_as_its_embedding(exported: _Export) -> None:
     tied = small_config(vocab_size=NUM_IDS, tie_embeddings=True)
-    model = random_model(tied)
-    export_hf(model, tied, tokenizer_json, tmp_path / "hf")
     plan = StagePlan.of(replace(tied, tie_embeddings=False), 2)
-    found = load_initial_state(tmp_path / "hf", plan, "tail")
-    assert torch.equal(found["readout.output.weight"], model.embedding.weight)
+    found = load_initial_state(exported(tied, "hf"), plan, "tail")
+    assert torch.equal(found["readout.output.weight"], random_model(tied).embedding.weight)
 
 
 def test_rows_it_lacks_are_those_a_vocabulary_would_have_grown_by(exported: _Export) -> None:
@@ -110,24 +105,22 @@ def test_half_precision_becomes_fp32(exported: _Export) -> None:
         assert torch.equal(found[name], random_model(_LLAMA).state_dict()[name].bfloat16().float())
 
 
-def test_only_the_stage_s_own_files_are_read(tokenizer_json: Path, tmp_path: Path) -> None:
-    export_hf(random_model(_LLAMA), _LLAMA, tokenizer_json, tmp_path / "hf", max_file_bytes=3_000)
-    plan, index = StagePlan.of(_LLAMA, 3), json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    needed = {file for name, file in index["weight_map"].items() if name.startswith("model.layers.2.")}
-    for path in (tmp_path / "hf").glob("*.safetensors"):
-        if path.name not in needed:
-            path.unlink()
+def test_only_the_stage_s_own_files_are_read(exported: _Export) -> None:
+    folder, plan = exported(_LLAMA, "hf", max_file_bytes=3_000), StagePlan.of(_LLAMA, 3)
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for name, file in places.items() if name.startswith("model.layers.2.")}
+    for file in set(places.values()) - needed:
+        (folder / file).unlink()
     expected = stage_parameters(random_model(_LLAMA).state_dict(), plan, "body-1")
-    _assert_equal(load_initial_state(tmp_path / "hf", plan, "body-1"), expected, 300)
+    _assert_equal(load_initial_state(folder, plan, "body-1"), expected, 300)
     with pytest.raises(CorruptCheckpointError, match=r"expected a whole tensor model\."):
-        load_initial_state(tmp_path / "hf", plan, "head")
+        load_initial_state(folder, plan, "head")
 
 
 def _titan_state(config: ModelConfig) -> dict[str, Tensor]:
     state, found = random_model(config).state_dict(), {}
     for ours, theirs in torchtitan_names(config).items():
-        heads = rotated_heads(ours, config)
-        found[theirs] = from_halves(state[ours], heads) if heads else state[ours]
+        found[theirs] = from_halves(state[ours], rotated_heads(ours, config))
     return found
 
 
@@ -190,19 +183,11 @@ def test_what_only_the_config_says_is_looked_at_and_a_subspace_cannot_begin_with
         load_initial_state(folder, plan, "head")
 
 
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_a_description_that_would_run_something_is_refused(exported: _Export, tmp_path: Path) -> None:
     folder, trap = exported(_LLAMA, "titan"), tmp_path / "trap"
     whole = (folder / ".metadata").read_bytes()
     hostile = {
-        pickle.dumps(_Hostile(trap)): "which describes no tensor",
+        pickle.dumps(Hostile(trap)): "which describes no tensor",
         b"cbuiltins\neval\n(S'1'\ntR.": r"builtins\.eval",
         b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR.": "an attribute, which describes no tensor",
         whole[:100]: "expected a description of tensors",

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import zipfile
 from itertools import product
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.checkpoint_actor import Hostile
 from tests.support.model_configs import random_model, small_config
 from tests.support.stage_files import stage_parameters, write_model, write_stage
 from trainer.checkpoint.stages import RunShape, StageFile, StageHeader, StageState, assemble, newest_set, time_us
@@ -110,9 +110,6 @@ def test_each_stage_s_newest_up_to_the_moment(written: Path) -> None:
     found = newest_set(written, "run", time_us(1203))
     assert (found.first_us, found.last_us) == (time_us(607), time_us(1203))
     assert list(found.files) == ["head", "body-1", "tail"]
-
-
-def test_assembled_it_is_the_whole_model(written: Path) -> None:
     whole = assemble(newest_set(written, "run", time_us(1300)))
     expected = random_model(_CONFIG, 2).state_dict()
     assert whole.config == _CONFIG
@@ -194,18 +191,10 @@ def test_files_of_another_kind_stage_run_or_time_are_passed_over(
         newest_set(written, "copy", _LATER)
 
 
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_nothing_in_a_file_is_run(written: Path) -> None:
     trap = written / "trap"
-    (written / "run" / "head" / file_name(time_us(5000), "evil")).write_bytes(pickle.dumps(_Hostile(trap)))
-    torch.save({"kind": _Hostile(trap)}, written / "run" / "head" / file_name(time_us(5001), "evil"))
+    (written / "run" / "head" / file_name(time_us(5000), "evil")).write_bytes(pickle.dumps(Hostile(trap)))
+    torch.save({"kind": Hostile(trap)}, written / "run" / "head" / file_name(time_us(5001), "evil"))
     assert _versions(written, 1e9) == [2, 3, 2]
     assert not trap.exists()
 
