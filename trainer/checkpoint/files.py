@@ -110,9 +110,7 @@ class _Sink:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The contents of one file, tensors on the CPU.
 
-    Raises:
-        CorruptCheckpointError: it is damaged, or not a checkpoint.
-        CheckpointMismatchError: a later release wrote it.
+    Raises `CorruptCheckpointError`: it is damaged, or no checkpoint; `CheckpointMismatchError`: of a later release.
     """
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)

@@ -30,11 +30,7 @@ class StagePlan:
 
     @classmethod
     def of(cls, config: ModelConfig, num_stages: int, layers: Sequence[int] = (), cut: CutRule = "even") -> StagePlan:
-        """Cuts a model into stages of so many ``layers``, or by ``cut`` where none are given.
-
-        Raises:
-            TrainerUsageError: the numbers do not go together.
-        """
+        """Cuts a model into stages of ``layers``, or else by ``cut``. Raises `TrainerUsageError`: they do not fit."""
         names = stage_names(num_stages)
         if layers:
             if len(layers) != num_stages or sum(layers) != config.num_layers or min(layers) < 0:

@@ -136,10 +136,7 @@ class TailStage(_WithReadout):
 
 
 class Transformer(_WithReadout):
-    """The whole model: a head that is its own tail.
-
-    Its weights are PyTorch's defaults until `build_model`, `init_weights` or a checkpoint sets them.
-    """
+    """The whole model: a head that is its own tail, with PyTorch's weights until others are set."""
 
     def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False) -> None:
         embedding = make_embedding(config)
@@ -172,11 +169,7 @@ def build_stage(
     device: torch.device | str = "cpu",
     activation_checkpointing: bool = False,
 ) -> Stage:
-    """Builds the stage of this index of a cut into ``ranges`` of layers, with the first weights it has in the whole.
-
-    Raises:
-        TrainerUsageError: the ranges do not cover all layers in order, or the model cannot be cut.
-    """
+    """Builds a stage of a cut, with the weights it has in the whole. Raises `TrainerUsageError`: no such cut."""
     _check_ranges(config, ranges)
     if not 0 <= index < len(ranges):
         raise TrainerUsageError(f"expected a stage from 0 to {len(ranges) - 1}, found {index}")
@@ -198,11 +191,8 @@ def build_stage(
 def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
     """Cuts a whole into stages that share its modules and parameters: head, bodies, tail; or into itself alone.
 
-    ``stages`` is how many, or the layers of each; head and tail may be without layers.
-
-    Raises:
-        TrainerUsageError: there are more stages than layers, the ranges do not cover all layers in order, or the model
-            is tied and so cannot be cut.
+    ``stages`` is how many, or the layers of each; head and tail may be without layers. Raises `TrainerUsageError`: too
+    many stages, ranges that do not cover all layers in order, or a tied model.
     """
     config = model.config
     ranges = stage_ranges(config.num_layers, stages) if isinstance(stages, int) else tuple(stages)

@@ -67,10 +67,8 @@ def create_app(
     shutdown: ShutdownHook | None = None,
     pipeline: PipelineView | None = None,
 ) -> FastAPI:
-    """Builds the ASGI application; POST /api/shutdown and a driver's pages only where these are given.
-
-    FastAPI's own page is off: it runs scripts from a CDN under this node's origin.
-    """
+    """Builds the ASGI application; POST /api/shutdown and a driver's pages only where these are given."""
+    # FastAPI's own page is off: it runs scripts from a CDN under this node's origin.
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
     if pipeline is not None:

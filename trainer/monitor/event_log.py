@@ -90,11 +90,7 @@ class EventLog:
         return self._refused + self._unwritten
 
     def start(self) -> Self:
-        """Opens the file and begins to write.
-
-        Raises:
-            TrainerUsageError: the file cannot be opened, or another process writes it.
-        """
+        """Begins to write. Raises `TrainerUsageError`: the file cannot be opened, or another process writes it."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._lock = open_exclusive(self.path.with_suffix(".lock"), create=True)
@@ -135,11 +131,7 @@ class EventLog:
         self._put("round", fields_of)
 
     def event(self, kind: str, **fields: object) -> None:
-        """Logs any other event; the values must not change any more.
-
-        Raises:
-            ValueError: a field has the name of what every event has.
-        """
+        """Logs any other event, whose values must not change. Raises `ValueError`: a field that every event has."""
         if taken := _RESERVED_FIELDS.intersection(fields):
             raise ValueError(f"expected fields of other names than {sorted(_RESERVED_FIELDS)}, found {sorted(taken)}")
         self._put(kind, lambda: fields)
@@ -364,11 +356,7 @@ class Event:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yields the events of a log file, or of a log's directory node by node, in the order they were logged.
-
-    Raises:
-        TrainerUsageError: there is nothing at ``path``.
-    """
+    """Yields the events of a file, or of a directory node by node, in their order. Raises `TrainerUsageError`: none."""
     path = path.expanduser()
     if not path.exists():
         raise TrainerUsageError(

@@ -38,8 +38,7 @@ _EMA_WEIGHT = 0.02
 def loss_trend(losses: Sequence[float]) -> LossTrend:
     """Returns the trend of losses, the latest last; ``unknown`` for fewer than 80.
 
-    Windows of 40, 80, 160 ... losses are compared with as many before them, up to half of all: the shortest that shows
-    a change decides.
+    Windows of 40, 80, 160 ... are compared with as many before them: the shortest that shows a change decides.
     """
     values = np.asarray(losses, dtype=np.float64)
     longest = len(values) // 2

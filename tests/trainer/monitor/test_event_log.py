@@ -133,8 +133,7 @@ def test_full_files_are_numbered_and_the_oldest_go(tmp_path):
             if number % 10 == 0:
                 log.flush()
     files = sorted(path.name for path in tmp_path.glob("events-*.jsonl"))
-    assert len(files) == 4
-    assert files[-1] == "events-n.jsonl"
+    assert (len(files), files[-1]) == (4, "events-n.jsonl")
     kept = numbers(tmp_path)
     assert kept == list(range(1_000 - len(kept), 1_000))
     assert 100 < len(kept) < 400
@@ -150,9 +149,8 @@ def test_nodes_with_like_names_do_not_read_each_others_files(tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kill_loses_the_end_and_never_a_middle(tmp_path, seed):
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             flushed = [int(process.stdout.readline()) for _ in range(4 + seed)][-1]
             time.sleep(0.001 * seed)
@@ -179,9 +177,8 @@ def test_what_a_kill_left_of_a_line_is_cut_off_by_the_next_start(tmp_path, caplo
 
 @pytest.mark.slow
 def test_a_full_disk_costs_events_and_not_the_run(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     lost = int(done.stdout)
     assert lost > 100
     assert done.stderr.count("cannot write events") == 1

@@ -150,12 +150,7 @@ def peek(named: StageName) -> StageHeader:
 
 
 def read_stage(named: StageName) -> StageCheckpoint:
-    """Reads a file and checks its digest.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or does not match its name.
-        CheckpointMismatchError: a later release wrote it.
-    """
+    """Reads a file and checks its digest; raises what `peek` does."""
     _check_archive(named)
     document = read_checkpoint(named.path)
     header = _header(named, document)

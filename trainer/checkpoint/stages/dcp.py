@@ -121,12 +121,7 @@ class DcpFolder:
         return {name: tuple(entry.size) for name, entry in self._tensors.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads some of the tensors.
-
-        Raises:
-            CheckpointError: one is missing.
-            CorruptCheckpointError: one is unreadable.
-        """
+        """Reads tensors. Raises `CheckpointError`: one is missing; `CorruptCheckpointError`: one is unreadable."""
         wanted = list(names)
         missing = [name for name in wanted if name not in self._tensors]
         if missing:

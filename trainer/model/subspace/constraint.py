@@ -70,9 +70,7 @@ def zero_writers_(module: nn.Module, config: ModelConfig) -> None:
 class SubspaceConstraint:
     """Keeps one model, or one stage, within the subspace of a basis, by default the config's. It holds no state.
 
-    Raises:
-        TrainerUsageError: the config is of an ordinary model, or the basis is of another shape.
-        BasisError: the basis is not orthonormal.
+    Raises `TrainerUsageError`: an ordinary model's config, or a basis of another shape. Raises `BasisError`: no basis.
     """
 
     def __init__(self, module: nn.Module, config: ModelConfig, basis: Basis | None = None) -> None:
@@ -96,10 +94,7 @@ class SubspaceConstraint:
     def project_(self, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Projects weights, gradients or sums of gradients in place, by default the parameters themselves.
 
-        ``tensors`` are by parameter name; those that are not constrained stay as they are.
-
-        Raises:
-            TrainerUsageError: one has another shape.
+        Those that are not constrained stay as they are. Raises `TrainerUsageError`: one has another shape.
         """
         for name, tensor in (self._parameters if tensors is None else tensors).items():
             if name in self._parameters:

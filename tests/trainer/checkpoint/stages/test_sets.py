@@ -111,10 +111,10 @@ def test_each_stage_s_newest_up_to_the_moment(written: Path) -> None:
     assert (found.first_us, found.last_us) == (time_us(607), time_us(1203))
     assert list(found.files) == ["head", "body-1", "tail"]
     whole = assemble(newest_set(written, "run", time_us(1300)))
-    expected = random_model(_CONFIG, 2).state_dict()
+    state = random_model(_CONFIG, 2).state_dict()
     assert whole.config == _CONFIG
-    assert whole.state.keys() == expected.keys()
-    assert all(torch.equal(whole.state[name], expected[name]) for name in expected)
+    assert whole.state.keys() == state.keys()
+    assert all(torch.equal(whole.state[name], state[name]) for name in state)
 
 
 def test_a_stage_without_a_file_is_named(written: Path) -> None:
