@@ -34,6 +34,16 @@ class Death:
     """By the kernel (SIGXFSZ) when a file would grow beyond this."""
 
 
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
 def contents(step: int) -> dict[str, Any]:
     values = torch.arange(NUM_VALUES, dtype=torch.float32) + step
     return {"training_rounds": step, "layers": {"0": {"w": values}}, "loader": {"position": step}}
@@ -45,6 +55,15 @@ def check(found: dict[str, Any]) -> int:
     assert found["loader"] == {"position": step}
     assert torch.equal(found["layers"]["0"]["w"], contents(step)["layers"]["0"]["w"])
     return step
+
+
+def rewritten(path: Path, document: object) -> None:
+    """Replaces a file, of which another name keeps the contents, by bytes or by what torch makes of a document."""
+    path.unlink()
+    if isinstance(document, bytes):
+        path.write_bytes(document)
+    else:
+        torch.save(document, path)
 
 
 def newest_step(folder: Path, instance: str = "") -> int | None:
@@ -71,11 +90,7 @@ def hold(directory: str, ready: Any) -> None:
 def train(directory: str, until_step: int, output: str, *, die: bool = False) -> None:
     """Trains from the newest checkpoint, or the beginning, and saves at every step; the parameters go to a file.
 
-    Args:
-        directory: of the checkpoints.
-        until_step: how far.
-        output: where parameters and moments are written to.
-        die: by SIGKILL as soon as the last save has begun in the background.
+    It may ``die`` by SIGKILL as soon as the last save has begun in the background.
     """
     torch.set_num_threads(1)
     torch.manual_seed(3)

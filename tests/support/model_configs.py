@@ -1,15 +1,22 @@
-"""Shapes of some thousand parameters, and ids to train them with."""
+"""Models of some thousand parameters, ids to train them with, and a tokenizer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from manifests import FIRST_MERGE_ID, VocabularyFile
+from trainer.model import Transformer, build_model
 from trainer.model.config import ModelConfig
+from trainer.model.subspace import SubspaceConstraint
 
-__all__ = ["random_tokens", "small_config"]
+__all__ = ["NUM_IDS", "random_model", "random_tokens", "small_config", "write_tokenizer"]
+
+_MERGES = [(114 + 10, 111), (266, 118), (42, 126)]
+NUM_IDS = FIRST_MERGE_ID + len(_MERGES)
 
 
 def small_config(**changes: Any) -> ModelConfig:
@@ -31,3 +38,22 @@ def random_tokens(vocab_size: int, rows: int, num_tokens: int, *, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (rows, num_tokens + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
+
+
+def random_model(config: ModelConfig, seed: int = 3) -> Transformer:
+    """A model no weight of which is at a value that hides a mistake, such as norms of one."""
+    model = build_model(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    if config.subspace_rank:
+        SubspaceConstraint(model, config).project_()
+    return model
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer.json of `NUM_IDS` ids."""
+    path = folder / "tokenizer.json"
+    path.write_bytes(VocabularyFile.from_pairs(_MERGES, {"tiny": len(_MERGES)}).to_json())
+    return path

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from trainer.checkpoint.stages.parts import stage_shapes
 from trainer.inner import lr_at, make_optimizer
 from trainer.model import build_model, limit_ids
 from trainer.model.loss import IGNORED_LABEL
+from trainer.model.stages import stage_shapes
 from trainer.pipeline.ledger import Journal, LedgerSpec, MicroBatches
 from trainer.pipeline.ledger.records import Granted, Opened, Record, Settled
 from trainer.pipeline.protocol.work import MicroBatchId

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.support.checkpoint_actor import Death, arrange_death
-from tests.support.model_configs import small_config
+from tests.support.model_configs import random_model, small_config
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
-from trainer.checkpoint.stages.parts import stage_shapes
-from trainer.model import ModelConfig, Transformer, build_model
+from trainer.model import Transformer
 from trainer.model.plan import StagePlan
+from trainer.model.stages import stage_shapes
 
 __all__ = [
     "ACTOR_RUN",
     "INTERVAL_S",
     "actor_value",
+    "hold_stage",
     "random_model",
     "save_as_actor",
     "stage_parameters",
@@ -28,16 +31,6 @@ __all__ = [
 
 INTERVAL_S = 600.0
 ACTOR_RUN = "killed"
-
-
-def random_model(config: ModelConfig, seed: int = 3) -> Transformer:
-    """A model no weight of which is at a value that hides a mistake, such as norms of one."""
-    model = build_model(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    return model
 
 
 def stage_parameters(state: Mapping[str, Tensor], plan: StagePlan, stage: str) -> dict[str, Tensor]:
@@ -86,20 +79,24 @@ def write_model(
         write_stage(directory, plan, stage, times[stage], state, run_id=run_id, who=who)
 
 
-def _actor_plan() -> StagePlan:
-    return StagePlan.of(small_config(vocab_size=4096), 2)
-
-
 def save_as_actor(directory: str, version: int, death: Death) -> None:
     """Saves the head of a run of two stages at ``version`` intervals since 1970, and dies on the way."""
     torch.set_num_threads(1)
-    plan = _actor_plan()
-    shapes = stage_shapes(plan, "head")
-    parameters = {name: torch.full(shape, float(version)) for name, shape in shapes.items()}
+    plan = StagePlan.of(small_config(vocab_size=4096), 2)
+    parameters = {name: torch.full(shape, float(version)) for name, shape in stage_shapes(plan, "head").items()}
     config = StagewiseConfig(directory=directory, interval_s=INTERVAL_S, keep=2)
     with StageCheckpoints(config, ACTOR_RUN, plan, "head", "actor") as checkpoints:
         arrange_death(directory, death)
         checkpoints.save(version * INTERVAL_S, StageState(config=plan.config, version=version, parameters=parameters))
+
+
+def hold_stage(directory: str, ready: Any) -> None:
+    """Holds the lock of a writer of the tail of a run of two stages until it is killed."""
+    config = StagewiseConfig(directory=directory)
+    with StageCheckpoints(config, "run", StagePlan.of(small_config(), 2), "tail", "other") as checkpoints:
+        checkpoints.open(0.0)
+        ready.set()
+        signal.pause()
 
 
 def actor_value(directory: Path) -> int:

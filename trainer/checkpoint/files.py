@@ -2,8 +2,7 @@
 
 A file is what ``torch.save`` makes of tensors and plain values, with ``format`` and ``sha256`` added, and is read by
 ``torch.load(weights_only=True)``, which runs nothing. The digest is one sha256 over names, types, dtypes, shapes and
-values, each preceded by its kind and length, so that no two different trees have the same bytes. It covers the
-contents, not the file, so it can lie inside; some 1.8 GB/s, without the interpreter lock.
+values, each preceded by its kind and length, so that no two different trees have the same bytes; some 1.8 GB/s.
 """
 
 from __future__ import annotations
@@ -42,15 +41,11 @@ _ARCHIVE: Final = b"PK\x03\x04"
 
 
 def write_file(path: Path, contents: dict[str, object], *, second_name: Path | None = None) -> None:
-    """Writes contents and their digest; by one process at a time for each path.
+    """Writes tensors on the CPU and plain values with their digest; by one process at a time for each path.
 
-    The order is everything: a temporary file is written and fsynced, linked under its second name, and renamed; then
-    the folder is fsynced. Killed between any two of these, the file is the one before or this one, both whole.
-
-    Args:
-        path: what was there is replaced.
-        contents: tensors on the CPU and plain values; ``format`` and ``sha256`` are added.
-        second_name: another name in the same folder for the same file, if the file system has hard links.
+    The order is everything: a temporary file is written and fsynced, linked under its second name (if the file system
+    has hard links), and renamed; then the folder is fsynced. Killed between any two of these, the file is the one
+    before or this one, both whole.
 
     Raises:
         OSError: it cannot be written. What was there before is unchanged.
@@ -75,7 +70,6 @@ def write_file(path: Path, contents: dict[str, object], *, second_name: Path | N
 
 
 def _write_synced(path: Path, contents: dict[str, object]) -> None:
-    """Writes a new file, and waits until all of it is on the disk."""
     document = {FORMAT_KEY: _FORMAT, DIGEST: tree_digest(contents), **contents}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     sink = _Sink(descriptor)
@@ -116,15 +110,16 @@ class _Sink:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The contents of one file, tensors on the CPU.
 
-    Raises:
-        CorruptCheckpointError: it is damaged, or not a checkpoint.
-        CheckpointMismatchError: a later release wrote it.
+    Raises `CorruptCheckpointError`: it is damaged, or no checkpoint; `CheckpointMismatchError`: of a later release.
     """
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Damage causes any of a dozen errors, depending on where it is.
-        raise _corrupt(path, _described(error)) from error
+        # Damage causes any of a dozen errors; torch's advice to load a refused pickle all the same is left out.
+        found = "a pickle that is no tree of tensors and plain values"
+        if not isinstance(error, pickle.UnpicklingError):
+            found = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        raise _corrupt(path, found) from error
     if not isinstance(document, dict) or not isinstance(document.get(FORMAT_KEY), str):
         raise _corrupt(path, "a file of another kind")
     if document[FORMAT_KEY] != _FORMAT:
@@ -142,14 +137,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _described(error: Exception) -> str:
-    """An error of torch's in a line, without its advice to load a refused pickle all the same."""
-    if isinstance(error, pickle.UnpicklingError):
-        return "a pickle that is no tree of tensors and plain values"
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
 def _corrupt(path: Path, found: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{path}: expected a whole checkpoint, found {found}")
 
@@ -157,8 +144,7 @@ def _corrupt(path: Path, found: str) -> CorruptCheckpointError:
 def what_is_wrong(path: Path) -> str:
     """Describes what is wrong with a file, as far as can be seen without reading its tensors; empty for an archive.
 
-    torch's own errors for damaged files are obscure ("mmap can only be used with …"), and it reads on for ever if the
-    name leads to a device.
+    torch's own errors for damaged files are obscure, and it reads on for ever if the name leads to a device.
     """
     try:
         status = path.stat()
@@ -182,11 +168,7 @@ def what_is_wrong(path: Path) -> str:
 
 
 def tree_digest(tree: object) -> str:
-    """The digest of nested dicts, lists and tuples of CPU tensors and plain values: 64 hex digits.
-
-    Raises:
-        TypeError: something in it has another type.
-    """
+    """The digest of a tree of CPU tensors and plain values in hex. Raises `TypeError`: another type."""
     digest = hashlib.sha256()
     _add(digest, tree)
     return digest.hexdigest()
@@ -195,7 +177,10 @@ def tree_digest(tree: object) -> str:
 def _add(digest: _Hash, value: object) -> None:
     kind = type(value)
     if isinstance(value, Tensor):
-        _add_tensor(digest, value)
+        values = value.detach().contiguous().reshape(-1)
+        head = f"{value.dtype} {tuple(value.shape)}".encode()
+        digest.update(b"t%d;%s" % (len(head), head))
+        digest.update(values.view(torch.uint8).numpy().data)
     elif kind is dict and isinstance(value, dict):
         digest.update(b"d%d;" % len(value))
         for key, item in value.items():
@@ -207,13 +192,6 @@ def _add(digest: _Hash, value: object) -> None:
             _add(digest, item)
     else:
         _add_plain(digest, value)
-
-
-def _add_tensor(digest: _Hash, tensor: Tensor) -> None:
-    values = tensor.detach().contiguous().reshape(-1)
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    digest.update(b"t%d;%s" % (len(head), head))
-    digest.update(values.view(torch.uint8).numpy().data)
 
 
 def _add_plain(digest: _Hash, value: object) -> None:

@@ -1,13 +1,9 @@
 """The model: what a node trains, from its shape to the files other programs read.
 
 A decoder of the Llama family (RMSNorm, rotary positions, SwiGLU, grouped-query attention) with OLMo-2's normalisation
-as an option. One machine holding all layers and a pipeline of strangers run the same stage modules.
-
-Guarantees: the whole and its cut into any stages give bit-identical losses and gradients (fp32 on a CPU); first weights
-are a function of seed and parameter name, whatever the cut or the machine; a vocabulary grows without changing a bit of
-the rows that were there; an export to Hugging Face gives the same logits in transformers. The trade-off: projections
-stay one matrix each, so that stages, growth and export only rename; a fused query-key-value matrix would save two
-launches a layer.
+as an option. The whole and its cut into any stages give bit-identical losses and gradients (fp32 on a CPU). The
+trade-off: projections stay one matrix each, so that stages, growth and export only rename; a fused query-key-value
+matrix would save two launches a layer.
 
 Modules that need torch (1 to 2 s) are imported when one of their names is first used.
 """

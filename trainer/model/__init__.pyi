@@ -2,20 +2,16 @@
 
 from .config import ModelConfig as ModelConfig
 from .export import export_hf as export_hf
-from .growth import VOCAB_STEP as VOCAB_STEP
-from .growth import grow_rows as grow_rows
-from .growth import grow_vocabulary as grow_vocabulary
-from .growth import limit_ids as limit_ids
-from .growth import rows_for as rows_for
 from .init import init_weights as init_weights
-from .memory import available_memory_bytes as available_memory_bytes
 from .plan import stage_ranges as stage_ranges
 from .sizing import PRESETS as PRESETS
+from .sizing import available_memory_bytes as available_memory_bytes
 from .sizing import choose_architecture as choose_architecture
 from .sizing import flops_per_token as flops_per_token
 from .sizing import memory_bytes as memory_bytes
 from .sizing import num_parameters as num_parameters
 from .sizing import preset as preset
+from .stages import VOCAB_STEP as VOCAB_STEP
 from .stages import BodyStage as BodyStage
 from .stages import HeadStage as HeadStage
 from .stages import Stage as Stage
@@ -23,4 +19,8 @@ from .stages import TailStage as TailStage
 from .stages import Transformer as Transformer
 from .stages import build_model as build_model
 from .stages import build_stage as build_stage
+from .stages import grow_rows as grow_rows
+from .stages import grow_vocabulary as grow_vocabulary
+from .stages import limit_ids as limit_ids
+from .stages import rows_for as rows_for
 from .stages import split as split

@@ -1,7 +1,4 @@
-"""The shape of a model: the fifteen numbers and switches that two nodes must share to train together.
-
-A config that exists describes a model that can be built; two equal configs have the same parameters by name and shape.
-"""
+"""The shape of a model: the fifteen numbers and switches that two nodes must share to train together."""
 
 from __future__ import annotations
 
@@ -21,30 +18,22 @@ _SUBSPACE = ("subspace_rank", "subspace_seed", "subspace_free_layers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A decoder's shape.
-
-    Raises:
-        TrainerUsageError: a field is out of range, or two do not go together.
-    """
+    """A decoder's shape. Raises `TrainerUsageError`: a field is out of range, or two do not go together."""
 
     vocab_size: int
-    """Rows of embedding and output, padding included (`trainer.model.growth.rows_for`)."""
+    """Rows of embedding and output, padding included (`trainer.model.rows_for`)."""
     dim: int
     """Width of the residual stream."""
     num_layers: int
-    """Blocks of attention and feed-forward."""
     num_heads: int
     """Query heads; each has dim / num_heads values."""
     num_kv_heads: int
     """Key and value heads; each serves num_heads / num_kv_heads query heads."""
     ffn_dim: int
-    """Width inside the feed-forward part."""
     max_seq_len: int = 1024
     """Longest sequence, in tokens; the table of rotary positions has that many rows."""
     rope_theta: float = 500_000.0
-    """Base of the rotary wavelengths."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside each norm."""
     qk_norm: bool = False
     """Queries and keys are normalised over all heads before they are rotated (OLMo-2)."""
     reorder_norm: bool = False
@@ -120,11 +109,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> ModelConfig:
-        """Reads what `to_dict` wrote; fields with a default may be missing, as in files of earlier releases.
-
-        Raises:
-            TrainerUsageError: a field is unknown, missing, of another type, or out of range.
-        """
+        """Reads what `to_dict` wrote, or an earlier release. Raises `TrainerUsageError`: the fields are others."""
         known = {field.name: field.default is MISSING for field in fields(ModelConfig)}
         unknown = sorted(values.keys() - known.keys())
         missing = sorted(name for name, is_required in known.items() if is_required and name not in values)
@@ -136,11 +121,7 @@ class ModelConfig:
 
 
 def stage_names(num_stages: int) -> tuple[str, ...]:
-    """Returns the names of a run's stages, in order.
-
-    Raises:
-        TrainerUsageError: there are fewer than two.
-    """
+    """Returns the names of a run's stages, in order. Raises `TrainerUsageError`: there are fewer than two."""
     if num_stages < 2:
         raise TrainerUsageError(f"swarm.num_stages: expected 2 or more, found {num_stages}")
     return ("head", *(f"body-{number}" for number in range(1, num_stages - 1)), "tail")

@@ -1,9 +1,8 @@
 """A trained model in Hugging Face's form: a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
 
-Guarantees: transformers gives the same logits for the same ids; the folder appears whole or not at all; ids are exactly
-the tokenizer's (rows that only pad the vocabulary are left out, so nothing can be generated that cannot be decoded).
-Plain models become ``LlamaForCausalLM``; with ``qk_norm`` and ``reorder_norm`` both, ``Olmo2ForCausalLM``; with one of
-them alone no class of transformers reads the model, and the export is refused. transformers itself is not needed.
+transformers gives the same logits for the same ids, which are exactly the tokenizer's: rows that only pad the
+vocabulary are left out, so nothing can be generated that cannot be decoded. Plain models become ``LlamaForCausalLM``;
+with ``qk_norm`` and ``reorder_norm`` both, ``Olmo2ForCausalLM``. transformers itself is not needed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -24,17 +24,24 @@ from manifests import EOS_ID, SPECIAL_TOKENS, VocabularyFile
 from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model.config import ModelConfig
-from trainer.model.stages import Transformer
-from trainer.model.subspace.embedding import plain_config, plain_state
+from trainer.model.init import EMBEDDING, OUTPUT
+from trainer.model.stages import Transformer, model_shapes
+from trainer.model.subspace.constraint import plain_config, plain_state
 
-__all__ = ["ExportType", "export_hf", "hf_names", "read_vocabulary", "without_padding"]
+__all__ = [
+    "ExportType",
+    "export_hf",
+    "exported_weights",
+    "hf_names",
+    "new_folder",
+    "read_vocabulary",
+    "tokenizer_files",
+]
 
 ExportType = Literal["float32", "bfloat16", "float16"]
 
 _PAD_ID = SPECIAL_TOKENS.index("<|pad|>")
 _BOS_ID = SPECIAL_TOKENS.index("<|bos|>")
-_EMBEDDING = "embedding.weight"
-_OUTPUT = "readout.output.weight"
 
 
 def export_hf(
@@ -48,28 +55,35 @@ def export_hf(
 ) -> list[Path]:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files; returns their paths.
 
-    Args:
-        model: the whole model, or its state dict, such as a checkpoint holds.
-        config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is
-            written as the ordinary model that computes the same.
-        tokenizer_json_path: the store's tokenizer.json.
-        out_dir: the folder to make; an existing one must be empty.
-        dtype: of the weights on disk.
-        max_file_bytes: larger weights are split over several files, with an index.
+    The ``vocab_size`` of the config may be older than the state, whose rows count. A subspace network is written as the
+    ordinary model that computes the same. ``out_dir`` is made whole or not at all; an existing one must be empty.
+    Weights larger than ``max_file_bytes`` are split over several files, with an index.
 
     Raises:
         ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
             not finite, the tokenizer has more ids than the model rows, or the folder cannot be written.
     """
+    from huggingface_hub import save_torch_state_dict  # Half a second, for exports alone.
+
     state = plain_state(model.state_dict() if isinstance(model, Transformer) else model, config)
     config = plain_config(config)
     vocabulary = read_vocabulary(tokenizer_json_path)
-    documents = _documents(config, vocabulary, dtype)
-    weights = _weights(state, config, vocabulary.next_merge_id, getattr(torch, dtype))
-    try:
-        return _write(documents, weights, out_dir, max_file_bytes)
-    except OSError as error:
-        raise ExportError(f"cannot write the export {out_dir}: {error}") from error
+    num_ids = vocabulary.next_merge_id
+    files = tokenizer_files(vocabulary)
+    tokenizer_config = json.loads(files["tokenizer_config.json"]) | {"model_max_length": config.max_seq_len}
+    files |= {
+        "tokenizer_config.json": _json(tokenizer_config),
+        "generation_config.json": _json({"pad_token_id": _PAD_ID, "bos_token_id": _BOS_ID, "eos_token_id": EOS_ID}),
+        "config.json": _json(_hf_config(config, num_ids, dtype)),
+    }
+    weights = exported_weights(state, config, hf_names(config), num_ids, getattr(torch, dtype))
+    with new_folder(out_dir) as folder:
+        for name, body in files.items():
+            (folder / name).write_bytes(body)
+        save_torch_state_dict(weights, folder, max_shard_size=max_file_bytes)
+        for file in folder.iterdir():  # Some are written as private temporary files.
+            file.chmod(0o644)
+    return sorted(out_dir.iterdir())
 
 
 def _hf_config(config: ModelConfig, num_ids: int, dtype: ExportType) -> dict[str, object]:
@@ -102,11 +116,7 @@ def _hf_config(config: ModelConfig, num_ids: int, dtype: ExportType) -> dict[str
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Maps our parameter names to Hugging Face's, in the model's order.
-
-    Raises:
-        ExportError: no class of transformers reads such a model.
-    """
+    """Maps our names to Hugging Face's, in the model's order. Raises `ExportError`: it has no class for the model."""
     if _is_olmo2(config):
         norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
         norms |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
@@ -114,12 +124,12 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
         norms = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
     matrices = {f"attention.{part}_proj": f"self_attn.{part}_proj" for part in "qkvo"}
     matrices |= {f"feed_forward.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-    names = {_EMBEDDING: "model.embed_tokens.weight"}
+    names = {EMBEDDING: "model.embed_tokens.weight"}
     for number in range(config.num_layers):
         for ours, theirs in (matrices | norms).items():
             names[f"layers.{number}.{ours}.weight"] = f"model.layers.{number}.{theirs}.weight"
     names["readout.norm.weight"] = "model.norm.weight"
-    return names if config.tie_embeddings else names | {_OUTPUT: "lm_head.weight"}
+    return names if config.tie_embeddings else names | {OUTPUT: "lm_head.weight"}
 
 
 def _is_olmo2(config: ModelConfig) -> bool:
@@ -132,50 +142,49 @@ def _is_olmo2(config: ModelConfig) -> bool:
 
 
 def read_vocabulary(path: Path) -> VocabularyFile:
-    """Reads a store's tokenizer.json.
-
-    Raises:
-        ExportError: it cannot be read, or is no vocabulary.
-    """
+    """Reads a store's tokenizer.json. Raises `ExportError`: it cannot be read, or is no vocabulary."""
     try:
         return VocabularyFile.from_json(path.read_bytes())
     except (OSError, ContractError) as error:
         raise ExportError(f"expected the store's tokenizer.json at {path}: {error}") from error
 
 
-def _documents(config: ModelConfig, vocabulary: VocabularyFile, dtype: ExportType) -> dict[str, bytes]:
-    """Every file but the weights."""
-    generation = {"pad_token_id": _PAD_ID, "bos_token_id": _BOS_ID, "eos_token_id": EOS_ID}
-    tokenizer_config = json.loads(hf_tokenizer_config(vocabulary)) | {"model_max_length": config.max_seq_len}
+def tokenizer_files(vocabulary: VocabularyFile) -> dict[str, bytes]:
+    """Returns a tokenizer's two files in Hugging Face's form by name. Raises `ExportError`: it has none."""
     try:
         tokenizer = hf_tokenizer_json(vocabulary)
     except GenesisError as error:
         raise ExportError(f"the tokenizer cannot be exported: {error}") from error
-    return {
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": _json(tokenizer_config),
-        "generation_config.json": _json(generation),
-        "config.json": _json(_hf_config(config, vocabulary.next_merge_id, dtype)),
-    }
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": hf_tokenizer_config(vocabulary)}
 
 
-def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    names = hf_names(config)
-    tied = {_OUTPUT} if config.tie_embeddings else set()
+def exported_weights(
+    state: Mapping[str, Tensor], config: ModelConfig, names: Mapping[str, str], num_ids: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns a whole model's weights by their ``names`` elsewhere, on the CPU, without rows that pad the vocabulary.
+
+    Raises:
+        ExportError: a weight is missing, unknown, of the wrong shape or not finite.
+    """
+    tied = {OUTPUT} if config.tie_embeddings else set()
     missing, unknown = names.keys() - state.keys(), state.keys() - names.keys() - tied
     if missing or unknown:
         raise ExportError(
             f"expected the weights of a model of {config.num_layers} layers; missing {sorted(missing)[:3]}, unknown "
             f"{sorted(unknown)[:3]}; give the whole model's state and its own config"
         )
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    shapes = model_shapes(config)
     weights = {}
     for ours, theirs in names.items():
-        tensor = state[ours].detach()
-        expected = shapes[ours]
-        if ours in (_EMBEDDING, _OUTPUT):
-            tensor, expected = without_padding(ours, tensor, num_ids), (num_ids, config.dim)
+        tensor, expected = state[ours].detach(), shapes[ours]
+        if ours in (EMBEDDING, OUTPUT):
+            if tensor.shape[0] < num_ids:
+                raise ExportError(
+                    f"{ours}: expected a row for each of the tokenizer's {num_ids} ids, found {tensor.shape[0]}; give "
+                    "the tokenizer.json the model was trained with"
+                )
+            # A view would drag the padding rows into the file.
+            tensor, expected = tensor[:num_ids].clone(), (num_ids, config.dim)
         if tuple(tensor.shape) != expected:
             raise ExportError(f"{ours}: expected the shape {expected}, found {tuple(tensor.shape)}")
         tensor = tensor.to(device="cpu", dtype=dtype).contiguous()
@@ -185,43 +194,23 @@ def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dty
     return weights
 
 
-def without_padding(name: str, tensor: Tensor, num_ids: int) -> Tensor:
-    """Returns embedding or output without the rows from ``num_ids`` on, which pad it; other parameters as they are.
-
-    Raises:
-        ExportError: there are fewer rows than ids.
-    """
-    if name not in (_EMBEDDING, _OUTPUT):
-        return tensor
-    if tensor.shape[0] < num_ids:
-        raise ExportError(
-            f"{name}: expected a row for each of the tokenizer's {num_ids} ids, found {tensor.shape[0]}; give the "
-            "tokenizer.json the model was trained with"
-        )
-    return tensor[:num_ids].clone()  # a view would drag the padding rows into the file
-
-
-def _write(
-    documents: Mapping[str, bytes], weights: dict[str, Tensor], out_dir: Path, max_file_bytes: int
-) -> list[Path]:
-    """Fills a folder beside ``out_dir`` and renames it."""
-    from huggingface_hub import save_torch_state_dict  # half a second; only exports need it
-
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ExportError(f"expected {out_dir} to be a new or empty folder; name another, or remove what is there")
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+@contextmanager
+def new_folder(out_dir: Path) -> Iterator[Path]:
+    """A folder that gets its name once it is filled. Raises `ExportError`: the name is taken, or it is not writable."""
+    folder = None
     try:
-        for name, body in documents.items():
-            (folder / name).write_bytes(body)
-        save_torch_state_dict(weights, folder, max_shard_size=max_file_bytes)
-        for file in folder.iterdir():  # Some are written as private temporary files.
-            file.chmod(0o644)
+        if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+            raise ExportError(f"expected {out_dir} to be a new or empty folder; name another, or remove what is there")
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
+        yield folder
         folder.chmod(0o755)
         folder.replace(out_dir)
+    except OSError as error:
+        raise ExportError(f"cannot write the export {out_dir}: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return sorted(out_dir.iterdir())
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _json(value: object) -> bytes:

@@ -1,15 +1,12 @@
 """First weights: a truncated normal, narrower for deeper layers, the same bits on every machine (spec T-3).
 
-Every value is a function of seed, parameter name and position in the parameter. So a stage built alone equals its part
-of the whole, nodes that never met start from one state, and the rows a vocabulary grows by are those a larger model
-would have begun with. The random integers are numpy's Philox stream (frozen by numpy's compatibility policy), and the
-normal comes from a table of 4,097 quantiles with one fp32 multiplication and addition: no function whose last bit
-differs between processors. It takes 7 ns a value on one core: 1 s for 125M, 1 minute for 7.5B parameters.
+Every value is a function of seed, parameter name and position in the parameter. The random integers are numpy's Philox
+stream (frozen by numpy's compatibility policy), and the normal comes from a table of 4,097 quantiles with one fp32
+multiplication and addition: no function whose last bit differs between processors. It takes 7 ns a value on one core.
 
-Matrices have std sqrt(2 / (5·dim)) (0.02 at 1,000 dimensions); those that write to the residual stream, o_proj and
-down_proj, are divided by sqrt(2·(layer + 1)); norms are ones. The embedding has 0.2, unless it is the output matrix
-too: after 120 steps of `tiny` on documentation text the loss was 3.85, against 4.17 with an embedding as narrow as the
-matrices and 4.06 with std 1. Values beyond 3 std do not occur.
+Matrices have std sqrt(2 / (5·dim)); those that write to the residual stream are divided by sqrt(2·(layer + 1)); norms
+are ones. The embedding has 0.2, unless it is the output matrix too: after 120 steps of `tiny` the loss was 3.85,
+against 4.17 with an embedding as narrow as the matrices and 4.06 with std 1. Values beyond 3 std do not occur.
 """
 
 from __future__ import annotations
@@ -28,7 +25,19 @@ from torch import Tensor, nn
 
 from trainer.model.config import ModelConfig
 
-__all__ = ["STREAM_WRITER", "fill_seeded_", "init_std", "init_weights", "seeded_normal", "truncated_normal"]
+__all__ = [
+    "EMBEDDING",
+    "OUTPUT",
+    "STREAM_WRITER",
+    "fill_seeded_",
+    "init_std",
+    "init_weights",
+    "seeded_normal",
+    "truncated_normal",
+]
+
+EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"
+"""The two parameters with a row for each id."""
 
 _CUT = 3.0
 """Standard deviations beyond which there are no values."""
@@ -56,7 +65,7 @@ def init_weights(module: nn.Module, config: ModelConfig, seed: int) -> None:
 
 def init_std(name: str, config: ModelConfig) -> float:
     """Returns the standard deviation, before the cut, of the first values of a matrix of this name."""
-    if name == "embedding.weight" and not config.tie_embeddings:
+    if name == EMBEDDING and not config.tie_embeddings:
         return _EMBEDDING_STD
     std = math.sqrt(2 / (5 * config.dim))
     matched = STREAM_WRITER.fullmatch(name)

@@ -2,9 +2,6 @@
 
 Norms and rotations are computed in the type of the master weights (fp32), also under autocast. Queries and keys are
 rotated by halves, as Hugging Face does, so that an export only renames.
-
-With ``reorder_norm`` a block is OLMo-2's: h + norm(attention(h)), then h + norm(feed_forward(h)), and ``qk_norm``
-normalises queries and keys over all heads together. Without: Llama's h + attention(norm(h)).
 """
 
 from __future__ import annotations
@@ -19,16 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 
-__all__ = ["Block", "Layers", "RMSNorm", "make_blocks", "rotary_table"]
+__all__ = ["Layers", "RMSNorm", "make_blocks"]
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight, in the weight's type.
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in the weight's type.
 
-    Args:
-        num_values: of the last dimension.
-        eps: added to the mean square.
-        constant_gain: value of a weight that is fixed and no part of the state; None: the weight is learned, from 1.
+    With a ``constant_gain`` the weight is fixed and no part of the state; else it is learned, from 1.
     """
 
     weight: Tensor
@@ -44,14 +38,6 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalises the last dimension."""
         return functional.rms_norm(hidden.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-
-
-def rotary_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines of every position, fp32[max_seq_len, 1, head_dim]; halves repeat."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    positions = torch.arange(config.max_seq_len, dtype=torch.float32)
-    angles = torch.outer(positions, 1.0 / (config.rope_theta**half)).repeat(1, 2).unsqueeze(1)
-    return angles.cos(), angles.sin()
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,12 +89,10 @@ class _FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """One layer: attention and feed-forward, each added to the residual stream.
+class _Block(nn.Module):
+    """One layer: Llama's h + part(norm(h)) for attention and feed-forward, or OLMo-2's h + norm(part(h)).
 
-    Args:
-        config: the model's shape.
-        is_constrained: it writes within a subspace, so a norm behind its parts may only scale a whole position.
+    One that ``is_constrained`` writes within a subspace, so a norm behind its parts may only scale a whole position.
     """
 
     def __init__(self, config: ModelConfig, *, is_constrained: bool = False) -> None:
@@ -121,7 +105,7 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Maps hidden[batch, tokens, dim] to the same shape; cos and sin are `rotary_table`'s rows of the tokens."""
+        """Maps hidden[batch, tokens, dim] to the same shape; cos and sin are the rows of the tokens' positions."""
         if self.reorder_norm:
             hidden = hidden + self.attention_norm(self.attention(hidden, cos, sin))
             out: Tensor = hidden + self.feed_forward_norm(self.feed_forward(hidden))
@@ -131,37 +115,33 @@ class Block(nn.Module):
         return out
 
 
-def make_blocks(config: ModelConfig, numbers: Iterable[int]) -> dict[str, Block]:
-    """Builds the layers of these numbers, by number, as `Layers` takes them."""
-    return {str(number): Block(config, is_constrained=config.is_constrained(number)) for number in numbers}
+def make_blocks(config: ModelConfig, numbers: Iterable[int]) -> dict[str, nn.Module]:
+    """Builds the layers of these numbers, by number."""
+    return {str(number): _Block(config, is_constrained=config.is_constrained(number)) for number in numbers}
 
 
 class Layers(nn.ModuleDict):
     """Consecutive blocks, by their number in the whole model, and the positions they share.
 
-    Args:
-        config: the model's shape.
-        blocks: by number, as decimal strings, in order; may be empty.
-        activation_checkpointing: keep only each block's input and run the block again in the backward pass: about a
-            third more compute for the activations of one block instead of all.
+    With ``activation_checkpointing`` only each block's input is kept, and the block runs again in the backward pass:
+    about a third more compute for the activations of one block instead of all.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, blocks: dict[str, Block], *, activation_checkpointing: bool) -> None:
-        super().__init__(blocks)
+    def __init__(self, config: ModelConfig, numbers: Iterable[int], *, activation_checkpointing: bool) -> None:
+        super().__init__(make_blocks(config, numbers))
         self.activation_checkpointing = activation_checkpointing
-        cos, sin = rotary_table(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        positions = torch.arange(config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions, 1.0 / (config.rope_theta**half)).repeat(1, 2).unsqueeze(1)
+        # fp32[max_seq_len, 1, head_dim]; halves repeat.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Runs all blocks over hidden[batch, tokens, dim].
-
-        Raises:
-            TrainerUsageError: the sequence is longer than the model's longest.
-        """
+        """Maps hidden[batch, tokens, dim]. Raises `TrainerUsageError`: more tokens than the longest sequence."""
         num_tokens = hidden.shape[1]
         if num_tokens > self.cos.shape[0]:
             raise TrainerUsageError(

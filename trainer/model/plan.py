@@ -1,8 +1,7 @@
 """How a model is cut: which layers each stage has, evenly or so that the heaviest stage is as light as possible.
 
-Even shares suit many layers. With few, the head's embedding and the tail's output matrix and logits weigh as much as
-several layers, and a cut by memory gives the bodies more of them: of ``tiny`` with 32,000 ids in three stages, an even
-cut's heaviest stage has 4.3 M of 9.1 M parameters in any case, so the body takes all layers.
+Even shares suit many layers. With few, the head's embedding and the tail's output matrix weigh as much as several
+layers, and a cut by memory gives the bodies more of them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,15 @@ CutRule = Literal["even", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The stages of a run, in order; the same at all its nodes."""
+    """The stages of a run and their layers, in order; the same at all its nodes."""
 
     config: ModelConfig
-    """Of the whole model."""
     names: tuple[str, ...]
     ranges: tuple[range, ...]
-    """Layers of each."""
 
     @classmethod
     def of(cls, config: ModelConfig, num_stages: int, layers: Sequence[int] = (), cut: CutRule = "even") -> StagePlan:
-        """Cuts a model into stages of so many ``layers``, or by ``cut`` where none are given.
-
-        Raises:
-            TrainerUsageError: the numbers do not go together.
-        """
+        """Cuts a model into stages of ``layers``, or else by ``cut``. Raises `TrainerUsageError`: they do not fit."""
         names = stage_names(num_stages)
         if layers:
             if len(layers) != num_stages or sum(layers) != config.num_layers or min(layers) < 0:
@@ -45,10 +38,9 @@ class StagePlan:
                     f"swarm.layers: expected {num_stages} numbers that add up to {config.num_layers}, "
                     f"found {list(layers)}"
                 )
-            return cls(config, names, _ranges(layers))
-        if cut == "memory":
-            return cls(config, names, _ranges(cut_by_memory(config, num_stages)))
-        return cls(config, names, stage_ranges(config.num_layers, num_stages))
+        elif cut == "memory":
+            layers = cut_by_memory(config, num_stages)
+        return cls(config, names, _ranges(layers) if layers else stage_ranges(config.num_layers, num_stages))
 
     @property
     def num_stages(self) -> int:
@@ -56,31 +48,19 @@ class StagePlan:
         return len(self.names)
 
     def around(self, name: str) -> tuple[str, ...]:
-        """Returns a stage and those next to it, head first.
-
-        Raises:
-            TrainerUsageError: the run has no such stage.
-        """
+        """Returns a stage and those next to it, head first. Raises `TrainerUsageError`: the run has no such stage."""
         index = self.index(name)
         return self.names[max(0, index - 1) : index + 2]
 
     def index(self, name: str) -> int:
-        """Returns the place of a stage.
-
-        Raises:
-            TrainerUsageError: the run has none of that name.
-        """
+        """Returns the place of a stage. Raises `TrainerUsageError`: the run has none of that name."""
         if name not in self.names:
             raise TrainerUsageError(f"stage: expected one of {', '.join(self.names)}, found {name!r}")
         return self.names.index(name)
 
 
 def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Returns the layers of each stage, dealt out evenly: sizes differ by one at most, larger ones first.
-
-    Raises:
-        TrainerUsageError: there are fewer layers than stages, or no stage.
-    """
+    """Deals out layers evenly, more to the first. Raises `TrainerUsageError`: fewer layers than stages, or no stage."""
     if not 1 <= num_stages <= num_layers:
         raise TrainerUsageError(f"expected at most a stage for each of {num_layers} layers, found {num_stages} stages")
     each, larger = divmod(num_layers, num_stages)
@@ -88,13 +68,7 @@ def stage_ranges(num_layers: int, num_stages: int) -> tuple[range, ...]:
 
 
 def cut_by_memory(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
-    """Returns the number of layers of each stage such that the largest stage has as few parameters as possible.
-
-    Among equally good cuts it takes the one that fills the earlier stages last.
-
-    Raises:
-        TrainerUsageError: there are more bodies than layers.
-    """
+    """Returns the layers of each stage that make the largest smallest. Raises `TrainerUsageError`: too many bodies."""
     if num_stages - 2 > config.num_layers:
         raise TrainerUsageError(f"expected at most {config.num_layers} bodies, found {num_stages - 2} to cut")
     layer = layer_parameters(config)

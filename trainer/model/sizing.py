@@ -1,20 +1,18 @@
-"""Sizes of models: presets by name, what a shape takes, and the largest preset that fits a memory. Arithmetic only.
+"""Sizes of models: presets by name, what a shape takes, and the largest preset that fits the memory there is.
 
 A preset's name gives its parameters at a vocabulary of 32,000, within 5 % (`tiny`: one million outside embedding and
-output). Each has 1.3 to 2.5 times the parameters of the one before. Heads have 32 values in `tiny`, 64 up to 500m and
-128 above; three to seven query heads share a key head; the feed-forward part is 2.5 to 4 times as wide as the residual
-stream, in multiples of 64. `7.5b` is the shape of spec T-2: OLMo-2's norms, 218.1 million parameters a layer.
-
-Memory is rounded down to tiers of 500 MB, so that a restart with a few MB less finds the same architecture (spec T-27);
-70 % of a tier is for the training state, 30 % for activations. A tier's edge can still be crossed, hence a saved
-architecture takes precedence. There are 15 presets and not a size for every tier: nodes of similar memory must arrive
-at one shape to train together.
+output). `7.5b` is the shape of spec T-2. There are 15 presets and not a size for every memory: nodes of similar memory
+must arrive at one shape to train together. Memory is rounded down to tiers of 500 MB, so that a restart with a few MB
+less finds the same architecture (spec T-27); 70 % of a tier is for the training state, 30 % for activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Final
 
@@ -24,6 +22,7 @@ from trainer.model.config import ModelConfig
 __all__ = [
     "PRESETS",
     "TRAINING_BYTES_PER_PARAMETER",
+    "available_memory_bytes",
     "choose_architecture",
     "flops_per_token",
     "layer_parameters",
@@ -33,6 +32,8 @@ __all__ = [
     "num_parameters",
     "preset",
 ]
+
+logger = logging.getLogger(__name__)
 
 TRAINING_BYTES_PER_PARAMETER = 16
 """fp32 weight, gradient and AdamW's two moments."""
@@ -75,11 +76,7 @@ PRESETS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
 
 
 def preset(name: str, vocab_size: int) -> ModelConfig:
-    """Returns a preset's shape for a vocabulary of ``vocab_size`` rows.
-
-    Raises:
-        TrainerUsageError: there is no such preset, or the vocabulary is empty.
-    """
+    """Returns a preset's shape for so many rows. Raises `TrainerUsageError`: no such preset, or no rows."""
     if name not in PRESETS:
         raise TrainerUsageError(f"preset: expected one of {', '.join(PRESETS)}, found {name!r}")
     return replace(PRESETS[name], vocab_size=vocab_size)
@@ -135,3 +132,87 @@ def choose_architecture(
     configs = [preset(name, vocab_size) for name in PRESETS]
     fitting = [each for each in configs if memory_bytes(each, bytes_per_parameter=bytes_per_parameter) <= budget]
     return max(fitting, key=num_parameters, default=configs[0])
+
+
+def available_memory_bytes(
+    device_type: str = "cpu", *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Returns the bytes this process may still allocate: of the current GPU (``cuda``), else of main memory.
+
+    On a CPU the least counts of its own limit (``ulimit -v``), the limits of its control group and of every group above
+    it (version 1 and 2), and what the machine has available. A group's inactive page cache counts as free, since the
+    kernel gives it up before it kills.
+
+    Raises:
+        TrainerUsageError: procfs and control groups do not tell.
+    """
+    if device_type == "cuda":
+        import torch  # a second and a half, for nothing else here
+
+        return int(torch.cuda.mem_get_info()[0])
+    found = {"machine": _machine_bytes(proc), "own limit": _own_limit_bytes(proc)}
+    found |= {f"control group {group}": left for group, left in _group_limits(proc, cgroups)}
+    known = {source: left for source, left in found.items() if left is not None}
+    if not known:
+        raise TrainerUsageError(f"expected {proc / 'meminfo'} to say how much memory there is; name a --preset instead")
+    source = min(known, key=known.__getitem__)
+    logger.debug("memory available: %.0f MB (%s)", known[source] / 1e6, source)
+    return max(0, known[source])
+
+
+def _machine_bytes(proc: Path) -> int | None:
+    fields = _fields(proc / "meminfo")
+    if "MemAvailable:" in fields:
+        return fields["MemAvailable:"] * 1024
+    if "SC_PHYS_PAGES" in os.sysconf_names and proc == Path("/proc"):  # no procfs: macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _own_limit_bytes(proc: Path) -> int | None:
+    """Returns what ``ulimit -v`` leaves."""
+    for line in _lines(proc / "self/limits"):
+        if line.startswith("Max address space"):
+            limit = line.removeprefix("Max address space").split()[0]
+            used = _fields(proc / "self/status").get("VmSize:", 0) * 1024
+            return int(limit) - used if limit.isdecimal() else None
+    return None
+
+
+def _group_limits(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
+    """Yields the name of each limited control group around this process, and what it leaves."""
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files = ("memory.max", "memory.current", "inactive_file")
+            mounts = [cgroups, cgroups / "unified"]
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = [cgroups / "memory"]
+        else:
+            continue
+        for mount in mounts:
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                left = _group_bytes(mount / group.relative_to("/"), *files)
+                if left is not None:
+                    yield str(group), left
+
+
+def _group_bytes(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> int | None:
+    limit, usage = (_lines(folder / name) for name in (limit_file, usage_file))
+    if not (limit and usage and limit[0].isdecimal()):
+        return None
+    return int(limit[0]) - int(usage[0]) + _fields(folder / "memory.stat").get(cache_field, 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Returns the lines of the form ``name number …``."""
+    pairs = (line.split()[:2] for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,32 +1,30 @@
-"""Stages: the parts of a model that one node of a pipeline holds, the whole made of them, and cuts of the whole.
+"""Stages: the parts of a model that one node of a pipeline holds, the whole made of them, cuts of the whole, growth.
 
-A head embeds ids and runs the first layers, a body runs layers, a tail runs the last layers and computes losses; the
-`Transformer` has all of it. Parameters have the same names wherever they live (``embedding.weight``,
-``layers.7.attention.q_proj.weight``, ``readout.output.weight``), so the state dicts of a cut partition the whole's.
-Stages cut from a whole share its modules. A stage built alone has the values it would have in the whole, because first
-weights depend on seed and parameter name only.
-
-Losses are fp32. The mean counts tokens, not sequences; a pipeline that combines micro-batches of several lengths takes
-``loss_sum`` (sum and count) and divides by all tokens at the end.
+Parameters have the same names wherever they live (``embedding.weight``, ``layers.7.attention.q_proj.weight``,
+``readout.output.weight``), so the state dicts of a cut partition the whole's. Losses are fp32, and means count tokens,
+not sequences. A vocabulary grows in steps of 1,024 rows, so that a few new merges change no shape. The new rows have
+the values they would have had from the start, so nodes that grow at the same outer step stay identical.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from manifests import FIRST_MERGE_ID
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
-from trainer.model.init import init_weights
-from trainer.model.layers import Block, Layers, RMSNorm, make_blocks
+from trainer.model.init import EMBEDDING, OUTPUT, fill_seeded_, init_std, init_weights
+from trainer.model.layers import Layers, RMSNorm, make_blocks
 from trainer.model.loss import IGNORED_LABEL, sum_of_losses
-from trainer.model.plan import stage_ranges
-from trainer.model.subspace.constraint import zero_writers_
-from trainer.model.subspace.embedding import make_embedding
+from trainer.model.plan import StagePlan, stage_ranges
+from trainer.model.subspace.constraint import SubspaceEmbedding, make_embedding, zero_writers_
 
 __all__ = [
+    "VOCAB_STEP",
     "BodyStage",
     "HeadStage",
     "Readout",
@@ -35,8 +33,17 @@ __all__ = [
     "Transformer",
     "build_model",
     "build_stage",
+    "grow_rows",
+    "grow_vocabulary",
+    "limit_ids",
+    "model_shapes",
+    "rows_for",
     "split",
+    "stage_shapes",
 ]
+
+VOCAB_STEP = 1024
+"""Rows of embedding and output are a multiple of this."""
 
 
 class Readout(nn.Module):
@@ -59,32 +66,53 @@ class Readout(nn.Module):
         total = sum_of_losses(self.norm(hidden), self.output.weight, labels, self.num_ids)
         return total, (labels != IGNORED_LABEL).sum()
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Returns the mean loss over the labels that are not -100 (0 without any), or logits without labels."""
-        if labels is None:
-            return self.logits(hidden)
-        total, num_tokens = self.loss_sum(hidden, labels)
-        return total / num_tokens.clamp(min=1)
 
+class _Part(nn.Module):
+    """Layers of a model, and the embedding before or the readout behind them; ``config`` is the whole model's."""
 
-class _WithReadout(nn.Module):
-    """A stage with a readout: subclasses say what is computed before it."""
-
+    embedding: nn.Embedding
     readout: Readout
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Layers,
+        *,
+        embedding: nn.Embedding | None = None,
+        readout: Readout | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        if embedding is not None:
+            self.embedding = embedding
+        self.layers = layers
+        if readout is not None:
+            self.readout = readout
+
     def hidden(self, inputs: Tensor) -> Tensor:
-        """Maps the stage's inputs to the hidden states [batch, tokens, dim] behind its last layer."""
-        raise NotImplementedError
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Returns the mean loss over the labels that are not -100, or the logits without labels.
-
-        Args:
-            inputs: hidden states, or for a whole model int64[batch, tokens].
-            labels: int64[batch, tokens], the id that follows each position.
-        """
-        out: Tensor = self.readout(self.hidden(inputs), labels)
+        """Maps ids[batch, tokens] or hidden states to the hidden states [batch, tokens, dim] behind the last layer."""
+        if "embedding" in self._modules:
+            inputs = self.embedding(inputs)
+        out: Tensor = self.layers(inputs)
         return out
+
+
+class _WithoutReadout(_Part):
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns `hidden`."""
+        return self.hidden(inputs)
+
+
+class _WithReadout(_Part):
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Returns the mean loss over the labels that are not -100 (0 without any), or the logits without labels.
+
+        ``labels`` are int64[batch, tokens], the id that follows each position.
+        """
+        if labels is None:
+            return self.logits(inputs)
+        total, num_tokens = self.loss_sum(inputs, labels)
+        return total / num_tokens.clamp(min=1)
 
     def loss_sum(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Readout.loss_sum`."""
@@ -95,70 +123,27 @@ class _WithReadout(nn.Module):
         return self.readout.logits(self.hidden(inputs))
 
 
-class HeadStage(nn.Module):
+class HeadStage(_WithoutReadout):
     """Embedding and the first layers: ids[batch, tokens] to hidden[batch, tokens, dim]."""
 
-    def __init__(self, config: ModelConfig, embedding: nn.Embedding, layers: Layers) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = embedding
-        self.layers = layers
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Embeds ids and runs the layers."""
-        hidden: Tensor = self.layers(self.embedding(input_ids))
-        return hidden
-
-
-class BodyStage(nn.Module):
+class BodyStage(_WithoutReadout):
     """Layers in the middle: hidden[batch, tokens, dim] to the same shape."""
-
-    def __init__(self, config: ModelConfig, layers: Layers) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = layers
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Runs the layers."""
-        out: Tensor = self.layers(hidden)
-        return out
 
 
 class TailStage(_WithReadout):
     """The last layers, norm and output: hidden states and labels to losses."""
 
-    def __init__(self, config: ModelConfig, layers: Layers, readout: Readout) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = layers
-        self.readout = readout
-
-    def hidden(self, inputs: Tensor) -> Tensor:
-        """Runs the layers."""
-        out: Tensor = self.layers(inputs)
-        return out
-
 
 class Transformer(_WithReadout):
-    """The whole model: a head that is its own tail.
-
-    Its weights are PyTorch's defaults until `build_model`, `init_weights` or a checkpoint sets them.
-    """
+    """The whole model: a head that is its own tail, with PyTorch's weights until others are set."""
 
     def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = make_embedding(config)
-        blocks = make_blocks(config, range(config.num_layers))
-        self.layers = Layers(config, blocks, activation_checkpointing=activation_checkpointing)
-        self.readout = Readout(config)
+        embedding = make_embedding(config)
+        layers = Layers(config, range(config.num_layers), activation_checkpointing=activation_checkpointing)
+        super().__init__(config, layers, embedding=embedding, readout=Readout(config))
         if config.tie_embeddings:
             self.readout.output.weight = self.embedding.weight
-
-    def hidden(self, inputs: Tensor) -> Tensor:
-        """Embeds ids and runs all layers."""
-        out: Tensor = self.layers(self.embedding(inputs))
-        return out
 
 
 Stage = HeadStage | BodyStage | TailStage | Transformer
@@ -166,11 +151,7 @@ Stage = HeadStage | BodyStage | TailStage | Transformer
 
 
 def build_model(
-    config: ModelConfig,
-    seed: int,
-    *,
-    device: torch.device | str = "cpu",
-    activation_checkpointing: bool = False,
+    config: ModelConfig, seed: int, *, device: torch.device | str = "cpu", activation_checkpointing: bool = False
 ) -> Transformer:
     """Builds a whole model with its first weights."""
     with torch.device(device):
@@ -188,24 +169,19 @@ def build_stage(
     device: torch.device | str = "cpu",
     activation_checkpointing: bool = False,
 ) -> Stage:
-    """Builds the stage of this index of a cut into ``ranges`` of layers, with the first weights it has in the whole.
-
-    Raises:
-        TrainerUsageError: the ranges do not cover all layers in order, or the model cannot be cut.
-    """
+    """Builds a stage of a cut, with the weights it has in the whole. Raises `TrainerUsageError`: no such cut."""
     _check_ranges(config, ranges)
     if not 0 <= index < len(ranges):
         raise TrainerUsageError(f"expected a stage from 0 to {len(ranges) - 1}, found {index}")
     if len(ranges) == 1:
         return build_model(config, seed, device=device, activation_checkpointing=activation_checkpointing)
     with torch.device(device):
-        blocks = make_blocks(config, ranges[index])
-        layers = Layers(config, blocks, activation_checkpointing=activation_checkpointing)
+        layers = Layers(config, ranges[index], activation_checkpointing=activation_checkpointing)
         stage: Stage
         if index == 0:
-            stage = HeadStage(config, make_embedding(config), layers)
+            stage = HeadStage(config, layers, embedding=make_embedding(config))
         elif index == len(ranges) - 1:
-            stage = TailStage(config, layers, Readout(config))
+            stage = TailStage(config, layers, readout=Readout(config))
         else:
             stage = BodyStage(config, layers)
     _set_first_weights(stage, config, seed)
@@ -215,11 +191,8 @@ def build_stage(
 def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
     """Cuts a whole into stages that share its modules and parameters: head, bodies, tail; or into itself alone.
 
-    ``stages`` is how many, or the layers of each; head and tail may be without layers.
-
-    Raises:
-        TrainerUsageError: there are more stages than layers, the ranges do not cover all layers in order, or the model
-            is tied and so cannot be cut.
+    ``stages`` is how many, or the layers of each; head and tail may be without layers. Raises `TrainerUsageError`: too
+    many stages, ranges that do not cover all layers in order, or a tied model.
     """
     config = model.config
     ranges = stage_ranges(config.num_layers, stages) if isinstance(stages, int) else tuple(stages)
@@ -228,10 +201,86 @@ def split(model: Transformer, stages: int | Sequence[range]) -> list[Stage]:
         return [model]
     head, *bodies, tail = (_shared_layers(model, numbers) for numbers in ranges)
     return [
-        HeadStage(config, model.embedding, head),
+        HeadStage(config, head, embedding=model.embedding),
         *(BodyStage(config, body) for body in bodies),
-        TailStage(config, tail, model.readout),
+        TailStage(config, tail, readout=model.readout),
     ]
+
+
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all parameters by name, in the model's order."""
+    # Not of the whole model, whose table of positions would make torch import sympy: 2 s at the start of each worker.
+    with torch.device("meta"):
+        blocks = make_blocks(config, range(config.num_layers))
+        parts = {"layers": nn.ModuleDict(blocks), "readout": Readout(config)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
+    for part, module in parts.items():
+        shapes |= {f"{part}.{name}": tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return shapes
+
+
+def stage_shapes(plan: StagePlan, stage: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of one stage's parameters. Raises `TrainerUsageError`: the plan has no such stage."""
+    index = plan.index(stage)
+    prefixes = [f"layers.{number}." for number in plan.ranges[index]]
+    prefixes += ["embedding."] if index == 0 else []
+    prefixes += ["readout."] if index == plan.num_stages - 1 else []
+    return {name: shape for name, shape in model_shapes(plan.config).items() if name.startswith(tuple(prefixes))}
+
+
+def rows_for(next_merge_id: int) -> int:
+    """Returns the rows for so many ids, padded to a full step. Raises `TrainerUsageError`: fewer ids than bytes."""
+    if next_merge_id < FIRST_MERGE_ID:
+        raise TrainerUsageError(f"next_merge_id: expected at least {FIRST_MERGE_ID}, found {next_merge_id}")
+    return -(-next_merge_id // VOCAB_STEP) * VOCAB_STEP
+
+
+def grow_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Returns a copy of so many rows, the new ones zeros. Raises `TrainerUsageError`: the tensor has more rows."""
+    if tensor.ndim == 0 or tensor.shape[0] > rows:
+        raise TrainerUsageError(f"expected a tensor of at most {rows} rows to grow, found shape {tuple(tensor.shape)}")
+    grown = tensor.new_zeros((rows, *tensor.shape[1:]))
+    grown[: tensor.shape[0]] = tensor.detach()
+    return grown
+
+
+def grow_vocabulary(model: Stage, new_vocab_rows: int, seed: int) -> tuple[str, ...]:
+    """Grows embedding, output and config in place, and drops gradients; returns the names of what grew.
+
+    Raises:
+        TrainerUsageError: the model has more rows already; a vocabulary does not shrink.
+    """
+    old_rows = model.config.vocab_size
+    if new_vocab_rows < old_rows:
+        raise TrainerUsageError(f"vocabulary rows: expected at least the present {old_rows}, found {new_vocab_rows}")
+    if new_vocab_rows == old_rows:
+        return ()
+    names = [name for name, _ in model.named_parameters() if name in (EMBEDDING, OUTPUT)]
+    for name in names:
+        parameter = model.get_parameter(name)
+        grown = grow_rows(parameter.data, new_vocab_rows)
+        fill_seeded_(grown.view(-1), seed, name, init_std(name, model.config), start=parameter.numel())
+        parameter.grad = None
+        parameter.data = grown
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings = new_vocab_rows
+        if isinstance(module, SubspaceEmbedding):
+            module.grow(new_vocab_rows)
+            module.weight.data[old_rows:] = 0.0
+    readout = getattr(model, "readout", None)
+    if readout is not None:
+        readout.output.out_features = new_vocab_rows
+        readout.num_ids = new_vocab_rows if readout.num_ids == old_rows else readout.num_ids
+    model.config = replace(model.config, vocab_size=new_vocab_rows)
+    return tuple(names)
+
+
+def limit_ids(model: Stage, num_ids: int) -> None:
+    """Leaves the rows from ``num_ids`` on, which only pad the vocabulary, out of the losses of a whole or a stage."""
+    readout = getattr(model, "readout", None)
+    if readout is not None:
+        readout.num_ids = min(num_ids, model.config.vocab_size)
 
 
 def _set_first_weights(stage: Stage, config: ModelConfig, seed: int) -> None:
@@ -240,8 +289,8 @@ def _set_first_weights(stage: Stage, config: ModelConfig, seed: int) -> None:
 
 
 def _shared_layers(model: Transformer, numbers: range) -> Layers:
-    blocks = {name: block for name, block in model.layers.items() if int(name) in numbers and isinstance(block, Block)}
-    part = Layers(model.config, blocks, activation_checkpointing=model.layers.activation_checkpointing)
+    part = Layers(model.config, (), activation_checkpointing=model.layers.activation_checkpointing)
+    part.update({name: block for name, block in model.layers.items() if int(name) in numbers})
     part.cos, part.sin = model.layers.cos, model.layers.sin
     return part
 

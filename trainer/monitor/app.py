@@ -1,14 +1,8 @@
-"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown; of a driver `pipeline` too.
+"""The HTTP interface: two pages of status (spec O-1, O-2), health, metrics, shutdown; two more of a driver's pipeline.
 
-Everything is read only but the shutdown, which exists if the node gives a callback for it. No page has CORS headers.
-/openapi.json describes the answers; FastAPI's own page for it is off, since it runs scripts from a CDN under this
-node's origin. An answer takes 1 ms of the interpreter, /metrics 2 ms.
-
-Access: a browser on this machine runs strangers' pages, which can send requests to 127.0.0.1. They can read nothing:
-answers have no CORS headers, and host names that are not this machine's are refused, since a page can point a name of
-its own here (DNS rebinding). A page can send a POST without reading the answer, so requests that browsers mark with
-``Origin`` or ``Sec-Fetch-Site`` as coming from elsewhere are refused. Other users of this machine are refused by a
-token, or by the owner of the connection, which Linux shows for every TCP socket.
+Pages of strangers in a browser on this machine can send requests to 127.0.0.1. They can read nothing: answers have no
+CORS headers, and host names that are not this machine's are refused (DNS rebinding). Requests that stop the node are
+refused if a browser marks them as coming from elsewhere, or if another user of this machine sends them.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Final
 
@@ -32,11 +27,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainer.monitor.config import ApiConfig
 from trainer.monitor.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
-from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
-from trainer.monitor.status import Health, TrainingStatus, VerifyStatus
+from trainer.monitor.status import (
+    ACCOUNT_PATH,
+    STAGES_PATH,
+    Health,
+    PipelineView,
+    SwarmAccount,
+    SwarmStages,
+    TrainingStatus,
+    VerifyStatus,
+)
 from trainer.monitor.tracker import TrainingTracker
 
-__all__ = ["HostGuard", "ShutdownHook", "create_app", "shutdown_refusal", "user_of_peer"]
+__all__ = ["PipelineView", "ShutdownHook", "add_pipeline_pages", "create_app", "shutdown_refusal", "user_of_peer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +67,8 @@ def create_app(
     shutdown: ShutdownHook | None = None,
     pipeline: PipelineView | None = None,
 ) -> FastAPI:
-    """Builds the interface as an ASGI application.
-
-    POST /api/shutdown and a driver's pages exist only where ``shutdown`` and ``pipeline`` are given.
-    """
+    """Builds the ASGI application; POST /api/shutdown and a driver's pages only where these are given."""
+    # FastAPI's own page is off: it runs scripts from a CDN under this node's origin.
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
     if pipeline is not None:
@@ -99,6 +100,25 @@ def create_app(
     return app
 
 
+def add_pipeline_pages(app: FastAPI, view: PipelineView) -> None:
+    """Adds a driver's two pages to a node's interface."""
+
+    @app.get(
+        ACCOUNT_PATH,
+        summary="What has become of the data: leased = done + lost + open.",
+        responses={503: {"description": "The keeper of the account has not been heard from yet."}},
+    )
+    async def account() -> SwarmAccount:
+        found = view.account()
+        if found is None:
+            raise HTTPException(503, "the keeper of the account has not been heard from yet; ask again")
+        return found
+
+    @app.get(STAGES_PATH, summary="The stages, who holds them, and how they stand.")
+    async def stages() -> SwarmStages:
+        return view.stages()
+
+
 def _add_shutdown(app: FastAPI, hook: ShutdownHook) -> None:
     @app.post(
         "/api/shutdown",
@@ -125,10 +145,9 @@ _TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 
 
 def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Returns the user id of the process that holds the client's end of a connection, given by address and port.
+    """Returns the user id of the process at the client's end of a connection; ends are address and port.
 
-    It is None where it is unknown: the client has closed its socket, it is on another machine or in another network
-    namespace, or the platform does not say.
+    None: the client has closed its socket, is elsewhere (or in another network namespace), or the platform is silent.
     """
     for table in _TABLES:
         try:
@@ -147,13 +166,10 @@ def user_of_peer(client: tuple[str, int], server: tuple[str, int]) -> int | None
 
 def _hex_of(end: tuple[str, int], family: socket.AddressFamily) -> str:
     """Formats an end as the kernel does: the address in 32-bit words of this machine's byte order, and the port."""
-    address = ipaddress.ip_address(end[0].partition("%")[0])
-    if family == socket.AF_INET6 and isinstance(address, ipaddress.IPv4Address):
-        address = ipaddress.IPv6Address(f"::ffff:{address}")
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    if family == socket.AF_INET and mapped is not None:
-        address = mapped
-    packed = address.packed
+    address = ipaddress.ip_address(end[0])
+    if family == socket.AF_INET6 and isinstance(address, IPv4Address):
+        address = IPv6Address(f"::ffff:{address}")
+    packed = (_without_mapping(address) if family == socket.AF_INET else address).packed
     words = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
     return "".join(f"{word:08X}" for word in words) + f":{end[1]:04X}"
 
@@ -164,14 +180,10 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "x-content-type-options": "nosniff",
 }
-_TOKEN_HEADER = "x-genesis-token"
 
 
 class HostGuard:
-    """Answers 421 to requests for a host name that is not this machine's; marks all answers as same-origin.
-
-    IP addresses always pass: a page cannot make one its own origin.
-    """
+    """Answers 421 to requests for a host name that is not this machine's; marks all answers as same-origin."""
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Collection[str]) -> None:
         self._app = app
@@ -195,6 +207,7 @@ class HostGuard:
     def _is_ours(self, host: str) -> bool:
         host = host.strip().lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        # IP addresses always pass: a page cannot make one its own origin.
         return name in self._allowed or _address(name) is not None
 
 
@@ -203,16 +216,11 @@ def shutdown_refusal(
 ) -> str | None:
     """Returns why a request may not stop this node; None if it may.
 
-    Args:
-        headers: of the request.
-        client_host: where it comes from.
-        scheme: http or https.
-        token: what ``X-Genesis-Token`` must be; empty if none is required.
-        client_user: user id of the client's process; None if it is unknown. Checked where there is no token.
+    ``client_user`` is the user id of the client's process, None if it is unknown; it counts where ``token``, which
+    ``X-Genesis-Token`` must be, is empty.
     """
-    address = _address((client_host or "").partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    if address is None or not (mapped or address).is_loopback:
+    address = _address(client_host or "")
+    if address is None or not _without_mapping(address).is_loopback:
         return "expected a request from this machine"
     own_origin = f"{scheme}://{headers.get('host', '')}"
     if headers.get("origin", own_origin) != own_origin:
@@ -220,7 +228,7 @@ def shutdown_refusal(
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return "expected no request of another site's page (Sec-Fetch-Site)"
     if token:
-        given = headers.get(_TOKEN_HEADER, "").encode("latin-1")  # As headers are read: the bytes that were sent.
+        given = headers.get("x-genesis-token", "").encode("latin-1")  # As headers are read: the bytes that were sent.
         return None if hmac.compare_digest(given, token.encode()) else "expected the token in X-Genesis-Token"
     if any(name in headers for name in _FORWARDED):
         return "expected a request that no proxy forwarded; set a token to allow that"
@@ -231,7 +239,11 @@ def shutdown_refusal(
     return None
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _without_mapping(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
     """Returns a host's address if it is one and not a name."""
     try:
         return ipaddress.ip_address(host)

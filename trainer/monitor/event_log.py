@@ -1,40 +1,53 @@
-"""The log of a node: steps, rounds and other events, written by a thread of its own (`trainer.monitor.events`).
+"""The log of a node: one canonical JSON line an event, written by a thread of its own, and read back.
 
-Guarantees: logging an event queues it (4 µs) and never waits for the disk. A line is whole or absent, except for the
-last one after a kill, which `start` cuts off and readers skip. A full disk costs events, which are counted and reported
-once there is room again, and never the run. The trade-off: the thread writes some 10 ms behind, and the oldest file is
-deleted when there are more than ``max_files``: 8 of 64 MiB hold about 2.5 million steps.
+``events-{node}.jsonl`` is being written; ``events-{node}.000001.jsonl``, ``.000002`` ... are the full ones before it,
+of which the oldest are deleted: 8 files of 64 MiB hold about 2.5 million steps. Characters of a node's name that do not
+belong into a file name are percent-encoded. Numbers that are not finite are the strings ``"NaN"``, ``"Infinity"`` and
+``"-Infinity"``, as in protobuf's JSON form; Python's ``float`` reads them.
+
+Guarantees: logging an event queues it (4 µs) and never waits for the disk, which is some 10 ms behind. A line is whole
+or absent, except for the last one after a kill, which `EventLog.start` cuts off and readers skip. A full disk costs
+events, which are counted and reported once there is room again, and never the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import UTC, datetime
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
+from urllib.parse import quote, unquote
 
 from loader.cache.locks import open_exclusive, release
+from manifests import canonical_json
 from trainer.errors import TrainerUsageError
-from trainer.monitor.events import (
-    RESERVED_FIELDS,
-    active_path,
-    event_line,
-    next_rotated_path,
-    rotated_paths,
-    round_fields,
-    step_fields,
-)
 from trainer.monitor.facts import RoundFacts, StepFacts
 
-__all__ = ["EventLog"]
+__all__ = ["Event", "EventLog", "active_path", "event_line", "read_events"]
 
 logger = logging.getLogger(__name__)
 
+_RESERVED_FIELDS = frozenset({"time", "node", "kind"})
+"""Fields that every line has."""
+_REPORT_FIELDS = (
+    *("round_index", "members", "dropped", "completeness", "sent_bytes", "received_bytes", "rule"),
+    *("num_passes", "weights", "validation", "note"),
+)
+_ACTIVE = re.compile(r"events-((?:[\w~-]|%[0-9A-F]{2})+)\.jsonl")
+_MAX_NAME_BYTES = 200
+_MAX_TEXT = 4_096
+_MAX_DEPTH = 8
 _COALESCE_S = 0.01
 """Events within this time are written together: at most 100 writes a second however short the steps are."""
 _MAX_WAITING = 100_000
@@ -77,11 +90,7 @@ class EventLog:
         return self._refused + self._unwritten
 
     def start(self) -> Self:
-        """Opens the file and begins to write.
-
-        Raises:
-            TrainerUsageError: the file cannot be opened, or another process writes it.
-        """
+        """Begins to write. Raises `TrainerUsageError`: the file cannot be opened, or another process writes it."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._lock = open_exclusive(self.path.with_suffix(".lock"), create=True)
@@ -103,20 +112,28 @@ class EventLog:
 
     def step(self, step: StepFacts, *, loader_wait_s: float = 0.0) -> None:
         """Logs an inner step."""
-        self._put("step", lambda: step_fields(step, loader_wait_s))
+
+        def fields_of() -> dict[str, object]:
+            found = {name: getattr(step, name) for name in ("step", "num_tokens", "skipped")}
+            # 7 significant digits, as many as a float32 has.
+            found |= {name: float(f"{getattr(step, name):.7g}") for name in ("loss", "grad_norm", "lr")}
+            return found | {"seconds": round(step.seconds, 6), "loader_wait_s": round(loader_wait_s, 6)}
+
+        self._put("step", fields_of)
 
     def round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
         """Logs a round that ended with a result; step and digest are the state's after it."""
-        self._put("round", lambda: round_fields(report, outer_step, state_digest))
+
+        def fields_of() -> dict[str, object]:
+            found = {name: getattr(report, name) for name in _REPORT_FIELDS}
+            return found | {"outer_step": outer_step, "state_digest": state_digest, "seconds": round(report.seconds, 6)}
+
+        self._put("round", fields_of)
 
     def event(self, kind: str, **fields: object) -> None:
-        """Logs any other event; the values must not change any more.
-
-        Raises:
-            ValueError: a field has the name of what every event has.
-        """
-        if taken := RESERVED_FIELDS.intersection(fields):
-            raise ValueError(f"expected fields of other names than {sorted(RESERVED_FIELDS)}, found {sorted(taken)}")
+        """Logs any other event, whose values must not change. Raises `ValueError`: a field that every event has."""
+        if taken := _RESERVED_FIELDS.intersection(fields):
+            raise ValueError(f"expected fields of other names than {sorted(_RESERVED_FIELDS)}, found {sorted(taken)}")
         self._put(kind, lambda: fields)
 
     def flush(self, timeout_s: float = _CLOSE_WITHIN_S) -> bool:
@@ -198,7 +215,13 @@ class EventLog:
         try:
             if self._size_bytes >= self._max_file_bytes:
                 self._rotate()
-            self._append(b"".join(lines))
+            if self._is_failing:  # Part of the data before may be there.
+                os.ftruncate(self._file, self._size_bytes)
+            data = b"".join(lines)
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+            self._size_bytes += written
         except OSError as error:
             self._unwritten += len(lines) - bool(missing)
             if not self._is_failing:
@@ -213,22 +236,16 @@ class EventLog:
             self._reported = lost
             self._is_failing = False
 
-    def _append(self, data: bytes) -> None:
-        if self._is_failing:  # Part of the data before may be there.
-            os.ftruncate(self._file, self._size_bytes)
-        written = 0
-        while written < len(data):
-            written += os.write(self._file, data[written:])
-        self._size_bytes += written
-
     def _rotate(self) -> None:
+        rotated = _rotated_paths(self._directory, self._node_id)
+        last = int(rotated[-1].name.rsplit(".", 2)[1]) if rotated else 0
         # The last attempt ended between these two calls, or the file was removed.
         with contextlib.suppress(FileNotFoundError):
-            self.path.rename(next_rotated_path(self._directory, self._node_id))
+            self.path.rename(self._directory / f"events-{_encoded(self._node_id)}.{last + 1:06d}.jsonl")
         full = self._file
         self._open()
         os.close(full)
-        for path in rotated_paths(self._directory, self._node_id)[: -max(1, self._max_files - 1)]:
+        for path in _rotated_paths(self._directory, self._node_id)[: -max(1, self._max_files - 1)]:
             path.unlink(missing_ok=True)
 
     def _open(self) -> None:
@@ -253,3 +270,141 @@ def _end_of_last_line(file: int) -> int:
             return begin + found + 1
         end = begin
     return 0
+
+
+def active_path(directory: Path, node_id: str) -> Path:
+    """Returns the file that is being written. Raises `TrainerUsageError`: the node's name makes no file name."""
+    encoded = _encoded(node_id)
+    if not 0 < len(encoded) <= _MAX_NAME_BYTES:
+        raise TrainerUsageError(
+            f"--node-id: expected a name of 1 to {_MAX_NAME_BYTES} bytes for its log, found {len(encoded)} bytes when "
+            "percent-encoded"
+        )
+    return directory / f"events-{encoded}.jsonl"
+
+
+def _rotated_paths(directory: Path, node_id: str) -> list[Path]:
+    """Returns the full files, oldest first."""
+    rotated = re.compile(re.escape(f"events-{_encoded(node_id)}.") + r"(\d{6,})\.jsonl")
+    numbered = [(int(found[1]), path) for path in directory.iterdir() if (found := rotated.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def _encoded(node_id: str) -> str:
+    return quote(node_id, safe="", errors="backslashreplace").replace(".", "%2E")
+
+
+def event_line(time_s: float, node_id: str, kind: str, fields_: Mapping[str, object]) -> bytes:
+    """Returns one event as a line of canonical JSON with its newline; ``fields_`` has none of `_RESERVED_FIELDS`."""
+    event = {name: _plain(value, _MAX_DEPTH) for name, value in fields_.items()}
+    moment = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+    event |= {"time": f"{moment}Z", "node": node_id, "kind": kind}
+    return canonical_json(event) + b"\n"
+
+
+def _plain(value: object, depth: int) -> object:
+    """Returns ``value`` as JSON can have it; what has no such form, as its text."""
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is float:  # Checked first, since the abstract classes below take 1 µs each.
+        return _number(value)
+    if isinstance(value, Integral):  # NumPy's too, as in the next check.
+        return int(value)
+    if isinstance(value, Real):
+        return _number(float(value))
+    if isinstance(value, str):
+        return _text(value)
+    if depth == 0:
+        return _text(repr(value))
+    if isinstance(value, Mapping):
+        return {_text(str(name)): _plain(item, depth - 1) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name), depth - 1) for field in fields(value)}
+    if isinstance(value, Collection) and not isinstance(value, bytes | bytearray | memoryview):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return [_plain(item, depth - 1) for item in items]
+    return _text(str(value))
+
+
+def _number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _text(value: str) -> str:
+    shown = value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}…"
+    return shown.encode("utf-8", "backslashreplace").decode()  # Half a surrogate pair cannot be written.
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a log."""
+
+    time: datetime
+    node: str
+    kind: str
+    fields: Mapping[str, object]
+
+    def number(self, name: str) -> float:
+        """Returns a field as a number; NaN if it is missing or no number."""
+        value = self.fields.get(name)
+        try:
+            return float(value) if isinstance(value, int | float | str) else float("nan")
+        except (ValueError, OverflowError):
+            return float("nan")
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yields the events of a file, or of a directory node by node, in their order. Raises `TrainerUsageError`: none."""
+    path = path.expanduser()
+    if not path.exists():
+        raise TrainerUsageError(
+            f"expected a log's directory or file at {path}, found nothing; give what --log-dir said"
+        )
+    if not path.is_dir():
+        with path.open("rb") as file:
+            yield from _events(file, path)
+        return
+    active = (_ACTIVE.fullmatch(file.name) for file in path.iterdir())
+    for node_id in sorted(unquote(match[1]) for match in active if match):
+        yield from _node_events(path, node_id)
+
+
+def _node_events(directory: Path, node_id: str) -> Iterator[Event]:
+    path = active_path(directory, node_id)
+    with path.open("rb") as active:  # Opened first: if it is rotated meanwhile, it is still read once, and last.
+        for older in _rotated_paths(directory, node_id):
+            try:
+                with older.open("rb") as file:
+                    if not os.path.sameopenfile(file.fileno(), active.fileno()):
+                        yield from _events(file, older)
+            except FileNotFoundError:
+                logger.info("%s was removed while the log was read", older)
+        yield from _events(active, path)
+
+
+def _events(file: BinaryIO, path: Path) -> Iterator[Event]:
+    num_strange = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        event = _event(line)
+        if event is None:
+            num_strange += 1
+        else:
+            yield event
+    if num_strange:
+        logger.warning("%s: expected one event a line, found %d lines that are none; left them out", path, num_strange)
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        value = json.loads(line)
+        moment = datetime.fromisoformat(value["time"])
+        node, kind = value["node"], value["kind"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not isinstance(node, str) or not isinstance(kind, str) or moment.tzinfo is None:
+        return None
+    return Event(moment, node, kind, {name: item for name, item in value.items() if name not in _RESERVED_FIELDS})

@@ -4,6 +4,8 @@ These are protocols, so that monitoring imports none of the packages that make t
 once they are passed on; the log writes them in another thread.
 """
 
+# ruff: noqa: D102  (each protocol tells its fields)
+
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -13,124 +15,83 @@ __all__ = ["AnnouncedNode", "RoundFacts", "StepFacts"]
 
 
 class StepFacts(Protocol):
-    """One inner step."""
+    """One inner step: loss in nats a token, gradient norm (L2) before clipping, tokens of all its micro-batches.
+
+    It is ``skipped`` where nothing was applied, since loss or gradient were not finite.
+    """
 
     @property
-    def step(self) -> int:
-        """Index of the step in the schedule, from 0."""
-
+    def step(self) -> int: ...
     @property
-    def loss(self) -> float:
-        """Nats a token; not finite where the step was skipped for it."""
-
+    def loss(self) -> float: ...
     @property
-    def grad_norm(self) -> float:
-        """L2 norm before clipping."""
-
+    def grad_norm(self) -> float: ...
     @property
-    def lr(self) -> float:
-        """Learning rate used."""
-
+    def lr(self) -> float: ...
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all its micro-batches."""
-
+    def num_tokens(self) -> int: ...
     @property
-    def skipped(self) -> bool:
-        """Whether nothing was applied, since loss or gradient were not finite."""
-
+    def skipped(self) -> bool: ...
     @property
-    def seconds(self) -> float:
-        """Wall time of the step."""
+    def seconds(self) -> float: ...
 
 
 class RoundFacts(Protocol):
-    """One round that ended with a result."""
+    """One round that ended with a result.
+
+    ``members`` contributed, this node included; ``dropped`` are others, and why: a word or two, then a colon and text.
+    ``completeness`` is the share of the contributions agreed upon that are in the result, 0 to 1; ``num_passes`` is 1,
+    and one more for each time a reducer died.
+    """
 
     @property
-    def round_index(self) -> int:
-        """Which round."""
-
+    def round_index(self) -> int: ...
     @property
-    def members(self) -> tuple[str, ...]:
-        """Whose contributions are in, this node included."""
-
+    def members(self) -> tuple[str, ...]: ...
     @property
-    def dropped(self) -> tuple[tuple[str, str], ...]:
-        """Members left out, and why: a word or two, then a colon and text for people."""
-
+    def dropped(self) -> tuple[tuple[str, str], ...]: ...
     @property
-    def completeness(self) -> float:
-        """Share of the contributions agreed upon that are in the result, 0 to 1."""
-
+    def completeness(self) -> float: ...
     @property
-    def sent_bytes(self) -> int:
-        """Bytes this node sent."""
-
+    def sent_bytes(self) -> int: ...
     @property
-    def received_bytes(self) -> int:
-        """Bytes this node received."""
-
+    def received_bytes(self) -> int: ...
     @property
-    def seconds(self) -> float:
-        """Wall time of the round."""
-
+    def seconds(self) -> float: ...
     @property
-    def rule(self) -> str:
-        """Aggregation rule used."""
-
+    def rule(self) -> str: ...
     @property
-    def num_passes(self) -> int:
-        """Reductions it took: 1, and one more for each time a reducer died."""
-
+    def num_passes(self) -> int: ...
     @property
-    def weights(self) -> Sequence[float]:
-        """Of the members, in their order."""
-
+    def weights(self) -> Sequence[float]: ...
     @property
-    def validation(self) -> Sequence[object]:
-        """What gradient validation found."""
-
+    def validation(self) -> Sequence[object]: ...
     @property
-    def note(self) -> str:
-        """Anything else to know."""
+    def note(self) -> str: ...
 
 
 class AnnouncedNode(Protocol):
-    """What another node announces of itself: signed, but possibly untrue."""
+    """What another node announces of itself: signed, but possibly untrue.
+
+    ``peer_id`` is its key, 64 hexadecimal digits; ``state_digest`` the sha256 of its shared state, or empty; ``loss``
+    its `TrainingTracker.smoothed_loss` in nats a token; ``expires_at`` in seconds since the epoch.
+    """
 
     @property
-    def peer_id(self) -> str:
-        """Its key: 64 hexadecimal digits."""
-
+    def peer_id(self) -> str: ...
     @property
-    def node_id(self) -> str:
-        """Its name, for people."""
-
+    def node_id(self) -> str: ...
     @property
-    def outer_step(self) -> int:
-        """Outer steps in its state."""
-
+    def outer_step(self) -> int: ...
     @property
-    def state_digest(self) -> str:
-        """sha256 of its shared state; empty while it has none."""
-
+    def state_digest(self) -> str: ...
     @property
-    def inner_step(self) -> int:
-        """Inner steps it has trained."""
-
+    def inner_step(self) -> int: ...
     @property
-    def loss(self) -> float | None:
-        """Its loss, smoothed over its latest steps (`TrainingTracker.smoothed_loss`), in nats a token."""
-
+    def loss(self) -> float | None: ...
     @property
-    def tokens_per_s(self) -> float:
-        """Its speed."""
-
+    def tokens_per_s(self) -> float: ...
     @property
-    def shards(self) -> Collection[int]:
-        """The shards it trains on."""
-
+    def shards(self) -> Collection[int]: ...
     @property
-    def expires_at(self) -> float:
-        """Until when this holds, seconds since the epoch."""
+    def expires_at(self) -> float: ...

@@ -1,10 +1,8 @@
 """The losses of one node: the first ones, the latest ones, and their trend.
 
-A loss varies from batch to batch by more than it falls in a hundred steps, so nothing here compares two losses. Two
-windows are compared by the medians of their eighths, which a spike of a few steps does not move. The difference between
-the windows must exceed how much those medians differ from one to the next. That noise grows, as it should, where
-successive losses correlate, and a trend or a jump within a window hardly affects it. The history has 2,050 numbers
-however long the run; a verdict takes 1 ms.
+A loss varies from batch to batch by more than it falls in a hundred steps. So windows are compared by the medians of
+their eighths, which a spike of a few steps does not move; the difference must exceed how much those medians differ from
+one to the next. That noise grows, as it should, where successive losses correlate. A verdict takes 1 ms.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ _EMA_WEIGHT = 0.02
 def loss_trend(losses: Sequence[float]) -> LossTrend:
     """Returns the trend of losses, the latest last; ``unknown`` for fewer than 80.
 
-    Windows of 40, 80, 160 ... losses are compared with as many before them, up to half of all: the shortest that shows
-    a change decides.
+    Windows of 40, 80, 160 ... are compared with as many before them: the shortest that shows a change decides.
     """
     values = np.asarray(losses, dtype=np.float64)
     longest = len(values) // 2
@@ -82,8 +79,8 @@ class TrackedLosses:
     """The first losses of a run, its latest ones, and their moving average. What is not finite is left out."""
 
     def __init__(self) -> None:
-        self._first: list[float] = []
-        self._recent: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self.first: list[float] = []
+        self.recent: deque[float] = deque(maxlen=_RECENT_LOSSES)
         self._sum = 0.0
         self._weight = 0.0
 
@@ -91,9 +88,9 @@ class TrackedLosses:
         """Adds a loss."""
         if not math.isfinite(loss):
             return
-        if len(self._first) < FIRST_LOSSES:
-            self._first.append(loss)
-        self._recent.append(loss)
+        if len(self.first) < FIRST_LOSSES:
+            self.first.append(loss)
+        self.recent.append(loss)
         self._sum += _EMA_WEIGHT * (loss - self._sum)
         self._weight += _EMA_WEIGHT * (1.0 - self._weight)
 
@@ -102,22 +99,12 @@ class TrackedLosses:
         """Exponential moving average over some 50 losses, without the bias of its start; None before the first."""
         return self._sum / self._weight if self._weight else None
 
-    @property
-    def first(self) -> list[float]:
-        """The run's first losses, at most `FIRST_LOSSES`."""
-        return list(self._first)
-
-    @property
-    def recent(self) -> list[float]:
-        """The latest losses, the last one last."""
-        return list(self._recent)
-
     def state_dict(self) -> dict[str, list[float]]:
         """Returns the history, for a checkpoint."""
-        return {"first": self.first, "recent": self.recent, "average": [self._sum, self._weight]}
+        return {"first": list(self.first), "recent": list(self.recent), "average": [self._sum, self._weight]}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Resumes from a checkpoint."""
-        self._first = [float(loss) for loss in state["first"]]
-        self._recent = deque((float(loss) for loss in state["recent"]), maxlen=_RECENT_LOSSES)
+        self.first = [float(loss) for loss in state["first"]]
+        self.recent = deque((float(loss) for loss in state["recent"]), maxlen=_RECENT_LOSSES)
         self._sum, self._weight = (float(number) for number in state["average"])

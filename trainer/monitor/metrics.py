@@ -1,22 +1,20 @@
 """A node's metrics for Prometheus: docs/observing.md lists the names, which carry their units.
 
-The registry belongs to the node, not to the process. A step costs the training thread 4 µs (17 with cold caches); what
-the tracker, the RPC endpoint and the log count anyway is read when a page is requested (2 ms). Labels that other nodes
-can influence (reasons) take at most 32 values of 32 letters, and ``other``, so that no peer can add series without end.
-
-The rest of a node reports to the `Observer`, which passes each fact to the tracker, the metrics and the log. A step
-costs the training thread 11 µs in all in a tight loop, and 30 to 35 µs between real steps, which evict the processor's
-caches.
+The registry belongs to the node, not to the process. What the tracker, the RPC endpoint and the log count anyway is
+read when a page is requested (2 ms). Labels that other nodes can influence (reasons) take at most 32 values of 32
+letters, and ``other``, so that no peer can add series without end. The rest of a node reports to the `Observer`, which
+passes each fact to the tracker, the metrics and the log: 11 µs a step in a tight loop, 30 to 35 µs between real steps.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -48,13 +46,6 @@ _REASON = re.compile(r"([A-Za-z][A-Za-z0-9_ -]{0,31})(?:$|[:;,(])")
 _MAX_REASONS = 32
 
 
-class _Own(TypedDict):
-    """What the metrics of a node have in common."""
-
-    namespace: str
-    registry: CollectorRegistry
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
     """Numbers that other parts count, read when a page is requested."""
@@ -71,12 +62,12 @@ class Sources:
     """Name, help and value of additional gauges; names without the prefix ``genesis_training_``."""
 
 
-class TrainingMetrics:
-    """The counters of one node."""
+class TrainingMetrics(Collector):
+    """The counters of one node; what other parts count is collected when a page is requested."""
 
     def __init__(self, sources: Sources, *, node_id: str, run_id: str = "") -> None:
         self._registry = CollectorRegistry()
-        own: _Own = {"namespace": "genesis_training", "registry": self._registry}
+        own: dict[str, Any] = {"namespace": "genesis_training", "registry": self._registry}
         Info("node", "Whose figures these are.", **own).info({"node_id": node_id, "run_id": run_id})
         self._steps = Counter("steps", "Inner steps since the start, skipped ones included.", **own)
         self._skipped = Counter("skipped_steps", "Steps not applied: loss or gradient not finite.", **own)
@@ -107,8 +98,10 @@ class TrainingMetrics:
         text = "Seconds the training thread gave to checkpoints."
         self._checkpoint_seconds = Counter("checkpoint_seconds", text, **own)
         self._reasons: set[str] = set()
+        self._refusal_reasons: set[str] = set()
+        self._sources = sources
         ProcessCollector(registry=self._registry)
-        self._registry.register(_SourcesCollector(sources))
+        self._registry.register(self)
 
     def step(self, step: StepFacts, *, loader_wait_s: float = 0.0) -> None:
         """Counts an inner step."""
@@ -150,30 +143,20 @@ class TrainingMetrics:
         """Returns the metrics in Prometheus' text form."""
         return generate_latest(self._registry)
 
-
-def _bounded(reason: str, known: set[str]) -> str:
-    """Returns a reason up to its first colon or the like; ``other`` once there are many reasons."""
-    found = _REASON.match(reason)
-    word = found[1].strip().lower().replace(" ", "_") if found else "other"
-    if word not in known and len(known) >= _MAX_REASONS:
-        return "other"
-    known.add(word)
-    return word
-
-
-class _SourcesCollector(Collector):
-    """Collects what other parts count, and the status, when a page is requested."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-        self._reasons: set[str] = set()
-
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Returns nothing, or registering would already collect."""
+        """Yields nothing, or registering would already collect."""
         yield from ()
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        yield self._refused()
+        """Yields what other parts count, and the status."""
+        by_word: collections.Counter[str] = collections.Counter()
+        for reason, count in dict(self._sources.refused()).items():
+            by_word[_bounded(reason, self._refusal_reasons)] += count
+        text = "Messages and calls refused, by reason."
+        refused = CounterMetricFamily("genesis_training_rpc_refused", text, labels=["reason"])
+        for word, count in sorted(by_word.items()):
+            refused.add_metric([word], count)
+        yield refused
         sent_bytes, received_bytes = self._sources.rpc_bytes()
         rpc_bytes = CounterMetricFamily("genesis_training_rpc_bytes", "Bytes of all RPCs.", labels=["direction"])
         rpc_bytes.add_metric(["sent"], sent_bytes)
@@ -186,17 +169,15 @@ class _SourcesCollector(Collector):
             if value is not None:
                 yield GaugeMetricFamily(f"genesis_training_{name}", text, value)
 
-    def _refused(self) -> CounterMetricFamily:
-        by_word: dict[str, int] = {}
-        for reason, count in dict(self._sources.refused()).items():
-            word = _bounded(reason, self._reasons)
-            by_word[word] = by_word.get(word, 0) + count
-        family = CounterMetricFamily(
-            "genesis_training_rpc_refused", "Messages and calls refused, by reason.", labels=["reason"]
-        )
-        for word, count in sorted(by_word.items()):
-            family.add_metric([word], count)
-        return family
+
+def _bounded(reason: str, known: set[str]) -> str:
+    """Returns a reason up to its first colon or the like; ``other`` once there are many reasons."""
+    found = _REASON.match(reason)
+    word = found[1].strip().lower().replace(" ", "_") if found else "other"
+    if word not in known and len(known) >= _MAX_REASONS:
+        return "other"
+    known.add(word)
+    return word
 
 
 def _gauges(status: TrainingStatus) -> Iterator[tuple[str, str, float | None]]:

@@ -1,19 +1,15 @@
 """Curves of one or many nodes as a PNG: loss over steps, loss over tokens, speed over time, rounds marked.
 
-matplotlib's Agg draws them without its global state, so no display is needed. Single losses are drawn thin and by at
-most 4,000 points a node, their moving average thick. 16 nodes of 3,000 steps take 2 s; reading JSON is most of it, some
-10 µs a step.
-
-A node that was killed goes on from its last checkpoint and logs some steps a second time: the last record of a step
-counts, since that is the one the model has. Tokens are summed from step 0 on; steps missing before the log's first one
-(rotated away, or logged elsewhere) count as many tokens as the first one.
+Single losses are drawn thin and by at most 4,000 points a node, their moving average thick. 16 nodes of 3,000 steps
+take 2 s. Of a step that a killed node logged twice the last record counts, since that is the one the model has. Tokens
+are summed from step 0 on; steps missing before the log's first one count as many tokens as that one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,15 +19,15 @@ from numpy.typing import NDArray
 
 from genesis.extras import with_extra
 from trainer.errors import TrainerUsageError
-from trainer.monitor.events import Event, read_events
+from trainer.monitor.event_log import read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Formatter
 
 __all__ = ["NodeCurve", "RoundMark", "envelope", "plot", "read_curves", "smoothed", "speed"]
 
+Array = NDArray[np.float64]
 _Dashes = tuple[float, tuple[float, ...]]
 """matplotlib's form: an offset, and the lengths of strokes and gaps; none for a solid line."""
 
@@ -39,6 +35,7 @@ _MAX_POINTS = 4_000
 _MAX_NODES = 64
 _MAX_MARKS = 100
 _MAX_LABEL = 28
+_BLOCK = 25
 _SPAN_SHARE = 0.01
 """The moving average looks back a hundredth of the run, at least 10 steps."""
 _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60), ("seconds", 1))
@@ -50,21 +47,21 @@ _STYLES: tuple[_Dashes, ...] = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6,
 def plot(
     log_dirs: Sequence[Path], out_png: Path, *, title: str = "", size_inches: tuple[float, float] = (13.0, 8.5)
 ) -> Path:
-    """Draws the curves of all nodes in these logs.
+    """Draws the curves of all nodes in these logs at 110 dots an inch; returns the picture's path.
 
-    Args:
-        log_dirs: directories as given to `--log-dir`, or single files.
-        out_png: the picture; its directory is created.
-        title: above it; by default the number of nodes and steps.
-        size_inches: width and height, at 110 dots an inch.
-
-    Returns:
-        ``out_png``, expanded.
+    ``log_dirs`` are directories as given to `--log-dir`, or single files; the title is by default the number of nodes
+    and steps.
 
     Raises:
         TrainerUsageError: matplotlib is missing, there is nothing to draw, or the picture cannot be written.
     """
-    figure = _new_figure(size_inches)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise TrainerUsageError(str(with_extra(error))) from None
+    figure = Figure(figsize=size_inches, layout="constrained")
+    FigureCanvasAgg(figure)  # Without matplotlib's global state, so no display is needed.
     curves = read_curves(log_dirs)
     if len(curves) > _MAX_NODES:
         raise TrainerUsageError(
@@ -80,27 +77,19 @@ def plot(
     return out_png
 
 
-def _new_figure(size_inches: tuple[float, float]) -> Figure:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise TrainerUsageError(str(with_extra(error))) from None
-    figure = Figure(figsize=size_inches, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _draw(figure: Figure, curves: Sequence[NodeCurve], title: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
     axes = figure.subplot_mosaic([["steps", "tokens"], ["speed", "speed"]], height_ratios=(3, 2))
     averages = [smoothed(curve.losses, span=max(10.0, _SPAN_SHARE * len(curve.steps))) for curve in curves]
     for node, (curve, average) in enumerate(zip(curves, averages, strict=True)):
         _draw_loss(axes["steps"], node, curve, average, curve.steps)
         _draw_loss(axes["tokens"], node, curve, average, curve.tokens)
     _draw_speed(axes["speed"], curves)
+    axes["speed"].yaxis.set_major_formatter(EngFormatter(sep=""))
     for name, label in (("steps", "inner step"), ("tokens", "tokens of the node")):
         axes[name].set(xlabel=label, ylabel="loss, nats a token", ylim=_loss_limits(curves, averages))
-        axes[name].xaxis.set_major_formatter(_engineering())
+        axes[name].xaxis.set_major_formatter(EngFormatter(sep=""))
     for panel in axes.values():
         panel.grid(alpha=0.25)
         panel.margins(x=0.01)
@@ -149,7 +138,6 @@ def _draw_speed(axes: Axes, curves: Sequence[NodeCurve]) -> None:
     ticks = " (ticks: rounds; red ones failed)" if rounds else ""
     axes.set(xlabel=f"{unit} since the first step{ticks}", ylabel="tokens/s, waits included")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(_engineering())
 
 
 def _stretches(curves: Sequence[NodeCurve]) -> Array:
@@ -176,36 +164,20 @@ def _legend(figure: Figure, curves: Sequence[NodeCurve], averages: Sequence[Arra
     marks = (("|", "round"), ("x", "failed round"))
     if any(curve.rounds for curve in curves):
         handles += [Line2D([], [], color="0.3", linestyle="", marker=mark, label=label) for mark, label in marks]
-    figure.legend(
-        handles=handles,
-        loc="outside right upper",
-        title="node, averaged loss",
-        fontsize="small",
-        ncols=1 + len(curves) // 32,
-    )
+    columns = 1 + len(curves) // 32
+    title = "node, averaged loss"
+    figure.legend(handles=handles, loc="outside right upper", title=title, fontsize="small", ncols=columns)
 
 
 def _look(node: int) -> tuple[str, _Dashes]:
     return _COLOURS[node % len(_COLOURS)], _STYLES[node // len(_COLOURS) % len(_STYLES)]
 
 
-def _engineering() -> Formatter:
-    from matplotlib.ticker import EngFormatter
-
-    return EngFormatter(sep="")
-
-
-Array = NDArray[np.float64]
-
-_BLOCK = 25
-
-
 @dataclass(frozen=True, slots=True)
 class RoundMark:
-    """When a round ended, and how."""
+    """When a round ended, and how; ``step`` is the latest before it, or 0."""
 
     step: int
-    """Latest step before it; 0 if there is none."""
     time_s: float
     has_failed: bool
 
@@ -227,40 +199,6 @@ class NodeCurve:
     rounds: tuple[RoundMark, ...]
 
 
-@dataclass(slots=True)
-class _NodeEvents:
-    """One node's steps and rounds, while its log is read."""
-
-    steps: dict[int, tuple[float, float, float]] = field(default_factory=dict)
-    rounds: list[RoundMark] = field(default_factory=list)
-    latest_step: int = 0
-
-    def add(self, event: Event) -> None:
-        if event.kind == "step":
-            index = event.number("step")
-            if np.isfinite(index):
-                self.latest_step = int(index)
-                numbers = (event.time.timestamp(), event.number("num_tokens"), event.number("loss"))
-                self.steps[self.latest_step] = numbers
-        elif event.kind in ("round", "round_failed"):
-            has_failed = event.kind == "round_failed"
-            self.rounds.append(RoundMark(self.latest_step, event.time.timestamp(), has_failed))
-
-    def curve(self, label: str) -> NodeCurve:
-        steps = np.array(sorted(self.steps), dtype=np.float64)
-        times_s, tokens, losses = np.array([self.steps[int(step)] for step in steps], dtype=np.float64).T
-        tokens = np.where(np.isfinite(tokens), tokens, 0.0)
-        return NodeCurve(
-            label=label,
-            steps=steps,
-            tokens=tokens[0] * steps[0] + np.cumsum(tokens),
-            num_tokens=tokens,
-            losses=np.where(np.isfinite(losses), losses, np.nan),
-            times_s=times_s,
-            rounds=tuple(self.rounds),
-        )
-
-
 def read_curves(log_dirs: Sequence[Path]) -> list[NodeCurve]:
     """Returns the curves of all nodes in these logs, by name.
 
@@ -271,30 +209,54 @@ def read_curves(log_dirs: Sequence[Path]) -> list[NodeCurve]:
     """
     if not log_dirs:
         raise TrainerUsageError("expected a log's directory or more, found none; give what --log-dir said")
-    gathered: dict[tuple[Path, str], _NodeEvents] = {}
+    steps: dict[tuple[Path, str], dict[int, tuple[float, float, float]]] = {}
+    rounds: dict[tuple[Path, str], list[RoundMark]] = {}
     for directory in dict.fromkeys(log_dirs):
+        latest: dict[str, int] = {}
         for event in read_events(directory):
-            gathered.setdefault((directory, event.node), _NodeEvents()).add(event)
-    with_steps = {key: found for key, found in gathered.items() if found.steps}
-    if not with_steps:
+            key, time_s = (directory, event.node), event.time.timestamp()
+            of_node, index = steps.setdefault(key, {}), event.number("step")
+            if event.kind == "step" and np.isfinite(index):
+                latest[event.node] = int(index)
+                of_node[int(index)] = (time_s, event.number("num_tokens"), event.number("loss"))
+            elif event.kind in ("round", "round_failed"):
+                mark = RoundMark(latest.get(event.node, 0), time_s, event.kind == "round_failed")
+                rounds.setdefault(key, []).append(mark)
+    nodes = [node for (_, node), of_node in steps.items() if of_node]
+    if not nodes:
         shown = ", ".join(str(directory) for directory in log_dirs)
-        found_else = f"events of {len(gathered)} nodes but no step" if gathered else "no events"
+        found_else = f"events of {len(steps)} nodes but no step" if steps else "no events"
         raise TrainerUsageError(
             f"expected events-*.jsonl with steps in {shown}, found {found_else}; give what --log-dir said"
         )
-    nodes = [node for _, node in with_steps]
-    labels = {
-        (directory, node): node if nodes.count(node) == 1 else f"{directory.name}: {node}"
-        for directory, node in with_steps
-    }
-    return sorted(
-        (found.curve(labels[key]) for key, found in with_steps.items()), key=lambda curve: _natural(curve.label)
-    )
+    curves = [
+        _curve(
+            node if nodes.count(node) == 1 else f"{directory.name}: {node}", of_node, rounds.get((directory, node), ())
+        )
+        for (directory, node), of_node in steps.items()
+        if of_node
+    ]
+    return sorted(curves, key=lambda curve: _natural(curve.label))
 
 
 def _natural(label: str) -> list[tuple[int, str]]:
     """Returns a sort key by which gpu-2 comes before gpu-10."""
     return [(int(digits), "") if digits else (-1, text) for digits, text in re.findall(r"(\d+)|(\D+)", label)]
+
+
+def _curve(label: str, by_step: Mapping[int, tuple[float, float, float]], rounds: Sequence[RoundMark]) -> NodeCurve:
+    steps = np.array(sorted(by_step), dtype=np.float64)
+    times_s, tokens, losses = np.array([by_step[int(step)] for step in steps], dtype=np.float64).T
+    tokens = np.where(np.isfinite(tokens), tokens, 0.0)
+    return NodeCurve(
+        label=label,
+        steps=steps,
+        tokens=tokens[0] * steps[0] + np.cumsum(tokens),
+        num_tokens=tokens,
+        losses=np.where(np.isfinite(losses), losses, np.nan),
+        times_s=times_s,
+        rounds=tuple(rounds),
+    )
 
 
 def smoothed(values: Array, *, span: float) -> Array:
@@ -303,7 +265,9 @@ def smoothed(values: Array, *, span: float) -> Array:
     A value counts as at most twice the median of the `_BLOCK` values around it: one spike does not hide what follows
     it, and a loss that stays high is seen as high.
     """
-    values = _without_spikes(values)
+    blocks = np.array_split(values, max(1, len(values) // _BLOCK))
+    medians = [np.median(found) if len(found := block[np.isfinite(block)]) else np.inf for block in blocks]
+    values = np.minimum(values, 2.0 * np.repeat(medians, [len(block) for block in blocks]))
     keep = np.exp(-1.0 / max(span, 1.0))
 
     def step(state: tuple[float, float], value: float) -> tuple[float, float]:
@@ -313,12 +277,6 @@ def smoothed(values: Array, *, span: float) -> Array:
     states = np.array(list(accumulate(values.tolist(), step, initial=(0.0, 0.0)))[1:]).reshape(-1, 2)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(states[:, 1] > 0, states[:, 0] / states[:, 1], np.nan)
-
-
-def _without_spikes(values: Array) -> Array:
-    blocks = np.array_split(values, max(1, len(values) // _BLOCK))
-    medians = [np.median(found) if len(found := block[np.isfinite(block)]) else np.inf for block in blocks]
-    return np.minimum(values, 2.0 * np.repeat(medians, [len(block) for block in blocks]))
 
 
 def envelope(x: Array, y: Array, *, max_points: int) -> tuple[Array, Array]:
@@ -334,12 +292,7 @@ def envelope(x: Array, y: Array, *, max_points: int) -> tuple[Array, Array]:
 
 
 def speed(curve: NodeCurve, edges_s: Array) -> Array:
-    """Returns tokens a second in each stretch of time, waits included; NaN outside the node's steps.
-
-    Args:
-        curve: of a node.
-        edges_s: edges of the stretches, seconds since the epoch.
-    """
+    """Returns tokens a second between these times, waits included; NaN outside the node's steps."""
     tokens, _ = np.histogram(curve.times_s, bins=edges_s, weights=curve.num_tokens)
     found = tokens / np.diff(edges_s)
     slack_s = 0.01 * (edges_s[1] - edges_s[0])

@@ -1,9 +1,7 @@
 """The HTTP interface in a thread and event loop of its own: training never waits for it.
 
-`ApiServer.start` takes the port in the caller's thread, so that a port in use is one clear error and the chosen port is
-known before anything is announced. `stop` accepts no new connection, gives answers under way a second to end, and cuts
-the rest. The process's signal handlers stay as they are. Connections are bounded as those of ``genesis serve`` are
-(`genesis.serve.connections`): in number, and in the time their clients may take.
+The port is taken in the caller's thread, so that a port in use is one clear error. Stopping gives answers under way a
+second to end. Connections are bounded as those of ``genesis serve`` are: in number, and in the time clients may take.
 """
 
 from __future__ import annotations
@@ -62,13 +60,23 @@ class ApiServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def start(self) -> Self:
-        """Takes the port and serves.
-
-        Raises:
-            TrainerUsageError: the address cannot be listened at.
-        """
+        """Takes the port and serves. Raises `TrainerUsageError`: the address cannot be listened at."""
         self._listener = _listen(self._config.host, self._config.port)
-        self._server = server = _Server(_uvicorn_config(self._app))
+        config = uvicorn.Config(
+            _refusing_when_full(self._app),
+            loop="asyncio",
+            http=bounded_connections(_LIMITS, Uncounted()),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=round(_LIMITS.idle_timeout_s),
+            timeout_graceful_shutdown=round(_LIMITS.grace_s),
+        )
+        self._server = server = _Server(config)
         self._thread = threading.Thread(target=server.run, args=([self._listener],), name="training-api", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + _START_WITHIN_S
@@ -126,23 +134,6 @@ def _refusing_when_full(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
 
     return answer
-
-
-def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        _refusing_when_full(app),
-        loop="asyncio",
-        http=bounded_connections(_LIMITS, Uncounted()),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=round(_LIMITS.idle_timeout_s),
-        timeout_graceful_shutdown=round(_LIMITS.grace_s),
-    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,24 +1,41 @@
-"""What the HTTP interface answers: the fields of docs/observing.md, which are stable within a format.
+"""What the HTTP interface answers: the fields of docs/observing.md and docs/swarm.md, stable within a format.
 
-An unknown figure is null, with a line that says why; it is never 100 % of nothing.
+An unknown figure is null, in a node's answers with a line that says why; it is never 100 % of nothing. A driver's
+process provides a `PipelineView` for the two pages about its pipeline.
 """
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+import math
+from typing import Annotated, Protocol
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from trainer.monitor.losses import LossTrend
 
 __all__ = [
+    "ACCOUNT_PATH",
+    "STAGES_PATH",
     "DiLoCoStatus",
     "HashAgreement",
     "Health",
     "LastRound",
+    "LostShare",
     "NodeStatus",
+    "PerishedShare",
+    "PipelineView",
+    "StageStatus",
+    "SwarmAccount",
+    "SwarmStages",
     "SyncSuccess",
+    "TallyStatus",
     "TrainingStatus",
     "VerifyStatus",
+    "WorkerStatus",
 ]
+
+ACCOUNT_PATH = "/api/swarm/account"
+STAGES_PATH = "/api/swarm/stages"
 
 
 class _Part(BaseModel):
@@ -128,3 +145,118 @@ class Health(_Part):
     node_id: str
     uptime_s: float
     last_step_age_s: float | None = Field(description="Seconds since the last inner step; null before the first.")
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    """Returns None for NaN and infinity, which JSON has not."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class TallyStatus(_Part):
+    """Micro-batches, or tokens: leased = done + lost + open, always."""
+
+    leased: int = Field(description="Given to a driver at least once; each counts once.")
+    done: int = Field(description="Counted once in every stage.")
+    lost: int = Field(description="Not known to be counted in every stage, and never sent again.")
+    open: int = Field(description="The rest: held by drivers, or waiting to be given again.")
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether all of it is accounted for."""
+        return self.leased == self.done + self.lost + self.open
+
+
+class LostShare(_Part):
+    """Micro-batches lost in one way."""
+
+    stage: str = Field(description="The first that did not, or may not, have counted them.")
+    reason: str
+    micro_batches: int
+
+
+class PerishedShare(_Part):
+    """Micro-batches whose gradient died with a worker that had acknowledged them but not yet shared them."""
+
+    stage: str
+    micro_batches: int
+
+
+class SwarmAccount(_Part):
+    """What has become of the data so far, by the driver that keeps the account."""
+
+    node_id: str = Field(description="Who answers.")
+    keeper: str = Field(description="Who keeps the account.")
+    age_s: float = Field(description="How long ago the keeper said so; 0 at the keeper itself.")
+    micro_batches: TallyStatus
+    tokens: TallyStatus
+    trained_tokens: int = Field(description="Of the tokens done, the labels that counted.")
+    waiting: int = Field(description="Open micro-batches that no driver holds.")
+    reissued: int = Field(description="Times a micro-batch was given once more.")
+    leases: int = Field(description="Live ones.")
+    lost: tuple[LostShare, ...] = ()
+    perished: tuple[PerishedShare, ...] = ()
+    lanes: tuple[dict[str, JsonValue], ...] = Field((), description="How far each source of data is.")
+
+
+class WorkerStatus(_Part):
+    """A worker as it announces itself and as this driver knows it."""
+
+    uid: str = Field(description="Such as head.0.42.")
+    node_id: str
+    peer_id: str
+    status: str = Field(description="joining, serving or leaving.")
+    version: int = Field(description="Optimizer steps behind its weights.")
+    num_tokens: int = Field(description="Accumulated towards the next step.")
+    queued: int = Field(description="Requests waiting.")
+    rows_per_s: float = Field(description="What it gets done while it has work; 0: not known yet.")
+    busy: float = Field(description="Share of the last while in which it computed, 0 to 1.")
+    in_flight: int = Field(0, description="Requests of this driver under way at it.")
+    banned_for_s: float = Field(0.0, description="How long this driver will not ask it yet; 0: it does.")
+    differs_from: tuple[str, ...] = Field(
+        (), description="Workers of the stage that compute something else; nothing shows which of them is wrong."
+    )
+    age_s: float = Field(0.0, description="How long ago it last said how it stands: how old its own figures are.")
+    silent_s: float = Field(
+        0.0, description="How long it has answered nothing while micro-batches of this driver wait for it; 0: it does."
+    )
+    unsaved_s: float = Field(0.0, description="Age of its newest checkpoint, or since it began; 0: it makes none.")
+    unsaved_because: str = Field("", description="Why the checkpoint that was due last is not there; empty: it is.")
+
+
+class StageStatus(_Part):
+    """A stage and who holds it."""
+
+    stage: str = Field(description="head, body-1, …, tail.")
+    num_layers: int
+    num_serving: int = Field(description="Workers that take micro-batches, answer and are not banned here.")
+    version: int | None = Field(description="The newest of its workers; null: there are none.")
+    rows_per_s: float = Field(description="Summed over its workers that answer.")
+    empty_for_s: float = Field(description="How long there has been nobody to send to; 0: there is somebody.")
+    workers: tuple[WorkerStatus, ...]
+
+
+class SwarmStages(_Part):
+    """The pipeline as this driver sees it."""
+
+    node_id: str
+    time: str = Field(description="When this was so, UTC.")
+    step: int = Field(description="Steps of the run so far: trained tokens over those of a step.")
+    loss: Annotated[float | None, AfterValidator(_finite_or_none)] = Field(
+        description="Of the latest step's micro-batches, nats a token; null: none yet, or not finite."
+    )
+    tokens_per_s: float = Field(description="What this driver got done in the last while.")
+    in_flight: int = Field(description="Micro-batches of this driver under way.")
+    keeper: str = Field("", description="Who keeps the account of the data: a key, or a name.")
+    keeper_away_s: float = Field(0.0, description="How long the keeper has not answered this driver; 0: it does.")
+    held: int = Field(0, description="Micro-batches leased to this driver that it has not begun.")
+    stages: tuple[StageStatus, ...]
+
+
+class PipelineView(Protocol):
+    """What a driver's process shows of its pipeline; called in the API's thread, so it must not wait."""
+
+    def account(self) -> SwarmAccount | None:
+        """Returns the account as last heard from its keeper; None before the first time."""
+
+    def stages(self) -> SwarmStages:
+        """Returns the stages and their workers."""

@@ -1,23 +1,21 @@
 """The other nodes, by what they announce: whether they hold the same state, and how the whole run goes.
 
-What a node announces is signed but may be untrue. So a loss that no cross entropy can have is left out, and the others
-are limited to a range around their median; a state counts only where several nodes hold it. Digests are compared
-between nodes of the same outer step: a node that missed a round cannot hold the others' state and is *behind*, not
-different. Announcements are some seconds old, so each node's digests of its last 8 outer steps are kept; otherwise
-every round would begin with nobody to compare with.
+What a node announces is signed but may be untrue. So a loss that no cross entropy can have is left out, the others are
+limited to a range around their median, and a state counts only where several nodes hold it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
 from trainer.monitor.facts import AnnouncedNode
+from trainer.monitor.status import HashAgreement
 
-__all__ = ["DigestMemory", "PlausibleNode", "StateAgreement", "average_loss", "plausible_node", "state_agreement"]
+__all__ = ["DigestMemory", "PlausibleNode", "average_loss", "plausible_node"]
 
 _MAX_LOSS = 100.0
 """Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most."""
@@ -43,19 +41,6 @@ class PlausibleNode:
     expires_at: float
     has_strange_loss: bool = False
     """It announced a loss that was left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateAgreement:
-    """Who holds the same state."""
-
-    outer_step: int | None
-    """The newest one that more than half of the nodes have; else the one most nodes have."""
-    num_compared: int
-    num_agreeing: int
-    """Nodes with the state that most have."""
-    num_behind: int
-    """Nodes with an older one, or none at all."""
 
 
 def plausible_node(announced: AnnouncedNode) -> PlausibleNode:
@@ -87,11 +72,7 @@ def average_loss(losses: Collection[float], own: float | None) -> float | None:
 
     With three nodes or more the middle is their median and the range three (normal-consistent) median absolute
     deviations, at least a quarter of the median; with fewer, the node's own loss and a quarter of that. One liar among
-    n moves the mean by about a quarter of the loss, divided by n.
-
-    Args:
-        losses: of all nodes, this one's included; finite.
-        own: this node's, if it has one.
+    n moves the mean by about a quarter of the loss, divided by n. ``losses`` are finite, this node's ``own`` included.
     """
     if not losses:
         return None
@@ -102,7 +83,11 @@ def average_loss(losses: Collection[float], own: float | None) -> float | None:
 
 
 class DigestMemory:
-    """Which state each node held after which of its latest outer steps."""
+    """Which state each node held after which of its last 8 outer steps.
+
+    Announcements are some seconds old: with the newest digest alone, every round would begin with nobody to compare
+    with.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, dict[int, str]] = {}
@@ -119,24 +104,25 @@ class DigestMemory:
         """Forgets all nodes but these."""
         self._digests = {node: self._digests[node] for node in nodes if node in self._digests}
 
-    def of(self, nodes: Iterable[str]) -> dict[str, Mapping[int, str]]:
-        """Returns the digests by outer step, of each of these nodes."""
-        return {node: self._digests.get(node, {}) for node in nodes}
+    def agreement(self, nodes: Iterable[str]) -> HashAgreement:
+        """Compares nodes at the newest outer step that more than half of them have, else at the one most have.
 
-
-def state_agreement(digests: Mapping[str, Mapping[int, str]]) -> StateAgreement:
-    """Compares the nodes at the newest outer step that they have in common.
-
-    Args:
-        digests: of each node, its state's digest by outer step; empty if it announced none.
-    """
-    nodes_at = Counter(step for held in digests.values() for step in held)
-    by_majority = [step for step, nodes in nodes_at.items() if 2 * nodes > len(digests)]
-    common = max(by_majority, default=None)
-    if common is None and nodes_at:
-        common = max(nodes_at, key=lambda step: (nodes_at[step], step))
-    if common is None or (nodes_at[common] < 2 and len(digests) > 1):
-        return StateAgreement(None, 0, 0, 0)
-    compared = [held[common] for held in digests.values() if common in held]
-    num_behind = sum(max(held, default=-1) < common for held in digests.values())
-    return StateAgreement(common, len(compared), max(Counter(compared).values()), num_behind)
+        A node that missed a round cannot hold the others' state and is *behind*, not different.
+        """
+        digests = [self._digests.get(node, {}) for node in nodes]
+        nodes_at = Counter(step for held in digests for step in held)
+        by_majority = [step for step, num_nodes in nodes_at.items() if 2 * num_nodes > len(digests)]
+        common = max(by_majority, default=None)
+        if common is None and nodes_at:
+            common = max(nodes_at, key=lambda step: (nodes_at[step], step))
+        if common is None or (nodes_at[common] < 2 and len(digests) > 1):
+            reason = "no two nodes have the same outer step" if len(digests) > 1 else "no outer step yet"
+            return HashAgreement(outer_step=None, num_compared=0, num_agreeing=0, num_behind=0, reason=reason)
+        compared = [held[common] for held in digests if common in held]
+        return HashAgreement(
+            outer_step=common,
+            num_compared=len(compared),
+            num_agreeing=max(Counter(compared).values()),
+            num_behind=sum(max(held, default=-1) < common for held in digests),
+            reason=None,
+        )

@@ -1,11 +1,7 @@
 """The training status: this node's steps and rounds, and what the other nodes announce, combined.
 
-The training thread writes, the API's thread reads; a lock is held for a copy of some 2,000 numbers at most (20 µs), the
-arithmetic happens outside. What verifies training (the run's first losses, steps done) goes into the checkpoint by
-`state_dict`: without it, a node restarted on a plateau would have to improve on its own plateau.
-
-A round without other members is a failure only where another node was known: then the node trained on without the
-others, which the success rate shows.
+The training thread writes, the API's thread reads; a lock is held for a copy of some 2,000 numbers at most (20 µs). A
+round without other members is a failure only where another node was known: then the node trained on without them.
 """
 
 from __future__ import annotations
@@ -19,23 +15,8 @@ from datetime import UTC, datetime
 from trainer.errors import CheckpointMismatchError
 from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
 from trainer.monitor.losses import FIRST_LOSSES, TrackedLosses, has_fallen, loss_trend
-from trainer.monitor.status import (
-    DiLoCoStatus,
-    HashAgreement,
-    Health,
-    LastRound,
-    NodeStatus,
-    SyncSuccess,
-    TrainingStatus,
-)
-from trainer.monitor.swarm import (
-    DigestMemory,
-    PlausibleNode,
-    StateAgreement,
-    average_loss,
-    plausible_node,
-    state_agreement,
-)
+from trainer.monitor.status import DiLoCoStatus, Health, LastRound, NodeStatus, SyncSuccess, TrainingStatus
+from trainer.monitor.swarm import DigestMemory, PlausibleNode, average_loss, plausible_node
 
 __all__ = ["TrainingTracker"]
 
@@ -45,6 +26,7 @@ _MAX_NODES_SHOWN = 256
 _SPEED_STEPS = 50
 _MIN_STEPS = 2 * FIRST_LOSSES
 """With fewer losses, the latest are still among the first."""
+_ATTEMPTS = 100
 _MIN_ROUNDS = 4
 """Fewer attempted rounds do not show that a node is cut off."""
 
@@ -55,29 +37,25 @@ class TrainingTracker:
     def __init__(
         self, node_id: str, *, peer_id: str = "", inner_steps: int = 0, clock: Callable[[], float] = time.time
     ) -> None:
-        """Starts without steps, rounds and peers.
+        """Starts without steps, rounds and peers; announcements under ``peer_id`` are its own and left out.
 
-        Args:
-            node_id: this node's name.
-            peer_id: its key; announcements under it are this node's own and left out.
-            inner_steps: inner steps from one outer step to the next; 0 without outer steps.
-            clock: seconds since the epoch, by which announcements expire.
+        ``inner_steps`` lie between two outer steps, of which there are none with 0; ``clock`` is in Unix seconds.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._node_id = node_id
         self._peer_id = peer_id
         self._inner_steps = inner_steps
         self._clock = clock
         self._started_at = clock()
         self._losses = TrackedLosses()
-        self._rounds = _RoundHistory()
+        self._succeeded: deque[bool] = deque(maxlen=_ATTEMPTS)
+        self._num_rounds = self._num_rounds_alone = self._num_rounds_failed = 0
+        self._last_round: LastRound | None = None
         self._was_applied: deque[bool] = deque(maxlen=_SPEED_STEPS)
         self._ended: deque[tuple[float, int]] = deque(maxlen=_SPEED_STEPS + 1)  # When a step did, and its tokens.
-        self._num_steps = 0
-        self._num_skipped = 0
+        self._num_steps = self._num_skipped = 0
         self._last_step_at: float | None = None
-        self._inner_step = 0
-        self._outer_step = 0
+        self._inner_step = self._outer_step = 0
         self._state_digest = ""
         self._shards: frozenset[int] = frozenset()
         self._peers: tuple[PlausibleNode, ...] = ()
@@ -99,19 +77,34 @@ class TrainingTracker:
         """Counts a round that ended with an outer step; step and digest are the state's after it."""
         now = self._clock()
         with self._lock:
-            knew_others = any(peer.expires_at > now for peer in self._peers)
-            self._rounds.add(report, knew_others=knew_others)
-            self._set_state(outer_step, state_digest, inner_step=0)
+            is_alone = len(report.members) < 2
+            self._num_rounds += 1
+            self._num_rounds_alone += is_alone
+            if not is_alone or any(peer.expires_at > now for peer in self._peers):
+                self._succeeded.append(not is_alone)
+            self._last_round = LastRound(
+                round_index=report.round_index,
+                num_members=len(report.members),
+                num_dropped=len(report.dropped),
+                completeness=report.completeness,
+                sent_bytes=report.sent_bytes,
+                received_bytes=report.received_bytes,
+                seconds=report.seconds,
+                rule=report.rule,
+            )
+            self.set_state(outer_step, state_digest)
 
     def add_failed_round(self) -> None:
         """Counts a round without a result; the node trains on from where it was."""
         with self._lock:
-            self._rounds.add_failed()
+            self._num_rounds_failed += 1
+            self._succeeded.append(False)
 
     def set_state(self, outer_step: int, state_digest: str, *, inner_step: int = 0) -> None:
         """Records which state the node holds after it was started, restored, or took up others' state."""
         with self._lock:
-            self._set_state(outer_step, state_digest, inner_step)
+            self._outer_step, self._state_digest, self._inner_step = outer_step, state_digest, inner_step
+            self._digests.add(self._peer_id, outer_step, state_digest)
 
     def set_shards(self, shards: Collection[int]) -> None:
         """Records the shards this node trains on."""
@@ -139,7 +132,11 @@ class TrainingTracker:
     def tokens_per_s(self) -> float:
         """Tokens a second over the latest 50 steps, rounds and all other waits included; 0 before the second step."""
         with self._lock:
-            return self._tokens_per_s()
+            if len(self._ended) < 2:
+                return 0.0
+            seconds = self._ended[-1][0] - self._ended[0][0]
+            num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
+            return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
 
     @property
     def num_steps(self) -> int:
@@ -151,18 +148,41 @@ class TrainingTracker:
         """Returns the status as of now."""
         with self._lock:
             now = self._clock()
-            own = self._own()
+            own = PlausibleNode(
+                peer_id=self._peer_id,
+                node_id=self._node_id,
+                outer_step=self._outer_step,
+                state_digest=self._state_digest,
+                num_steps=self._num_steps,
+                loss=self._losses.smoothed,
+                tokens_per_s=self.tokens_per_s,
+                shards=self._shards,
+                expires_at=float("inf"),
+            )
             others = [peer for peer in self._peers if peer.expires_at > now]
-            first, recent, was_applied = self._losses.first, self._losses.recent, tuple(self._was_applied)
-            num_skipped, sync, diloco = self._num_skipped, self._rounds.success(), self._diloco()
-            agreed = state_agreement(self._digests.of(peer.peer_id for peer in (own, *others)))
+            first, recent, was_applied = list(self._losses.first), list(self._losses.recent), tuple(self._was_applied)
+            reason = None
+            if not self._succeeded:
+                reason = "no other node was there in any round" if self._num_rounds_alone else "no round yet"
+            sync = SyncSuccess(num_attempted=len(self._succeeded), num_succeeded=sum(self._succeeded), reason=reason)
+            num_skipped = self._num_skipped
+            diloco = DiLoCoStatus(
+                inner_step=self._inner_step,
+                inner_steps=self._inner_steps,
+                outer_step=self._outer_step,
+                outer_syncs=self._num_rounds,
+                rounds_alone=self._num_rounds_alone,
+                rounds_failed=self._num_rounds_failed,
+                last_round=self._last_round,
+            )
+            agreed = self._digests.agreement(peer.peer_id for peer in (own, *others))
         nodes = (own, *sorted(others, key=lambda peer: (peer.node_id, peer.peer_id)))
         reasons = _reasons_against(first, recent, was_applied, sync)
         return TrainingStatus(
             training_verified=not reasons,
             reasons=reasons,
             hash_agreement_rate=_percent(agreed.num_agreeing, agreed.num_compared),
-            hash_agreement=_hash_agreement(agreed, len(nodes)),
+            hash_agreement=agreed,
             loss_trend=loss_trend(recent),
             sync_success_rate=_percent(sync.num_succeeded, sync.num_attempted),
             sync_success=sync,
@@ -191,7 +211,7 @@ class TrainingTracker:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """Returns what a restarted node needs, for its checkpoint: 2,050 losses and three counts."""
+        """Returns what a restarted node needs to be verified: 2,050 losses and two counts."""
         with self._lock:
             return {
                 "version": _VERSION,
@@ -201,11 +221,7 @@ class TrainingTracker:
             }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Resumes from a checkpoint.
-
-        Raises:
-            CheckpointMismatchError: another release wrote it.
-        """
+        """Resumes from a checkpoint. Raises `CheckpointMismatchError`: another release wrote it."""
         losses, num_steps, num_skipped = (state.get(name) for name in ("losses", "num_steps", "num_skipped"))
         if (
             state.get("version") != _VERSION
@@ -220,45 +236,6 @@ class TrainingTracker:
         with self._lock:
             self._losses.load_state_dict(losses)
             self._num_steps, self._num_skipped = num_steps, num_skipped
-
-    # With the lock held.
-
-    def _set_state(self, outer_step: int, state_digest: str, inner_step: int) -> None:
-        self._outer_step, self._state_digest, self._inner_step = outer_step, state_digest, inner_step
-        self._digests.add(self._peer_id, outer_step, state_digest)
-
-    def _tokens_per_s(self) -> float:
-        if len(self._ended) < 2:
-            return 0.0
-        seconds = self._ended[-1][0] - self._ended[0][0]
-        num_tokens = sum(num_tokens for _, num_tokens in self._ended) - self._ended[0][1]
-        return num_tokens / seconds if seconds > 0 else 0.0  # A clock may be set back.
-
-    def _own(self) -> PlausibleNode:
-        """Returns this node as it would announce itself."""
-        return PlausibleNode(
-            peer_id=self._peer_id,
-            node_id=self._node_id,
-            outer_step=self._outer_step,
-            state_digest=self._state_digest,
-            num_steps=self._num_steps,
-            loss=self._losses.smoothed,
-            tokens_per_s=self._tokens_per_s(),
-            shards=self._shards,
-            expires_at=float("inf"),
-        )
-
-    def _diloco(self) -> DiLoCoStatus:
-        rounds = self._rounds
-        return DiLoCoStatus(
-            inner_step=self._inner_step,
-            inner_steps=self._inner_steps,
-            outer_step=self._outer_step,
-            outer_syncs=rounds.num_done,
-            rounds_alone=rounds.num_alone,
-            rounds_failed=rounds.num_failed,
-            last_round=rounds.last,
-        )
 
 
 def _reasons_against(
@@ -280,19 +257,6 @@ def _reasons_against(
     return tuple(reasons)
 
 
-def _hash_agreement(agreed: StateAgreement, num_nodes: int) -> HashAgreement:
-    reason = None
-    if not agreed.num_compared:
-        reason = "no two nodes have the same outer step" if num_nodes > 1 else "no outer step yet"
-    return HashAgreement(
-        outer_step=agreed.outer_step,
-        num_compared=agreed.num_compared,
-        num_agreeing=agreed.num_agreeing,
-        num_behind=agreed.num_behind,
-        reason=reason,
-    )
-
-
 def _node_status(node: PlausibleNode, *, is_self: bool) -> NodeStatus:
     return NodeStatus(
         **{name: getattr(node, name) for name in ("node_id", "peer_id", "outer_step", "loss", "state_digest")},
@@ -305,44 +269,3 @@ def _node_status(node: PlausibleNode, *, is_self: bool) -> NodeStatus:
 
 def _percent(part: int, whole: int) -> float | None:
     return round(100.0 * part / whole, 2) if whole else None
-
-
-_WINDOW = 100
-
-
-class _RoundHistory:
-    """Counts of a node's rounds, and whether each of the latest 100 attempts succeeded."""
-
-    def __init__(self) -> None:
-        self._attempts: deque[bool] = deque(maxlen=_WINDOW)
-        self.num_done = 0
-        self.num_alone = 0
-        self.num_failed = 0
-        self.last: LastRound | None = None
-
-    def add(self, report: RoundFacts, *, knew_others: bool) -> None:
-        is_alone = len(report.members) < 2
-        self.num_done += 1
-        self.num_alone += is_alone
-        if knew_others or not is_alone:
-            self._attempts.append(not is_alone)
-        self.last = LastRound(
-            round_index=report.round_index,
-            num_members=len(report.members),
-            num_dropped=len(report.dropped),
-            completeness=report.completeness,
-            sent_bytes=report.sent_bytes,
-            received_bytes=report.received_bytes,
-            seconds=report.seconds,
-            rule=report.rule,
-        )
-
-    def add_failed(self) -> None:
-        self.num_failed += 1
-        self._attempts.append(False)
-
-    def success(self) -> SyncSuccess:
-        reason = None
-        if not self._attempts:
-            reason = "no other node was there in any round" if self.num_alone else "no round yet"
-        return SyncSuccess(num_attempted=len(self._attempts), num_succeeded=sum(self._attempts), reason=reason)

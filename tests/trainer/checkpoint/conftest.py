@@ -5,13 +5,16 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.model_configs import write_tokenizer
+
 _PRELOADED = (
     *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"),
-    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.parts"),
+    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.sets"),
 )
 
 
@@ -37,3 +40,8 @@ def start(processes: ForkServerContext) -> Iterator[Callable[..., ForkServerProc
     for process in started:
         process.kill()
         process.join(30)
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 
 import pytest
@@ -82,16 +83,12 @@ def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stag
     assert sorted(names) == sorted(whole.state_dict())
     shared = {id(parameter) for stage in stages for parameter in stage.parameters()}
     assert shared == {id(parameter) for parameter in whole.parameters()}
-    if num_stages > 1:
-        assert [type(stage) for stage in stages] == [HeadStage, *[BodyStage] * (num_stages - 2), TailStage]
-        ids, labels = random_tokens(64, 2, 5)
-        hidden = ids
-        for stage in stages[:-1]:
-            hidden = stage(hidden)
-        assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
-        assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
-    else:
-        assert stages == [whole]
+    kinds = [HeadStage, *[BodyStage] * (num_stages - 2), TailStage] if num_stages > 1 else [Transformer]
+    assert [type(stage) for stage in stages] == kinds
+    ids, labels = random_tokens(64, 2, 5)
+    hidden = reduce(lambda received, stage: stage(received), stages[:-1], ids)
+    assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
+    assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
 
 
 @pytest.mark.slow
@@ -126,31 +123,24 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count():
     expected = functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, expected)
     assert loss.dtype is torch.float32
+    model.zero_grad()
+    nothing = model(ids, torch.full_like(labels, -100))
+    nothing.backward()
+    assert nothing.item() == 0
+    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.parameters())
 
 
 def test_micro_batches_of_different_lengths_weigh_by_tokens():
     model = build_model(small_config(), 0)
     long_ids, long_labels = random_tokens(64, 1, 12, seed=1)
     short_ids, short_labels = random_tokens(64, 1, 3, seed=2)
-    tail = split(model, 2)[1]
-    head = split(model, 2)[0]
-    sums, counts = zip(
-        *(tail.loss_sum(head(ids), labels) for ids, labels in [(long_ids, long_labels), (short_ids, short_labels)]),
-        strict=True,
-    )
+    head, tail = split(model, 2)
+    batches = ((long_ids, long_labels), (short_ids, short_labels))
+    sums, counts = zip(*(tail.loss_sum(head(ids), labels) for ids, labels in batches), strict=True)
     assert [int(count) for count in counts] == [12, 3]
     pooled = (model(long_ids, long_labels) * 12 + model(short_ids, short_labels) * 3) / 15
     torch.testing.assert_close(sum(sums) / sum(counts), pooled)
     assert torch.equal(sums[0], model.loss_sum(long_ids, long_labels)[0])
-
-
-def test_a_batch_where_nothing_counts_has_no_loss_and_no_gradient():
-    model = build_model(small_config(), 0)
-    ids, labels = random_tokens(64, 2, 5)
-    loss = model(ids, torch.full_like(labels, -100))
-    loss.backward()
-    assert loss.item() == 0
-    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("olmo2", [False, True])
@@ -183,14 +173,10 @@ def test_no_token_sees_a_later_one(olmo2: bool):
     assert (before[0, 11:] != after[0, 11:]).any(dim=1).all()
 
 
-def test_positions_matter():
+def test_positions_matter_and_a_sequence_longer_than_the_longest_is_refused():
     model = build_model(small_config(), 0)
     logits = model(torch.tensor([[5, 9, 7], [9, 5, 7]]))
     assert not torch.allclose(logits[0, 2], logits[1, 2], atol=1e-4)
-
-
-def test_a_sequence_longer_than_the_longest_is_refused():
-    model = build_model(small_config(), 0)
     with pytest.raises(TrainerUsageError, match="max_seq_len = 32 tokens, found 33"):
         model(torch.zeros(1, 33, dtype=torch.int64))
 

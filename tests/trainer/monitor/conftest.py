@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.monitor import ApiConfig, ApiServer, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
 from trainer.monitor.metrics import Sources
@@ -24,30 +25,17 @@ class ObservedNode:
     refused: Counter[str] = field(default_factory=Counter)
     stops: list[str] = field(default_factory=list)
 
-
-@dataclass
-class Api:
-    """A client of a running interface."""
-
-    node: ObservedNode
-    url: str
-    client: httpx.Client
-
-    def json(self, path: str) -> dict[str, object]:
-        answer = self.client.get(path)
-        answer.raise_for_status()
-        return answer.json()
-
-    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        return samples(self.client.get("/metrics").text)
-
-
-def samples(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
+    @contextmanager
+    def served(self, *, token: str = "", **pages: Any) -> Iterator[httpx.Client]:
+        """A client of its interface, with a shutdown that needs the token, if there is one."""
+        config = ApiConfig(port=0, allowed_hosts=("node.example.org",))
+        hook = ShutdownHook(callback=lambda: self.stops.append("asked"), token=token)
+        app = create_app(self.tracker, self.metrics, config=config, **{"shutdown": hook} | pages)
+        with (
+            ApiServer(app, config) as server,
+            httpx.Client(base_url=server.url, trust_env=False, timeout=30.0) as client,
+        ):
+            yield client
 
 
 def observed_node() -> ObservedNode:
@@ -64,12 +52,6 @@ def node() -> ObservedNode:
 
 
 @pytest.fixture
-def api(node: ObservedNode) -> Iterator[Api]:
-    """Served with a shutdown that needs no token."""
-    config = ApiConfig(port=0, allowed_hosts=("node.example.org",))
-    hook = ShutdownHook(callback=lambda: node.stops.append("asked"))
-    with (
-        ApiServer(create_app(node.tracker, node.metrics, config=config, shutdown=hook), config) as server,
-        httpx.Client(base_url=server.url, trust_env=False, timeout=30.0) as client,
-    ):
-        yield Api(node, server.url, client)
+def client(node: ObservedNode) -> Iterator[httpx.Client]:
+    with node.served() as client:
+        yield client

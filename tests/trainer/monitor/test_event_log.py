@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -24,7 +25,7 @@ from manifests import canonical_json
 from tests.support.observing import Report, Step
 from trainer.errors import TrainerUsageError
 from trainer.monitor import EventLog, read_events
-from trainer.monitor.events import event_line, round_fields, step_fields
+from trainer.monitor.event_log import event_line
 
 ROOT = Path(__file__).parents[3]
 KILLED = """
@@ -85,6 +86,12 @@ def numbers(path, name="number"):
     return [event.fields[name] for event in read_events(path) if name in event.fields]
 
 
+def log_flushed(log, numbers_):
+    for number in numbers_:
+        log.event("some", number=number)
+        log.flush()
+
+
 def test_events_of_all_threads_come_in_their_order(tmp_path):
     with EventLog(tmp_path / "new" / "folder", "pod-1/0") as log:
 
@@ -92,11 +99,8 @@ def test_events_of_all_threads_come_in_their_order(tmp_path):
             for number in range(500):
                 log.event("some", thread=thread, number=number)
 
-        threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(work, "abc"))
         log.step(Step(step=9), loader_wait_s=0.5)
         log.round(Report(), outer_step=4, state_digest="ab")
     events = list(read_events(tmp_path / "new" / "folder"))
@@ -107,13 +111,18 @@ def test_events_of_all_threads_come_in_their_order(tmp_path):
     assert log.lost_events == 0
 
 
-def test_flush_makes_events_readable_while_the_log_goes_on(tmp_path):
-    with EventLog(tmp_path, "n") as log:
-        log.event("first", x=1)
+def test_flush_makes_events_readable_and_those_before_the_start_or_after_the_end_are_lost(tmp_path):
+    log = EventLog(tmp_path, "n")
+    log.event("before", number=0)
+    with log:
+        log.event("first", number=1)
         assert log.flush()
-        assert [event.kind for event in read_events(log.path)] == ["first"]
-        log.event("second", x=2)
-    assert [event.kind for event in read_events(tmp_path)] == ["first", "second"]
+        assert numbers(log.path) == [1]
+        log.event("second", number=2)
+    log.close()
+    log.event("after", number=3)
+    assert numbers(tmp_path) == [1, 2]
+    assert log.lost_events == 2
 
 
 @pytest.mark.slow
@@ -124,8 +133,7 @@ def test_full_files_are_numbered_and_the_oldest_go(tmp_path):
             if number % 10 == 0:
                 log.flush()
     files = sorted(path.name for path in tmp_path.glob("events-*.jsonl"))
-    assert len(files) == 4
-    assert files[-1] == "events-n.jsonl"
+    assert (len(files), files[-1]) == (4, "events-n.jsonl")
     kept = numbers(tmp_path)
     assert kept == list(range(1_000 - len(kept), 1_000))
     assert 100 < len(kept) < 400
@@ -134,18 +142,15 @@ def test_full_files_are_numbered_and_the_oldest_go(tmp_path):
 def test_nodes_with_like_names_do_not_read_each_others_files(tmp_path):
     for node in ("a", "a.000001", "a.b", "ä b"):
         with EventLog(tmp_path, node, max_file_bytes=1) as log:
-            for number in range(3):
-                log.event("some", number=number)
-                log.flush()
+            log_flushed(log, range(3))
     found = [(event.node, event.fields["number"]) for event in read_events(tmp_path)]
     assert sorted(found) == sorted((node, number) for node in ("a", "a.000001", "a.b", "ä b") for number in range(3))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kill_loses_the_end_and_never_a_middle(tmp_path, seed):
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             flushed = [int(process.stdout.readline()) for _ in range(4 + seed)][-1]
             time.sleep(0.001 * seed)
@@ -172,9 +177,8 @@ def test_what_a_kill_left_of_a_line_is_cut_off_by_the_next_start(tmp_path, caplo
 
 @pytest.mark.slow
 def test_a_full_disk_costs_events_and_not_the_run(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     lost = int(done.stdout)
     assert lost > 100
     assert done.stderr.count("cannot write events") == 1
@@ -197,13 +201,18 @@ def test_a_second_process_is_refused_and_another_name_is_not(tmp_path):
     assert numbers(tmp_path) == [1]
 
 
-def test_a_folder_that_cannot_be_is_a_usage_error(tmp_path):
+def test_a_folder_that_cannot_be_and_no_log_are_usage_errors(tmp_path):
     (tmp_path / "file").write_text("")
+    for folder, name, option in (
+        ("file/logs", "n", "--log-dir"),
+        (".", "", "--node-id"),
+        (".", "x" * 300, "--node-id"),
+    ):
+        with pytest.raises(TrainerUsageError, match=option):
+            EventLog(tmp_path / folder, name).start()
     with pytest.raises(TrainerUsageError, match="--log-dir"):
-        EventLog(tmp_path / "file" / "logs", "n").start()
-    for name in ("", "x" * 300):
-        with pytest.raises(TrainerUsageError, match="--node-id"):
-            EventLog(tmp_path, name).start()
+        list(read_events(tmp_path / "nowhere"))
+    assert list(read_events(tmp_path)) == []
 
 
 def test_an_event_that_has_no_spelling_is_told_and_the_others_stay(tmp_path, caplog):
@@ -221,48 +230,21 @@ def test_an_event_that_has_no_spelling_is_told_and_the_others_stay(tmp_path, cap
     assert "no text" in caplog.text
 
 
-def test_after_close_events_are_counted_as_lost(tmp_path):
-    log = EventLog(tmp_path, "n")
-    log.event("before", number=0)
-    log.start()
-    log.close()
-    log.close()
-    log.event("after", number=1)
-    assert log.lost_events == 2
-
-
 def test_strange_lines_are_passed_over_with_one_warning(tmp_path, caplog):
     good = b'{"kind":"some","node":"n","number":%d,"time":"2026-11-20T17:32:03.000Z"}\n'
-    strange = [
-        b"\n",
-        b"[]\n",
-        b'{"kind":"x"}\n',
-        b"\xff\xfe\n",
-        b"[" * 100_000 + b"\n",
-        b'{"kind":1,"node":"n","time":"x"}\n',
-    ]
-    (tmp_path / "events-n.jsonl").write_bytes(good % 1 + b"".join(strange) + good % 2)
+    strange = [b"", b"[]", b'{"kind":"x"}', b"\xff\xfe", b"[" * 100_000, b'{"kind":1,"node":"n","time":"x"}', good % 2]
+    (tmp_path / "events-n.jsonl").write_bytes(good % 1 + b"\n".join(strange))
     assert numbers(tmp_path) == [1, 2]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "6 lines" in caplog.text
 
 
-def test_no_log_is_a_usage_error(tmp_path):
-    with pytest.raises(TrainerUsageError, match="--log-dir"):
-        list(read_events(tmp_path / "nowhere"))
-    assert list(read_events(tmp_path)) == []
-
-
 def test_a_log_rotated_while_it_is_read_is_read_once(tmp_path):
     with EventLog(tmp_path, "n", max_file_bytes=1, max_files=100) as log:
-        for number in range(5):
-            log.event("some", number=number)
-            log.flush()
+        log_flushed(log, range(5))
         reading = read_events(tmp_path)
         found = [next(reading).fields["number"]]
-        for number in range(5, 8):
-            log.event("some", number=number)
-            log.flush()
+        log_flushed(log, range(5, 8))
         found += [event.fields["number"] for event in reading if "number" in event.fields]
     assert found[:5] == list(range(5))
     assert len(set(found)) == len(found)
@@ -309,12 +291,9 @@ def test_rotation_goes_on_after_it_failed_half_way(tmp_path, monkeypatch):
         return real_open(path, *arguments, **options)
 
     with EventLog(tmp_path, "n", max_file_bytes=1) as log:
-        log.event("some", number=0)
-        log.flush()
+        log_flushed(log, [0])
         monkeypatch.setattr("trainer.monitor.event_log.os.open", full_open)
-        for number in (1, 2, 3):
-            log.event("some", number=number)
-            log.flush()
+        log_flushed(log, [1, 2, 3])
     assert numbers(tmp_path) == [0, 2, 3]
     assert log.lost_events == 1
 
@@ -338,13 +317,7 @@ def test_any_value_is_one_canonical_line(fields):
     assert (value["node"], value["kind"]) == ("gpu-7", "odd")
 
 
-def test_numbers_that_json_has_not_are_strings_that_float_reads():
-    spelt = json.loads(event_line(0, "n", "k", {"x": [math.nan, math.inf, -math.inf, np.float32(0.5), np.int64(3)]}))
-    assert spelt["x"] == ["NaN", "Infinity", "-Infinity", 0.5, 3]
-    assert [str(float(text)) for text in spelt["x"][:3]] == ["nan", "inf", "-inf"]
-
-
-def test_what_json_has_no_form_for_is_its_text():
+def test_numbers_that_json_has_not_are_strings_that_float_reads_and_other_things_their_text():
     @dataclass(frozen=True)
     class Verdict:
         who: str
@@ -355,34 +328,29 @@ def test_what_json_has_no_form_for_is_its_text():
 
     endless: list[object] = []
     endless.append(endless)
-    fields = {
-        "path": Path("/tmp/x"),
-        "verdict": Verdict("p", 0.25),
-        "set": {"b", "a"},
-        "bytes": b"ab",
-        "level": Level.HIGH,
-        "endless": endless,
-        "half": "\ud800",
-        "long": "x" * 100_000,
-    }
-    value = json.loads(event_line(0, "n", "k", fields))
-    assert value["path"] == "/tmp/x"
-    assert value["verdict"] == {"who": "p", "cosine": 0.25}
-    assert value["set"] == ["a", "b"]
-    assert value["bytes"] == "b'ab'"
-    assert value["level"] == 3
-    assert "..." in json.dumps(value["endless"])
-    assert value["half"] == "\\ud800"
-    assert len(value["long"]) == 4_097
+    expected = (
+        (Path("/tmp/x"), "/tmp/x"),
+        (Verdict("p", 0.25), {"who": "p", "cosine": 0.25}),
+        ({"b", "a"}, ["a", "b"]),
+        (b"ab", "b'ab'"),
+        (Level.HIGH, 3),
+        ("\ud800", "\\ud800"),
+        ("x" * 100_000, "x" * 4_096 + "…"),
+        ([math.nan, math.inf, -math.inf], ["NaN", "Infinity", "-Infinity"]),
+        ([np.float32(0.5), np.int64(3)], [0.5, 3]),
+    )
+    for value, spelt in expected:
+        assert json.loads(event_line(0, "n", "k", {"x": value}))["x"] == spelt
+    assert "..." in event_line(0, "n", "k", {"x": endless}).decode()
+    assert [str(float(text)) for text in ("NaN", "Infinity", "-Infinity")] == ["nan", "inf", "-inf"]
 
 
 def test_a_step_and_a_round_say_all_their_fields(tmp_path):
     step = Step(step=7, loss=math.nan, grad_norm=1 / 3, skipped=True)
     report = Report(dropped=(("c" * 64, "silent: 10 s"),), validation=({"cosine": math.inf},))
-    (tmp_path / "events-n.jsonl").write_bytes(
-        event_line(0, "n", "step", step_fields(step, 0.001))
-        + event_line(1, "n", "round", round_fields(report, 3, "ab"))
-    )
+    with EventLog(tmp_path, "n") as log:
+        log.step(step, loader_wait_s=0.001)
+        log.round(report, outer_step=3, state_digest="ab")
     first, second = read_events(tmp_path)
     assert math.isnan(first.number("loss"))
     assert dict(first.fields) | {"loss": 0} == {

@@ -10,14 +10,14 @@ import pytest
 
 from trainer.errors import TrainerUsageError
 from trainer.monitor import plot
-from trainer.monitor.events import active_path, event_line
+from trainer.monitor.event_log import active_path, event_line
 from trainer.monitor.plot import envelope, read_curves, smoothed, speed
 
 T0 = 1_795_000_000.0
 
 
 def write_log(directory, node, steps, *, loss=lambda step: 4.0, begin_s=T0, every_s=1.0, rounds=()):
-    """A log as a node leaves it; ``rounds`` maps a step to 'round' or 'round_failed' after it."""
+    """A log as a node leaves it, and its curves; ``rounds`` maps a step to 'round' or 'round_failed' after it."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
     for position, step in enumerate(steps):
@@ -28,6 +28,7 @@ def write_log(directory, node, steps, *, loss=lambda step: 4.0, begin_s=T0, ever
             lines.append(event_line(time_s, node, dict(rounds)[step], {"round_index": 0}))
     with active_path(directory, node).open("ab") as file:
         file.write(b"".join(lines))
+    return read_curves([directory])
 
 
 def png_size(path):
@@ -37,8 +38,8 @@ def png_size(path):
 
 
 def test_a_curve_has_steps_tokens_and_rounds(tmp_path):
-    write_log(tmp_path, "n", range(10), loss=lambda step: 9.0 - step, rounds={5: "round", 8: "round_failed"})
-    (curve,) = read_curves([tmp_path])
+    rounds = {5: "round", 8: "round_failed"}
+    (curve,) = write_log(tmp_path, "n", range(10), loss=lambda step: 9.0 - step, rounds=rounds)
     assert curve.label == "n"
     assert curve.steps.tolist() == list(range(10))
     assert curve.tokens.tolist() == list(range(100, 1_100, 100))
@@ -46,34 +47,26 @@ def test_a_curve_has_steps_tokens_and_rounds(tmp_path):
     assert [(found.step, found.has_failed) for found in curve.rounds] == [(5, False), (8, True)]
 
 
-def test_of_a_step_done_twice_the_last_counts(tmp_path):
-    write_log(tmp_path, "n", range(7), loss=lambda step: 1.0)
-    write_log(tmp_path, "n", range(4, 10), loss=lambda step: 2.0, begin_s=T0 + 100)
-    (curve,) = read_curves([tmp_path])
+def test_of_a_step_done_twice_the_last_counts_and_steps_missing_at_the_beginning_as_tokens(tmp_path):
+    write_log(tmp_path / "twice", "n", range(7), loss=lambda step: 1.0)
+    (curve,) = write_log(tmp_path / "twice", "n", range(4, 10), loss=lambda step: 2.0, begin_s=T0 + 100)
     assert curve.steps.tolist() == list(range(10))
     assert curve.losses.tolist() == [1.0] * 4 + [2.0] * 6
     assert curve.tokens[-1] == 1_000
-
-
-def test_steps_missing_at_the_beginning_count_as_tokens(tmp_path):
-    write_log(tmp_path, "n", range(500, 502))
-    (curve,) = read_curves([tmp_path])
+    (curve,) = write_log(tmp_path / "late", "n", range(500, 502))
     assert curve.tokens.tolist() == [50_100, 50_200]
 
 
 def test_losses_that_are_not_finite_are_gaps(tmp_path):
     losses = [3.0, float("nan"), float("inf"), 3.0]
-    write_log(tmp_path, "n", range(4), loss=losses.__getitem__)
-    (curve,) = read_curves([tmp_path])
+    (curve,) = write_log(tmp_path, "n", range(4), loss=losses.__getitem__)
     assert np.isnan(curve.losses).tolist() == [False, True, True, False]
     assert smoothed(curve.losses, span=10).tolist() == pytest.approx([3.0] * 4)
 
 
 def test_one_name_in_two_logs_makes_two_curves(tmp_path):
-    write_log(tmp_path / "mon", "n", range(3))
-    write_log(tmp_path / "tue", "n", range(3))
-    write_log(tmp_path / "tue", "m10", range(3))
-    write_log(tmp_path / "tue", "m9", range(3))
+    for day, node in (("mon", "n"), ("tue", "n"), ("tue", "m10"), ("tue", "m9")):
+        write_log(tmp_path / day, node, range(3))
     labels = [curve.label for curve in read_curves([tmp_path / "mon", tmp_path / "tue", tmp_path / "mon"])]
     assert labels == ["m9", "m10", "mon: n", "tue: n"]
 
@@ -100,10 +93,8 @@ def test_fewer_points_keep_the_extremes():
 
 def test_speed_has_the_waits_in_it(tmp_path):
     write_log(tmp_path, "n", range(11))
-    write_log(tmp_path, "n", range(11, 21), begin_s=T0 + 20)
-    (curve,) = read_curves([tmp_path])
-    edges = np.linspace(T0 - 10, T0 + 30, 9)
-    found = speed(curve, edges)
+    (curve,) = write_log(tmp_path, "n", range(11, 21), begin_s=T0 + 20)
+    found = speed(curve, np.linspace(T0 - 10, T0 + 30, 9))
     assert np.isnan(found[:2]).all()
     assert found[2:4].tolist() == [100.0, 100.0]
     assert found[5] == 0.0
@@ -112,18 +103,13 @@ def test_speed_has_the_waits_in_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 4, 16])
 def test_nodes_are_drawn(tmp_path, num_nodes):
+    def loss(step):
+        return 10 / step + (1e9 if step == 30 else 0)
+
+    rounds = {20: "round", 40: "round_failed"}
     for node in range(num_nodes):
-        write_log(
-            tmp_path / "logs",
-            f"gpu-{node}",
-            range(1, 60),
-            loss=lambda step: 10 / step + (1e9 if step == 30 else 0),
-            begin_s=T0 + node,
-            rounds={20: "round", 40: "round_failed"},
-        )
-    picture = plot([tmp_path / "logs"], tmp_path / "new" / "curves.png")
-    width, height = png_size(picture)
-    assert (width, height) == (1430, 935)
+        write_log(tmp_path / "logs", f"gpu-{node}", range(1, 60), loss=loss, begin_s=T0 + node, rounds=rounds)
+    assert png_size(plot([tmp_path / "logs"], tmp_path / "new" / "curves.png")) == (1430, 935)
     smaller = plot([tmp_path / "logs"], tmp_path / "small.png", title="A run", size_inches=(6.0, 4.0))
     assert png_size(smaller) == (660, 440)
 
@@ -136,21 +122,14 @@ def test_a_run_of_hardly_any_steps_is_drawn(tmp_path, losses):
 
 
 @pytest.mark.slow
-def test_nothing_to_draw_is_a_usage_error(tmp_path):
-    with pytest.raises(TrainerUsageError, match="--log-dir"):
-        plot([], tmp_path / "x.png")
-    with pytest.raises(TrainerUsageError, match="found nothing"):
-        plot([tmp_path / "nowhere"], tmp_path / "x.png")
-    with pytest.raises(TrainerUsageError, match="found no events"):
-        plot([tmp_path], tmp_path / "x.png")
+def test_nothing_to_draw_or_nowhere_to_write_it_is_a_usage_error(tmp_path):
+    for log_dirs, message in (([], "--log-dir"), ([tmp_path / "nowhere"], "found nothing"), ([tmp_path], "no events")):
+        with pytest.raises(TrainerUsageError, match=message):
+            plot(log_dirs, tmp_path / "x.png")
     active_path(tmp_path, "n").write_bytes(event_line(T0, "n", "started", {}))
     with pytest.raises(TrainerUsageError, match="events of 1 nodes but no step"):
         plot([tmp_path], tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()
-
-
-@pytest.mark.slow
-def test_a_picture_that_cannot_be_written_is_a_usage_error(tmp_path):
     write_log(tmp_path, "n", range(3))
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainerUsageError, match="--out"):

@@ -40,17 +40,9 @@ _WALLET: Final = re.compile(r"[0-9a-f]{1,64}")
 
 
 def wallet_id(token: str | None, node_id: str) -> str:
-    """Identifies the owner of checkpoints across restarts and machines.
+    """Identifies the owner of checkpoints: 16 hex digits of the token's scrypt, or without one the node id's SHA-256.
 
-    The name is visible to all who see the folder, so a token goes through scrypt: a plain hash would let a weak token
-    be guessed.
-
-    Args:
-        token: the user's secret; if None or empty, the node id takes its place.
-        node_id: the node's name.
-
-    Returns:
-        16 hexadecimal digits: scrypt of the token, or the beginning of the node id's SHA-256.
+    The name is visible to all who see the folder, and a plain hash would let a weak token be guessed.
 
     Raises:
         TrainerUsageError: both are missing.
@@ -66,12 +58,9 @@ def wallet_id(token: str | None, node_id: str) -> str:
 
 
 def checkpoint_path(directory: str | os.PathLike[str], wallet: str, instance: str = "") -> Path:
-    """The path of the newest checkpoint, ``~`` expanded.
+    """The path of the newest checkpoint of a `wallet_id` below a folder, ``~`` expanded.
 
-    Args:
-        directory: folder of all checkpoints, such as ``~/.neuroshard/checkpoints``.
-        wallet: of `wallet_id`.
-        instance: distinguishes instances that one wallet runs side by side: a layer range, a rank.
+    ``instance`` distinguishes what one wallet runs side by side: a layer range, a rank.
 
     Raises:
         TrainerUsageError: wallet or instance cannot be part of a file name.
@@ -89,21 +78,14 @@ def kept_path(newest: Path, step: int) -> Path:
 
 
 def kept_paths(newest: Path) -> list[Path]:
-    """All kept checkpoints, the highest step first.
-
-    File times do not count, since a copy or a restored backup changes them. A run that went back sets later steps aside
-    when it saves (`set_aside_later`).
-    """
+    """All kept checkpoints, the highest step first; a copy or a restored backup changes file times."""
     return [path for _, path in sorted(_steps_kept(newest), reverse=True)]
 
 
 def set_aside_later(newest: Path, step: int) -> list[Path]:
     """Renames the kept checkpoints of later steps, which a run that went back gave up; returns the new paths."""
-    renamed = []
-    for kept_step, path in _steps_kept(newest):
-        if kept_step > step:
-            renamed.append(path.replace(path.with_name(f"replaced-{path.name}")))
-    return renamed
+    later = [path for kept_step, path in _steps_kept(newest) if kept_step > step]
+    return [path.replace(path.with_name(f"replaced-{path.name}")) for path in later]
 
 
 def _steps_kept(newest: Path) -> list[tuple[int, Path]]:
@@ -125,17 +107,7 @@ def former_wallet_id(token: str) -> str:
 
 
 def take_over_former_names(directory: str | os.PathLike[str], token: str, instance: str = "") -> None:
-    """Renames a token's checkpoints of earlier releases, if there are any; an interrupted call is completed by the
-    next.
-
-    Args:
-        directory: folder of all checkpoints.
-        token: the user's secret.
-        instance: as for `checkpoint_path`.
-
-    Raises:
-        CheckpointError: they are in use, cannot be renamed, or the new names are taken.
-    """
+    """Renames a token's checkpoints of earlier releases. Raises `CheckpointError`: in use, or new ones are there."""
     former = checkpoint_path(directory, former_wallet_id(token), instance)
     newest = checkpoint_path(directory, wallet_id(token, ""), instance)
     names = {path: kept_path(newest, int(path.stem.rpartition("-")[2])) for path in reversed(kept_paths(former))}

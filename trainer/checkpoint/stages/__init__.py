@@ -8,11 +8,9 @@
     load_initial_state(folder, plan, "head")                    # from a Hugging Face or torchtitan checkpoint
 
 Stages step on their own, so no step number identifies a state of the swarm; a moment does. Each worker writes at the
-first step after each multiple of `interval_s` of the wall clock, without asking others. Guarantees: a process killed
-during a write leaves the files before whole; a file is used only if its digest fits; a set has one run, architecture
-and cut; rolling back moves files aside and deletes none; nothing in a file is executed, not even in torchtitan's. The
-trade-off: stages of a set are up to one interval (10 minutes) apart if a stage took no step, and differences between
-the machines' clocks are differences between the stages of a set.
+first step after each multiple of `interval_s` of the wall clock, without asking others. So stages of a set are up to
+one interval (10 minutes) apart, plus what the machines' clocks differ. Nothing in a file is executed, not even in
+torchtitan's.
 
 torch (1 to 2 s) is imported when it is first needed.
 """

@@ -12,11 +12,7 @@ __all__ = ["StagewiseConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagewiseConfig:
-    """Checkpoints of stages by time.
-
-    Raises:
-        TrainerUsageError: a value is out of range.
-    """
+    """Checkpoints of stages by time. Raises `TrainerUsageError`: a value is out of range."""
 
     directory: str = "~/.neuroshard/checkpoints/swarm"
     """Folder of ``{run_id}/{stage}/{UTC time}-{who}.pt``. To assemble a set that several machines wrote, copy their

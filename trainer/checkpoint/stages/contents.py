@@ -1,8 +1,4 @@
-"""The contents of a stage's checkpoint: which state of which stage it is, and all that its worker resumes from.
-
-The file has the form of `trainer.checkpoint.files`, so ``torch.load(weights_only=True)`` opens it; its ``parameters``
-have the names they have in the whole model.
-"""
+"""The contents of a stage's checkpoint: which state of which stage it is, and all that its worker resumes from."""
 
 from __future__ import annotations
 
@@ -24,17 +20,17 @@ __all__ = ["RunShape", "StageCheckpoint", "StageHeader", "StageState", "document
 _KIND: Final = "genesis-stage"
 _FIELDS: Final = 1
 """Version of the fields."""
+_PLAIN: Final = ("version", "num_tokens", "vocabulary", "basis", "incarnation", "applied")
+_TREES: Final = ("parameters", "optimizer", "strategy", "accumulators")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """The properties that all files of a set share."""
+    """The properties that all files of a set share; ``layers`` are the numbers of the cut, head first."""
 
     run_id: str
     config: ModelConfig
-    """Of the whole model."""
     layers: tuple[int, ...]
-    """Layers of each stage, head first: the cut."""
     vocabulary: str = ""
     """Lineage of the vocabulary (`trainer.run.node.data.lineage_of`); empty if unknown."""
     basis: str = ""
@@ -48,40 +44,32 @@ class RunShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHeader:
-    """Identifies the state of a stage."""
+    """Identifies the state of a stage: when it was taken, in microseconds since 1970, and its steps and tokens."""
 
     shape: RunShape
     stage: str
     saved_us: int
-    """When the state was taken, microseconds since 1970."""
     version: int
-    """Optimizer steps taken."""
     num_tokens: int
-    """Tokens that all workers of the stage had seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """The state of a worker: tensors, and plain values that ``weights_only`` loads."""
+    """The state of a worker: tensors, and plain values that ``weights_only`` loads; others as in `RunShape`."""
 
     config: ModelConfig
     """Of the whole model now: its vocabulary may have grown since the plan was made."""
     version: int
-    """Optimizer steps taken."""
     parameters: Mapping[str, Tensor]
     """By their names in the whole model."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """`torch.optim.Optimizer.state_dict`."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
     """State of the strategy between a stage's workers: anchor, momentum, rounds."""
     accumulators: Mapping[str, Any] = field(default_factory=dict)
     """Gradients of micro-batches that no step has applied yet, and counts."""
     num_tokens: int = 0
-    """Tokens the stage has seen."""
     vocabulary: str = ""
-    """As in `RunShape`."""
     basis: str = ""
-    """As in `RunShape`."""
     incarnation: str = ""
     """Incarnation of the worker that counted the micro-batches."""
     applied: int = 0
@@ -106,8 +94,8 @@ class StageState:
             version=replica["stage_version"],
             parameters=replica["module"],
             optimizer=replica["optimizer"],
-            strategy=strategy or {},
             accumulators={name: value for name, value in replica.items() if name not in ("module", "optimizer")},
+            strategy=strategy or {},
             num_tokens=num_tokens,
             vocabulary=vocabulary,
             basis=basis,
@@ -139,16 +127,7 @@ def document_of(run_id: str, plan: StagePlan, stage: str, saved_us: int, state: 
         "names": list(plan.names),
         "layers": [len(numbers) for numbers in plan.ranges],
         "architecture": state.config.to_dict(),
-        "version": state.version,
-        "num_tokens": state.num_tokens,
-        "vocabulary": state.vocabulary,
-        "basis": state.basis,
-        "incarnation": state.incarnation,
-        "applied": state.applied,
-        "parameters": state.parameters,
-        "optimizer": state.optimizer,
-        "strategy": state.strategy,
-        "accumulators": state.accumulators,
+        **{name: getattr(state, name) for name in (*_PLAIN, *_TREES)},
     }
 
 
@@ -171,17 +150,12 @@ def peek(named: StageName) -> StageHeader:
 
 
 def read_stage(named: StageName) -> StageCheckpoint:
-    """Reads a file and checks its digest.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or does not match its name.
-        CheckpointMismatchError: a later release wrote it.
-    """
+    """Reads a file and checks its digest; raises what `peek` does."""
     _check_archive(named)
     document = read_checkpoint(named.path)
     header = _header(named, document)
     try:
-        parts = {name: _tree(document[name]) for name in ("parameters", "optimizer", "strategy", "accumulators")}
+        parts = {name: _tree(document[name]) for name in _TREES}
     except (KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{named.path}: expected the parts of a stage's state, found {error}") from error
     shape = header.shape

@@ -1,7 +1,7 @@
 """Reads a folder of torch.distributed.checkpoint, torchtitan's, without running anything in it.
 
 Its ``.metadata`` is a pickle, which torch loads without restrictions; here only the dozen classes that describe tensors
-are allowed, so a downloaded checkpoint is data. Tensors are read by ``weights_only``, and only those that are wanted.
+are allowed. Tensors are read by ``weights_only``, and only those that are wanted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from trainer.checkpoint.stages.huggingface import METADATA_NAME
 from trainer.errors import CheckpointError, CorruptCheckpointError
 from trainer.network.transfer.descriptor import MAX_EXTENT
 
 __all__ = ["METADATA_NAME", "DcpFolder", "without_process_group"]
 
-METADATA_NAME: Final = ".metadata"
 _MAX_METADATA_BYTES: Final = 256 << 20
 _MAX_DIMENSIONS: Final = 16
 
@@ -83,11 +83,7 @@ class _DescriptionUnpickler(pickle.Unpickler):
     """Builds descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Resolves the allowed names.
-
-        Raises:
-            pickle.UnpicklingError: the name is not allowed.
-        """
+        """Resolves the allowed names, or raises `pickle.UnpicklingError`."""
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -108,14 +104,7 @@ class _Reader(FileSystemReader):
 
 
 class DcpFolder:
-    """The tensors of a folder, by name.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        CorruptCheckpointError: its description is missing or invalid.
-    """
+    """The tensors of a folder, by name. Raises `CorruptCheckpointError`: its description is missing or invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -132,12 +121,7 @@ class DcpFolder:
         return {name: tuple(entry.size) for name, entry in self._tensors.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads some of the tensors.
-
-        Raises:
-            CheckpointError: one is missing.
-            CorruptCheckpointError: one is unreadable.
-        """
+        """Reads tensors. Raises `CheckpointError`: one is missing; `CorruptCheckpointError`: one is unreadable."""
         wanted = list(names)
         missing = [name for name in wanted if name not in self._tensors]
         if missing:

@@ -1,9 +1,12 @@
-"""Reads a Hugging Face folder of safetensors: its config and single tensors."""
+"""Reads a Hugging Face folder of safetensors, and finds a folder's fingerprint without reading all of it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,10 +16,17 @@ from torch import Tensor
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from trainer.model import ModelConfig
 from trainer.model.export import hf_names
+from trainer.model.init import EMBEDDING, OUTPUT
 
-__all__ = ["CONFIG_NAME", "HfFolder"]
+__all__ = ["CONFIG_NAME", "METADATA_NAME", "HfFolder", "fingerprint", "no_model"]
 
 CONFIG_NAME: Final = "config.json"
+METADATA_NAME: Final = ".metadata"
+"""Of a folder of torch.distributed.checkpoint; `dcp` itself takes a third of a worker's start to import."""
+_WHOLE_BYTES: Final = 64 << 20
+_EDGE_BYTES: Final = 1 << 20
+_NUM_BLOCKS: Final = 256
+_BLOCK_BYTES: Final = 1 << 16
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _CLASSES: Final = {"LlamaForCausalLM": False, "Olmo2ForCausalLM": True}
@@ -24,14 +34,7 @@ _CLASSES: Final = {"LlamaForCausalLM": False, "Olmo2ForCausalLM": True}
 
 
 class HfFolder:
-    """A model folder.
-
-    Args:
-        path: the folder.
-
-    Raises:
-        CheckpointError: the config or the weights are missing.
-    """
+    """A model folder. Raises `CheckpointError`: the config or the weights are missing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,20 +42,14 @@ class HfFolder:
         self._files = self._places()
 
     def require(self, config: ModelConfig) -> None:
-        """Checks the architecture, except for the size of the vocabulary.
-
-        Raises:
-            CheckpointMismatchError: it differs; the message names the fields.
-        """
+        """Checks all but the vocabulary. Raises `CheckpointMismatchError`: the architecture differs, by its fields."""
         classes = self._config.get("architectures") or ["none"]
         named = str(classes[0] if isinstance(classes, list) else classes)
         if named not in _CLASSES:
             raise CheckpointMismatchError(f"{self._path}: expected one of {', '.join(_CLASSES)}, found {named[:60]}")
         expected = _fields(config)
         found = self._stated(_CLASSES[named], expected)
-        wrong = [
-            f"{name} {found[name]!r} (here {expected[name]!r})" for name in expected if found[name] != expected[name]
-        ]
+        wrong = [f"{name} {found[name]!r} (here {value!r})" for name, value in expected.items() if found[name] != value]
         if wrong:
             raise CheckpointMismatchError(
                 f"{self._path}: expected the run's architecture, found {', '.join(wrong)}; change the run's model or "
@@ -67,35 +64,21 @@ class HfFolder:
     def names(self, config: ModelConfig) -> dict[str, str]:
         """The tensors' names by our names of parameters."""
         names = hf_names(config)
-        if self._config.get("tie_word_embeddings") and "readout.output.weight" in names:
+        if self._config.get("tie_word_embeddings") and OUTPUT in names:
             # Stages have an output matrix of their own, which begins as the embedding's.
-            names["readout.output.weight"] = names["embedding.weight"]
+            names[OUTPUT] = names[EMBEDDING]
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it.
-
-        Raises:
-            CheckpointError: it is missing or unreadable.
-        """
-        try:
-            with safe_open(self._file(name), framework="pt") as opened:
-                return tuple(opened.get_slice(name).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise self._corrupt(name, error) from error
+        """The shape of a tensor, without reading it. Raises `CheckpointError`: it is missing or unreadable."""
+        with self._opened(name) as opened:
+            return tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """Reads a tensor.
-
-        Raises:
-            CheckpointError: it is missing or unreadable.
-        """
-        try:
-            with safe_open(self._file(name), framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError) as error:
-            raise self._corrupt(name, error) from error
+        """Reads a tensor. Raises `CheckpointError`: it is missing or unreadable."""
+        with self._opened(name) as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
 
     def _places(self) -> Mapping[str, str]:
         """The file of each tensor; empty if there is one file for all."""
@@ -110,13 +93,18 @@ class HfFolder:
             raise CorruptCheckpointError(f"{self._path / _INDEX}: expected a weight_map of files in this folder")
         return found
 
-    def _file(self, name: str) -> Path:
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """The file of a tensor, whose errors become ours."""
         if self._files and name not in self._files:
             raise CheckpointMismatchError(f"{self._path}: expected a tensor {name}, found none in {_INDEX}")
-        return self._path / self._files.get(name, _WEIGHTS)
-
-    def _corrupt(self, name: str, error: Exception) -> CheckpointError:
-        return CorruptCheckpointError(f"{self._path}: expected a whole tensor {name}, found: {str(error)[:120]}")
+        try:
+            with safe_open(self._path / self._files.get(name, _WEIGHTS), framework="pt") as opened:
+                yield opened
+        except (OSError, SafetensorError) as error:
+            raise CorruptCheckpointError(
+                f"{self._path}: expected a whole tensor {name}, found: {str(error)[:120]}"
+            ) from error
 
     def _stated(self, is_olmo2: bool, expected: Mapping[str, object]) -> dict[str, object]:
         """The same fields in the folder's config, with transformers' defaults."""
@@ -168,3 +156,54 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{path}: expected an object, found {type(found).__name__}")
     return found
+
+
+def fingerprint(path: str | Path) -> str:
+    """16 hexadecimal digits for the weights of a folder that `load_initial_state` reads.
+
+    They cover each file's size and its bytes: all up to 64 MiB, else the first and last MiB (where safetensors has the
+    tensors' places) and 256 blocks of 64 KiB at even distances. Another model, or another step of the same, differs in
+    nearly every block; this guards against mistakes, not forgery.
+
+    Raises:
+        CheckpointError: the folder has another form.
+        CorruptCheckpointError: a file is unreadable.
+    """
+    folder = Path(path).expanduser()
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        if (folder / METADATA_NAME).is_file():
+            files = sorted(folder.glob("*.distcp"))
+        elif (folder / CONFIG_NAME).is_file():
+            files = HfFolder(folder).files
+        else:
+            raise no_model(folder)
+        for file in files:
+            with file.open("rb") as opened:
+                size_bytes = os.fstat(opened.fileno()).st_size
+                digest.update(size_bytes.to_bytes(8, "big"))
+                for offset, num_bytes in _samples(size_bytes):
+                    opened.seek(offset)
+                    digest.update(opened.read(num_bytes))
+    except OSError as error:
+        raise CorruptCheckpointError(f"{folder}: expected files that can be read, found: {error}") from error
+    return digest.hexdigest()
+
+
+def no_model(folder: Path) -> CheckpointError:
+    """The error for a folder that has weights in neither form."""
+    return CheckpointError(
+        f"{folder}: expected a Hugging Face folder ({CONFIG_NAME} and safetensors) or a torchtitan checkpoint "
+        f"({METADATA_NAME}), found neither; name the folder of one step"
+    )
+
+
+def _samples(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of the blocks of a file."""
+    if size_bytes <= _WHOLE_BYTES:
+        yield from ((offset, _EDGE_BYTES) for offset in range(0, size_bytes, _EDGE_BYTES))
+        return
+    yield 0, _EDGE_BYTES
+    for number in range(_NUM_BLOCKS):
+        yield number * (size_bytes - _BLOCK_BYTES) // (_NUM_BLOCKS - 1), _BLOCK_BYTES
+    yield size_bytes - _EDGE_BYTES, _EDGE_BYTES

@@ -1,8 +1,8 @@
 """First weights of a stage from an existing model: a Hugging Face folder (Llama, OLMo-2) or a torchtitan checkpoint.
 
-Only the stage's own tensors are read. If the run's vocabulary has grown since, or is padded to a full step, missing
-rows get the values they would have had from the start, a function of seed and row, so that all workers of a stage begin
-alike. The caller must know that ids mean the same in both vocabularies: tensors do not tell.
+Only the stage's own tensors are read. Rows that the run's vocabulary has beyond the model's get the values they would
+have had from the start, so that all workers of a stage begin alike. The caller must know that ids mean the same in both
+vocabularies: tensors do not tell.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.stages.dcp import METADATA_NAME, DcpFolder
-from trainer.checkpoint.stages.huggingface import CONFIG_NAME, HfFolder
-from trainer.checkpoint.stages.parts import EMBEDDING, OUTPUT, stage_shapes
+from trainer.checkpoint.stages.dcp import DcpFolder
+from trainer.checkpoint.stages.huggingface import CONFIG_NAME, METADATA_NAME, HfFolder, no_model
 from trainer.checkpoint.stages.torchtitan import MODEL_NAME, rotated_heads, to_halves, torchtitan_names
-from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
+from trainer.errors import CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
 from trainer.model import ModelConfig, grow_rows
-from trainer.model.init import init_std, seeded_normal
+from trainer.model.init import EMBEDDING, OUTPUT, fill_seeded_, init_std
 from trainer.model.plan import StagePlan
+from trainer.model.stages import stage_shapes
 
 __all__ = ["load_initial_state"]
 
@@ -35,11 +35,8 @@ logger = logging.getLogger(__name__)
 def load_initial_state(path: str | Path, plan: StagePlan, stage: str, *, seed: int = 0) -> dict[str, Tensor]:
     """The parameters of a stage, fp32 on the CPU, by their names in the whole model.
 
-    Args:
-        path: a folder of safetensors with config.json, or of torch.distributed.checkpoint.
-        plan: the run's.
-        stage: a stage of the plan.
-        seed: the run's, for rows that the model lacks.
+    ``path`` is a folder of safetensors with config.json, or of torch.distributed.checkpoint; ``seed`` is for rows that
+    it lacks.
 
     Raises:
         CheckpointMismatchError: the model has another architecture or more ids than the run; or the run trains in a
@@ -58,10 +55,7 @@ def load_initial_state(path: str | Path, plan: StagePlan, stage: str, *, seed: i
     elif (folder / CONFIG_NAME).is_file():
         found = _of_huggingface(folder, plan, stage)
     else:
-        raise CheckpointError(
-            f"{folder}: expected a Hugging Face folder ({CONFIG_NAME} and safetensors) or a torchtitan checkpoint "
-            f"({METADATA_NAME}), found neither; name the folder of one step"
-        )
+        raise no_model(folder)
     state = {name: _padded(name, tensor.float(), plan.config, seed) for name, tensor in found.items()}
     for name, tensor in state.items():
         if not torch.isfinite(tensor).all():
@@ -84,7 +78,9 @@ def _of_torchtitan(folder: Path, plan: StagePlan, stage: str) -> dict[str, Tenso
     _require_stated(folder, config)
     names, shapes = torchtitan_names(config), stage_shapes(plan, stage)
     there = source.shapes
-    _require_depth(folder, there, config)
+    # A deeper model has all tensors of a stage too.
+    if any(name.removeprefix("model.").startswith(f"layers.{config.num_layers}.") for name in there):
+        raise CheckpointMismatchError(f"{folder}: expected a model of {config.num_layers} layers, found more")
     places: dict[str, str] = {}
     for name, shape in shapes.items():
         place = _place(names[name], there)
@@ -93,7 +89,7 @@ def _of_torchtitan(folder: Path, plan: StagePlan, stage: str) -> dict[str, Tenso
         _require_shape(folder, name, there[place], shape)
         places[name] = place
     read = source.read(places.values())
-    return {name: _halved(name, read[place], config) for name, place in places.items()}
+    return {name: to_halves(read[place], rotated_heads(name, config)) for name, place in places.items()}
 
 
 def _place(name: str, there: Mapping[str, object]) -> str | None:
@@ -103,13 +99,6 @@ def _place(name: str, there: Mapping[str, object]) -> str | None:
         before = before.replace(today, former)
     candidates = [f"{prefix}{each}" for prefix in ("", "model.") for each in (name, before)]
     return next((each for each in candidates if each in there), None)
-
-
-def _require_depth(folder: Path, there: Mapping[str, object], config: ModelConfig) -> None:
-    """Refuses a deeper model, which has all tensors of a stage too."""
-    deeper = f"layers.{config.num_layers}."
-    if any(name.removeprefix("model.").startswith(deeper) for name in there):
-        raise CheckpointMismatchError(f"{folder}: expected a model of {config.num_layers} layers, found more")
 
 
 def _require_stated(folder: Path, config: ModelConfig) -> None:
@@ -123,11 +112,8 @@ def _require_stated(folder: Path, config: ModelConfig) -> None:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, TrainerUsageError) as error:
         raise CorruptCheckpointError(f"{path}: expected an architecture, found: {str(error)[:120]}") from error
     ours, theirs = config.to_dict(), stated.to_dict()
-    wrong = [
-        f"{name} {theirs[name]!r} (here {ours[name]!r})"
-        for name in ours
-        if ours[name] != theirs[name] and name not in ("vocab_size", "max_seq_len")
-    ]
+    counted = [name for name in ours if name not in ("vocab_size", "max_seq_len")]
+    wrong = [f"{name} {theirs[name]!r} (here {ours[name]!r})" for name in counted if ours[name] != theirs[name]]
     if wrong:
         raise CheckpointMismatchError(f"{folder}: expected the run's architecture, found {', '.join(wrong)}")
 
@@ -138,19 +124,10 @@ def _require_shape(folder: Path, name: str, found: tuple[int, ...], expected: tu
         raise CheckpointMismatchError(f"{folder}: expected {name} of shape {expected}, found {found}")
 
 
-def _halved(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    num_heads = rotated_heads(name, config)
-    return to_halves(tensor, num_heads) if num_heads else tensor
-
-
 def _padded(name: str, tensor: Tensor, config: ModelConfig, seed: int) -> Tensor:
     """Adds the missing rows of the run's vocabulary."""
     if name not in (EMBEDDING, OUTPUT) or tensor.shape[0] == config.vocab_size:
         return tensor
-    start = tensor.numel()
     grown = grow_rows(tensor, config.vocab_size)
-    flat = grown.view(-1)
-    for values in seeded_normal(seed, name, start, grown.numel() - start, init_std(name, config)):
-        flat[start : start + values.numel()].copy_(values)
-        start += values.numel()
+    fill_seeded_(grown.view(-1), seed, name, init_std(name, config), start=tensor.numel())
     return grown

@@ -1,7 +1,7 @@
 """Times and names of stage checkpoints: ``{directory}/{run_id}/{stage}/20260131T120000.250000Z-head.0.42.pt``.
 
-Sorted by name they are sorted by time; replicas of a stage lie side by side. Times are whole microseconds since 1970,
-so the time in a name, given as ``--at``, is exactly that file's.
+Sorted by name they are sorted by time. Times are whole microseconds since 1970, so the time in a name, given as
+``--at``, is exactly that file's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from genesis.file_lock import FileLock
 from trainer.errors import TrainerUsageError
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "parse_time",
     "run_folder",
     "stage_folder",
+    "stage_lock",
     "time_us",
 ]
 
@@ -54,15 +56,7 @@ def time_us(seconds: float) -> int:
 
 
 def parse_time(text: str, now_us: int) -> int:
-    """Parses a time into microseconds since 1970.
-
-    Args:
-        text: ISO 8601, in UTC unless it names a zone; or ``now``.
-        now_us: the value of ``now``.
-
-    Raises:
-        TrainerUsageError: the text has another form.
-    """
+    """Microseconds since 1970 of ISO 8601, by default UTC, or ``now``. Raises `TrainerUsageError`: another form."""
     if text == "now":
         return now_us
     try:
@@ -81,33 +75,21 @@ def format_time_us(us: int) -> str:
 
 
 def run_folder(directory: str | Path, run_id: str) -> Path:
-    """The folder of a run, ``~`` expanded.
-
-    Raises:
-        TrainerUsageError: the run's name cannot name a folder.
-    """
+    """The folder of a run, ``~`` expanded. Raises `TrainerUsageError`: the run's name cannot name a folder."""
     if not _RUN.fullmatch(run_id):
         raise TrainerUsageError(f"run_id: expected letters, digits or any of -_.@:+= (no dot first), found {run_id!r}")
     return Path(directory).expanduser() / run_id
 
 
 def stage_folder(directory: str | Path, run_id: str, stage: str) -> Path:
-    """The folder of a stage.
-
-    Raises:
-        TrainerUsageError: the stage has another form.
-    """
+    """The folder of a stage. Raises `TrainerUsageError`: the stage has another form."""
     if not _STAGE.fullmatch(stage):
         raise TrainerUsageError(f"stage: expected head, body-1, … or tail, found {stage!r}")
     return run_folder(directory, run_id) / stage
 
 
 def file_name(saved_us: int, who: str) -> str:
-    """The name of a worker's file.
-
-    Raises:
-        TrainerUsageError: ``who`` cannot be part of a file name.
-    """
+    """The name of a worker's file. Raises `TrainerUsageError`: ``who`` cannot be part of a file name."""
     if not _WHO.fullmatch(who):
         raise TrainerUsageError(
             f"who: expected at most 64 letters, digits, '.', '_' and '-', such as head.0.42, found {who!r}"
@@ -146,3 +128,12 @@ def _named(path: Path, stage: str) -> StageName | None:
     except ValueError:  # Digits that are not a date.
         return None
     return StageName(path, stage, (taken - _EPOCH) // timedelta(microseconds=1), matched[2])
+
+
+def stage_lock(run: Path, stage: str, *, shared: bool) -> FileLock:
+    """The lock that tells whether workers of this machine write a stage's checkpoints.
+
+    Each holds it shared from before it reads a checkpoint until it has ended; rolling back, which the next save would
+    undo, takes it alone. Not seen are workers of other machines, and those in a folder whose file system has no locks.
+    """
+    return FileLock(run / f".{stage}.lock", shared=shared, required=False)

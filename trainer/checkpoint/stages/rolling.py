@@ -1,22 +1,21 @@
 """Rolling stages back to an earlier moment: newer files are set aside, so that workers start from that moment's state.
 
-Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back; nothing is deleted. If the
-call is interrupted, the same call completes it. The run's workers must be stopped, since a running worker would go on
-writing its own state; while this machine has one, rolling back is refused. If stages are on several machines, roll each
-machine back to the same time.
+Files are renamed into ``{run}/set-aside/{now}/{stage}/``, from where they can be moved back. The same call completes
+one that was interrupted. While this machine runs a worker, which would go on writing its own state, it is refused. If
+stages are on several machines, roll each machine back to the same time.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from genesis.file_lock import FileLockedError
 from genesis.store.durable import make_folders, sync_folder
-from trainer.checkpoint.stages.in_use import alone_with, locked_stages
-from trainer.checkpoint.stages.naming import StageName, format_time_us, named_files, run_folder
+from trainer.checkpoint.stages.naming import StageName, format_time_us, named_files, run_folder, stage_lock
 from trainer.checkpoint.stages.sets import StageSet, newest_set
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
@@ -28,14 +27,11 @@ SET_ASIDE = "set-aside"
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """The effect of rolling back, or of a rehearsal."""
+    """The effect of rolling back, or of a rehearsal: the newest state, the folder of newer files, their old paths."""
 
     found: StageSet
-    """The newest state afterwards."""
     folder: Path
-    """The folder of newer files."""
     moved: tuple[Path, ...]
-    """The previous paths of newer files."""
 
 
 def roll_back(
@@ -49,17 +45,10 @@ def roll_back(
     dry_run: bool = False,
     in_use: bool = False,
 ) -> RollBack:
-    """Makes the newest set at or before a time the newest there is.
+    """Makes the newest set (`newest_set`) at or before a time the newest there is; files of other stages stay.
 
-    Args:
-        directory: of `StagewiseConfig.directory`.
-        run_id: the run.
-        at_us: the time, microseconds since 1970.
-        now_us: names the folder of newer files.
-        plan: as for `newest_set`.
-        stages: as for `newest_set`; other stages' files stay.
-        dry_run: move nothing.
-        in_use: allow workers of this machine to write meanwhile, as when one of them goes back alone.
+    ``now_us`` names the folder of newer files; ``in_use`` allows workers of this machine to write meanwhile, as when
+    one of them goes back alone.
 
     Raises:
         CheckpointError: there is no such set, workers are running, or files cannot be moved; only in the last case
@@ -71,7 +60,10 @@ def roll_back(
     if dry_run:
         return RollBack(found, folder, tuple(named.path for named in _newer(directory, run_id, at_us, stages)))
     try:
-        with nullcontext() if in_use else alone_with(run, stages or {*found.files, *locked_stages(run)}):
+        with ExitStack() as locks:
+            if not in_use:
+                known = {lock.name[1 : -len(".lock")] for lock in run.glob(".*.lock")}
+                _lock(locks, run, stages or known.union(found.files))
             newer = _newer(directory, run_id, at_us, stages)
             moved = [named.path for named in newer if _move(named.path, folder / named.stage / named.path.name)]
     except OSError as error:
@@ -79,6 +71,21 @@ def roll_back(
             f"expected to move newer checkpoints to {folder}, found: {error}; mend that and do it again"
         ) from error
     return RollBack(found, folder, tuple(moved))
+
+
+def _lock(locks: ExitStack, run: Path, stages: Collection[str]) -> None:
+    """Keeps workers of this machine from writing checkpoints of these stages, or raises `CheckpointError`."""
+    in_use = []
+    for stage in sorted(stages):
+        try:
+            locks.enter_context(stage_lock(run, stage, shared=False))
+        except FileLockedError:
+            in_use.append(stage)
+    if in_use:
+        raise CheckpointError(
+            f"{run}: expected no worker that writes here, found one or more of {', '.join(in_use)} running, which "
+            "would go on from what they know; stop the run's workers first, and do it again"
+        )
 
 
 def _newer(directory: str | Path, run_id: str, at_us: int, stages: Collection[str]) -> list[StageName]:

@@ -1,8 +1,8 @@
 """The set of files that makes the model of a moment: of every stage the newest whole one up to then.
 
-All files of a set belong to one run, architecture and cut. If a run changed its shape (a vocabulary that grew, another
-cut, another basis) there are several candidates; the complete one whose oldest file is the newest is taken. Only
-headers are read first (10 ms a file), and the chosen files are then read whole against their digests (1.8 GB/s).
+All files of a set belong to one run, architecture and cut. If a run changed its shape there are several candidates; the
+complete one whose oldest file is the newest is taken. Only headers are read first (10 ms a file), and the chosen files
+are then read whole against their digests (1.8 GB/s).
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from trainer.checkpoint.stages.contents import RunShape, StageCheckpoint, StageHeader, peek, read_stage
 from trainer.checkpoint.stages.naming import StageName, format_time_us, misnamed_files, named_files, run_folder
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, CheckpointMismatchError
+from trainer.model import ModelConfig
 from trainer.model.plan import StagePlan
+from trainer.model.stages import stage_shapes
 
-__all__ = ["StageFile", "StageSet", "choose", "newest_set"]
+__all__ = ["StageFile", "StageSet", "WholeModel", "assemble", "choose", "newest_set"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +34,7 @@ class StageFile:
     header: StageHeader
 
     def read(self) -> StageCheckpoint:
-        """Reads the contents.
-
-        Raises:
-            CorruptCheckpointError: it is damaged or missing.
-        """
+        """See `read_stage`."""
         return read_stage(self.named)
 
 
@@ -47,7 +47,7 @@ class StageSet:
 
     @property
     def shape(self) -> RunShape:
-        """The properties that all files share."""
+        """What all files share."""
         return next(iter(self.files.values())).header.shape
 
     @property
@@ -62,21 +62,12 @@ class StageSet:
 
 
 def newest_set(
-    directory: str | Path,
-    run_id: str,
-    at_us: int,
-    *,
-    plan: StagePlan | None = None,
-    stages: Collection[str] = (),
+    directory: str | Path, run_id: str, at_us: int, *, plan: StagePlan | None = None, stages: Collection[str] = ()
 ) -> StageSet:
-    """The newest set at or before a time, with all digests checked; damaged files are passed over.
+    """The newest set at or before a time in microseconds since 1970; damaged files are passed over.
 
-    Args:
-        directory: of `StagewiseConfig.directory`.
-        run_id: the run.
-        at_us: the time, microseconds since 1970.
-        plan: take only files of this architecture and cut; None for any.
-        stages: the requested stages, such as a worker's own if the others' files are elsewhere; empty for all.
+    Only files of the architecture and cut of ``plan`` count, if there is one, and only some ``stages``, such as a
+    worker's own where the others' files are elsewhere.
 
     Raises:
         CheckpointError: a stage has no such file; the message names it.
@@ -101,14 +92,7 @@ def newest_set(
 def choose(
     files: Iterable[StageFile], at_us: int, plan: StagePlan | None = None, stages: Collection[str] = ()
 ) -> dict[str, StageFile] | None:
-    """The files of the newest set, by stage; None if no shape has a file of all of them.
-
-    Args:
-        files: files not known to be damaged.
-        at_us: newer files are ignored.
-        plan: as for `newest_set`.
-        stages: as for `newest_set`.
-    """
+    """Of files not known to be damaged those of the newest set, by stage; None if no shape has a file of all."""
     newest = _newest_by_shape(files, at_us, plan)
     complete = [
         {name: found[name] for name in _wanted(shape, stages)}
@@ -134,15 +118,13 @@ def _newest_by_shape(
         if header.saved_us > at_us or (plan is not None and header.shape.plan != plan):
             continue
         of_shape = newest.setdefault(header.shape, {})
-        other = of_shape.get(header.stage)
-        if other is None or _age(file) > _age(other):
-            of_shape[header.stage] = file
+        # Of two files of the same moment, more steps win; then the name, so that all nodes choose alike.
+        of_shape[header.stage] = max(
+            of_shape.get(header.stage, file),
+            file,
+            key=lambda each: (each.header.saved_us, each.header.version, each.named.who),
+        )
     return newest
-
-
-def _age(file: StageFile) -> tuple[int, int, str]:
-    """Sort key: of two files of the same moment, more steps win; then the name, so that all nodes choose alike."""
-    return file.header.saved_us, file.header.version, file.named.who
 
 
 def _order(found: Mapping[str, StageFile]) -> tuple[int, int, int]:
@@ -186,13 +168,56 @@ def _none(folder: Path, files: list[StageFile], at_us: int, plan: StagePlan | No
         return f"{folder}: expected checkpoints at or before {moment}, found none before {format_time_us(oldest)}"
     shape, found = max(newest.items(), key=lambda pair: (len(pair[1]), _order(pair[1])))
     missing = [name for name in _wanted(shape, stages) if name not in found]
+    times = [file.header.saved_us for file in fitting if file.header.stage in missing]
+    oldest_of_them = f" (the oldest is of {format_time_us(min(times))})" if times else ""
     return (
         f"{folder}: expected a whole checkpoint of every stage at or before {moment}, found none of "
-        f"{', '.join(missing)}{_oldest_of(missing, fitting)}; name a later time, or copy the files of the machine that "
+        f"{', '.join(missing)}{oldest_of_them}; name a later time, or copy the files of the machine that "
         "holds it here"
     )
 
 
-def _oldest_of(missing: list[str], files: list[StageFile]) -> str:
-    times = [file.header.saved_us for file in files if file.header.stage in missing]
-    return f" (the oldest is of {format_time_us(min(times))})" if times else ""
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A whole model; a subspace network stays one until it is exported."""
+
+    shape: RunShape
+    state: Mapping[str, Tensor]
+    """For `Transformer.load_state_dict`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        return self.shape.config
+
+
+def assemble(found: StageSet) -> WholeModel:
+    """Reads the files of a set and merges their parameters.
+
+    Raises:
+        CheckpointMismatchError: a stage has other parameters than its cut.
+        CorruptCheckpointError: a file was damaged or removed since it was chosen.
+    """
+    shape = found.shape
+    plan = shape.plan
+    state: dict[str, Tensor] = {}
+    for name, file in found.files.items():
+        parameters = file.read().state.parameters
+        wrong = _differences(parameters, stage_shapes(plan, name))
+        if wrong:
+            raise CheckpointMismatchError(
+                f"{file.named.path}: expected the parameters of {name} of {shape.run_id}, found {wrong}"
+            )
+        state.update(parameters)
+    return WholeModel(shape, state)
+
+
+def _differences(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Describes how a state differs from these names and shapes; empty if it does not."""
+    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
+    if missing or unknown:
+        return f"missing {missing[:3] or 'none'}, unknown {unknown[:3] or 'none'}"
+    for name, shape in shapes.items():
+        if tuple(state[name].shape) != shape:
+            return f"{name} of shape {tuple(state[name].shape)} in the place of {shape}"
+    return ""

@@ -1,25 +1,15 @@
 """Exports a model in the form of torchtitan's Llama 3: names, layout of queries and keys, and checkpoint folder.
 
 torchtitan rotates neighbouring values of a head as one complex number; here, as in Hugging Face, a head's first half is
-rotated with its second. So rows of ``wq`` and ``wk`` are interleaved head by head, without changing a bit. Names are
-those of torchtitan 0.3 (``attention.qkv_linear.wq``, ``lm_head``), whose fused projection reads and writes them too;
-reading also accepts those of earlier releases (``attention.wq``, ``output``). torchtitan has no OLMo-2 (``qk_norm``,
-``reorder_norm``); export it to Hugging Face.
-
-The folder is torch.distributed.checkpoint's, written by one process without a process group. Beside it are:
-
-- ``genesis_model.json``: the architecture, and torchtitan's arguments for it. Its Llama 3 stretches rotary wavelengths
-  by default (``rope_scaling_args``), which has to be switched off for these weights.
-- ``assets/``: the tokenizer, for ``model.hf_assets_path``.
+rotated with its second. So rows of ``wq`` and ``wk`` are interleaved head by head, without changing a bit. Beside the
+weights are ``genesis_model.json``, the architecture with torchtitan's arguments for it (its Llama 3 stretches rotary
+wavelengths by default, which has to be switched off), and ``assets/``, the tokenizer for ``model.hf_assets_path``.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -28,15 +18,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from genesis.errors import GenesisError
-from genesis.tokenizer.export import hf_tokenizer_config, hf_tokenizer_json
-from manifests import VocabularyFile
 from trainer.checkpoint.stages.dcp import without_process_group
-from trainer.checkpoint.stages.parts import EMBEDDING, OUTPUT, differences, model_shapes
 from trainer.errors import ExportError
 from trainer.model import ModelConfig
-from trainer.model.export import ExportType, read_vocabulary, without_padding
-from trainer.model.subspace.embedding import plain_config, plain_state
+from trainer.model.export import ExportType, exported_weights, new_folder, read_vocabulary, tokenizer_files
+from trainer.model.init import EMBEDDING, OUTPUT
+from trainer.model.subspace.constraint import plain_config, plain_state
 
 __all__ = [
     "MODEL_NAME",
@@ -67,11 +54,7 @@ _NAMES: Final = {
 
 
 def torchtitan_names(config: ModelConfig) -> dict[str, str]:
-    """Torchtitan's names by our parameter names, in the model's order.
-
-    Raises:
-        ExportError: its Llama 3 cannot represent the model.
-    """
+    """Torchtitan's names by ours, in the model's order. Raises `ExportError`: its Llama 3 has no such model."""
     if config.qk_norm or config.reorder_norm:
         raise ExportError(
             "expected a model of the Llama form for torchtitan, found qk_norm or reorder_norm (OLMo-2), which its "
@@ -110,13 +93,17 @@ def rotated_heads(name: str, config: ModelConfig) -> int:
 
 
 def from_halves(matrix: Tensor, num_heads: int) -> Tensor:
-    """Reorders the rows of [num_heads · head_dim, dim] so that partners in a rotation become neighbours."""
+    """Reorders the rows of [num_heads · head_dim, dim] so that partners in a rotation become neighbours; none of 0."""
+    if num_heads == 0:
+        return matrix
     rows, dim = matrix.shape
     return matrix.view(num_heads, 2, rows // num_heads // 2, dim).transpose(1, 2).reshape(rows, dim)
 
 
 def to_halves(matrix: Tensor, num_heads: int) -> Tensor:
     """The inverse of `from_halves`."""
+    if num_heads == 0:
+        return matrix
     rows, dim = matrix.shape
     return matrix.view(num_heads, rows // num_heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim)
 
@@ -129,89 +116,31 @@ def export_torchtitan(
     *,
     dtype: ExportType = "float32",
 ) -> list[Path]:
-    """Writes a folder that torchtitan starts from (``checkpoint.initial_load_path``).
+    """Writes a folder that torchtitan starts from (``checkpoint.initial_load_path``); returns its files.
 
-    Rows that only pad the vocabulary are left out, so nothing can be generated that cannot be decoded.
-
-    Args:
-        state: the whole model's.
-        config: its shape; ``vocab_size`` may be older than the state, whose rows count. A subspace network is written
-            as the equivalent ordinary model.
-        tokenizer_json_path: the store's tokenizer.json.
-        out_dir: a new or empty folder.
-        dtype: of the weights on disk.
-
-    Returns:
-        The files written.
+    Arguments are those of `export_hf`.
 
     Raises:
         ExportError: torchtitan cannot represent the model, a weight is missing, unknown, of the wrong shape or not
-        finite, or
-            the folder cannot be written.
+            finite, or the folder cannot be written.
     """
     state, config = plain_state(state, config), plain_config(config)
     vocabulary = read_vocabulary(tokenizer_json_path)
     num_ids = vocabulary.next_merge_id
-    weights = _weights(state, config, num_ids, getattr(torch, dtype))
+    names = torchtitan_names(config)
+    weights = exported_weights(state, config, names, num_ids, getattr(torch, dtype))
+    weights = {names[ours]: from_halves(weights[names[ours]], rotated_heads(ours, config)) for ours in names}
     about = {
         "genesis": config.to_dict() | {"vocab_size": num_ids},
         "torchtitan": torchtitan_arguments(config, num_ids),
         "torchtitan_release": RELEASE,
     }
-    assets = _assets(vocabulary)
-    try:
-        with _new_folder(out_dir) as folder:
-            with without_process_group():
-                save(weights, storage_writer=FileSystemWriter(folder), no_dist=True)
-            (folder / MODEL_NAME).write_text(json.dumps(about, indent=2) + "\n")
-            (folder / "assets").mkdir()
-            for name, body in assets.items():
-                (folder / "assets" / name).write_bytes(body)
-    except OSError as error:
-        raise ExportError(f"cannot write the export {out_dir}: {error}") from error
+    assets = tokenizer_files(vocabulary)
+    with new_folder(out_dir) as folder:
+        with without_process_group():
+            save(weights, storage_writer=FileSystemWriter(folder), no_dist=True)
+        (folder / MODEL_NAME).write_text(json.dumps(about, indent=2) + "\n")
+        (folder / "assets").mkdir()
+        for name, body in assets.items():
+            (folder / "assets" / name).write_bytes(body)
     return sorted(path for path in out_dir.rglob("*") if path.is_file())
-
-
-def _weights(state: Mapping[str, Tensor], config: ModelConfig, num_ids: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    names = torchtitan_names(config)
-    shapes = model_shapes(config)
-    if EMBEDDING in state:
-        rows = state[EMBEDDING].shape[0]
-        shapes |= dict.fromkeys((EMBEDDING, OUTPUT), (rows, config.dim))
-    wrong = differences(state, shapes)
-    if wrong:
-        raise ExportError(f"expected the weights of a model of {config.num_layers} layers, found {wrong}")
-    weights = {}
-    for ours, theirs in names.items():
-        num_heads = rotated_heads(ours, config)
-        tensor = without_padding(ours, state[ours].detach(), num_ids).to(device="cpu", dtype=dtype)
-        tensor = from_halves(tensor, num_heads) if num_heads else tensor.contiguous()
-        if not torch.isfinite(tensor).all():
-            raise ExportError(f"{ours}: expected finite weights in {dtype}, found NaN or infinity; take an older state")
-        weights[theirs] = tensor
-    return weights
-
-
-def _assets(vocabulary: VocabularyFile) -> dict[str, bytes]:
-    try:
-        return {
-            "tokenizer.json": hf_tokenizer_json(vocabulary),
-            "tokenizer_config.json": hf_tokenizer_config(vocabulary),
-        }
-    except GenesisError as error:
-        raise ExportError(f"the tokenizer cannot be exported: {error}") from error
-
-
-@contextmanager
-def _new_folder(out_dir: Path) -> Iterator[Path]:
-    """A folder that gets its name once it is complete."""
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ExportError(f"expected {out_dir} to be a new or empty folder; name another, or remove what is there")
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        folder.replace(out_dir)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

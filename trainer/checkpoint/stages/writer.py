@@ -11,15 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
-from typing import cast
 
+from genesis.file_lock import FileLockedError
 from genesis.store.durable import make_folders
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.saver import TIMEOUT_S, BackgroundSaver, Staged
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.checkpoint.stages.contents import StageState, document_of
-from trainer.checkpoint.stages.in_use import held_by_writer
-from trainer.checkpoint.stages.naming import StageName, file_name, named_files, stage_folder, time_us
+from trainer.checkpoint.stages.naming import StageName, file_name, named_files, stage_folder, stage_lock, time_us
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
 
@@ -28,18 +27,16 @@ __all__ = ["StageCheckpoints"]
 _ANY_TIME = "????????T??????.??????Z-"
 """In a pattern for names; as long as a time is."""
 
+_LOCK_WITHIN_S = 20.0
+"""For somebody who rolls back to have moved the files."""
+
 logger = logging.getLogger(__name__)
 
 
 class StageCheckpoints(BackgroundSaver):
-    """Writes the checkpoints of one worker; used by one thread.
+    """Writes the checkpoints of one worker of a stage; used by one thread.
 
-    Args:
-        config: when and where.
-        run_id: the run's.
-        plan: how it is cut.
-        stage: which of its stages this is.
-        who: the worker's uid or the beginning of its peer id; no two workers that run at a time have the same.
+    ``who`` is its uid or the beginning of its peer id; no two workers that run at a time have the same.
 
     Raises:
         TrainerUsageError: the run has no such stage, or a name would not do as part of a path.
@@ -59,32 +56,32 @@ class StageCheckpoints(BackgroundSaver):
         self._slot: int | None = None
         self._opened_us = 0
         self.failed = 0
-        """Checkpoints that could not be written."""
         self.failure = ""
         """Why the checkpoint that was due last is not on the disk; empty if it is, or none was due."""
         self.last_saved_us = 0
         """Time of this process's newest checkpoint on the disk; 0 for none."""
         self.last_version = 0
-        """Optimizer steps of that checkpoint."""
         self.last_mark: Hashable = None
         """Mark of the newest state that need not be saved: of that checkpoint, or as set."""
 
     def open(self, now: float) -> None:
         """Makes the folder and removes temporary files that a killed process of the same name left.
 
-        Until `close` the stage cannot be rolled back; so call this before reading the state to resume from.
-
-        Args:
-            now: seconds since 1970, from which the multiples of the interval are counted.
-
-        Raises:
-            CheckpointError: the folder cannot be written to.
+        Until `close` the stage cannot be rolled back; so call this before reading the state to resume from. The save of
+        the present interval (``now``: seconds since 1970) is taken as done. Raises `CheckpointError`: not writable.
         """
         try:
-            self._in_use.enter_context(held_by_writer(self._folder.parent, self._stage))
             make_folders(self._folder)
+            lock = stage_lock(self._folder.parent, self._stage, shared=True)
+            lock.acquire(_LOCK_WITHIN_S)
+            self._in_use.enter_context(lock)
             for leftover in self._folder.glob(self._leftovers):
                 leftover.unlink(missing_ok=True)
+        except FileLockedError:
+            raise CheckpointError(
+                f"{self._folder.parent}: expected to begin with checkpoints of {self._stage}, found them being rolled "
+                f"back for more than {_LOCK_WITHIN_S:g} s; start again when that has ended"
+            ) from None
         except OSError as error:
             raise CheckpointError(
                 f"{self._folder}: expected a folder for checkpoints that can be written to, found: {error}"
@@ -98,15 +95,12 @@ class StageCheckpoints(BackgroundSaver):
         return max(0.0, (time_us(now) - since_us) / 1e6) if is_known else 0.0
 
     def maybe_save(self, now: float, state_fn: Callable[[], StageState], mark: Hashable = None) -> bool:
-        """Saves if a multiple of the interval has passed since the last save; call it at every optimizer step.
+        """Saves if a multiple of the interval has passed since the last save, and returns whether it has begun to.
 
         Args:
             now: the wall clock, seconds since 1970. A clock that is set back saves at once, and goes on from there.
             state_fn: returns the present state; called only if it is saved.
             mark: differs from that of any other state; for `save_changes`.
-
-        Returns:
-            Whether a save has begun; none does while the one before is being written.
 
         Raises:
             CheckpointError: the folder cannot be written to (at the first call only), or the state cannot be saved.
@@ -127,14 +121,7 @@ class StageCheckpoints(BackgroundSaver):
         return True
 
     def save_changes(self, now: float, state_fn: Callable[[], StageState], mark: Hashable) -> bool:
-        """Saves as `save` does, unless this state is on the disk already; arguments are those of `maybe_save`.
-
-        Returns:
-            Whether it was saved.
-
-        Raises:
-            CheckpointError: it could not be written, or not in time.
-        """
+        """Saves unless this state is on the disk already; whether it did. Raises `CheckpointError`: as `save`."""
         self.flush()
         if mark is not None and mark == self.last_mark:
             return False
@@ -142,11 +129,7 @@ class StageCheckpoints(BackgroundSaver):
         return True
 
     def save(self, now: float, state: StageState, *, mark: Hashable = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Saves now, and waits until it is on the disk.
-
-        Raises:
-            CheckpointError: it could not be written, or not in time.
-        """
+        """Saves now, and waits for it. Raises `CheckpointError`: it could not be written, or not in time."""
         if self._slot is None:
             self.open(now)
         deadline_s = time.monotonic() + timeout_s
@@ -171,11 +154,12 @@ class StageCheckpoints(BackgroundSaver):
     def _write(self, staged: Staged, saved_us: int, version: int, mark: Hashable) -> None:
         path = self._folder / file_name(saved_us, self._who)
         try:
-            staged.wait()
-            write_file(path, cast(dict[str, object], staged.tree))
+            write_file(path, staged())
         except (OSError, RuntimeError) as error:
             self.failed += 1
-            self.failure = _few_words(error)
+            # In a line that others see: without paths.
+            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.failure = said.partition("\n")[0].encode("utf-8", "replace").decode() or type(error).__name__
             logger.error(
                 "%s: expected to write a checkpoint, found: %s; free some space or name another folder (those before "
                 "are whole)",
@@ -187,16 +171,13 @@ class StageCheckpoints(BackgroundSaver):
         self.last_saved_us, self.last_version, self.failure = saved_us, version, ""
         self.last_mark = mark
         try:
-            self._drop_old()
+            # Of all workers: one that has left cannot remove its own.
+            named = named_files(self._config.directory, self._run_id)
+            files = [found for found in named if found.stage == self._stage and not found.path.is_dir()]
+            for found in _too_many(files, self._config.keep, max(1, time_us(self._config.interval_s))):
+                found.path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s: old checkpoints cannot be removed: %s", self._folder, error)
-
-    def _drop_old(self) -> None:
-        """Removes old files of all workers: one that has left cannot remove its own."""
-        named = (found for found in named_files(self._config.directory, self._run_id) if found.stage == self._stage)
-        files = (found for found in named if not found.path.is_dir())
-        for found in _too_many(files, self._config.keep, max(1, time_us(self._config.interval_s))):
-            found.path.unlink(missing_ok=True)
 
 
 def _too_many(named: Iterable[StageName], keep: int, interval_us: int) -> list[StageName]:
@@ -214,9 +195,3 @@ def _too_many(named: Iterable[StageName], keep: int, interval_us: int) -> list[S
         if ranks[found.who] > keep or found.saved_us // interval_us not in intervals:
             dropped.append(found)
     return dropped
-
-
-def _few_words(error: OSError | RuntimeError) -> str:
-    """The error in a line that others see: without paths."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return said.partition("\n")[0].encode("utf-8", "replace").decode() or type(error).__name__

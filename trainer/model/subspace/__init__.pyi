@@ -4,8 +4,8 @@ from .basis import Basis as Basis
 from .basis import basis_of as basis_of
 from .config import SubspaceConfig as SubspaceConfig
 from .constraint import SubspaceConstraint as SubspaceConstraint
-from .embedding import SubspaceEmbedding as SubspaceEmbedding
-from .embedding import fixed_table as fixed_table
-from .embedding import fixed_table_of as fixed_table_of
-from .embedding import plain_config as plain_config
-from .embedding import plain_state as plain_state
+from .constraint import SubspaceEmbedding as SubspaceEmbedding
+from .constraint import fixed_table as fixed_table
+from .constraint import fixed_table_of as fixed_table_of
+from .constraint import plain_config as plain_config
+from .constraint import plain_state as plain_state

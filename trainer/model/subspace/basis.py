@@ -1,13 +1,9 @@
 """The basis of a subspace: orthonormal columns, the same at both ends of every link, and arithmetic with it.
 
-A run's own basis consists of coordinates: ``rank`` columns of the identity, chosen by seed. To the model that is as
-good as any other basis, since the matrices that read the stream absorb a rotation. For training it is better: nothing
-is ever rounded, on any machine, so a projection is exact and a state's bits do not depend on who projected it; and
-AdamW, which scales value by value, does not leave the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after
-200 steps on text, against 4.69 with random orthonormal columns and 4.61 without a subspace.
-
-Coordinates need no products: they pick, add and set to zero, exactly, in a hundredth of the time. Any other basis takes
-matrix products, in fp32 also under autocast.
+A run's own basis consists of coordinates: ``rank`` columns of the identity, chosen by seed. Nothing is ever rounded, on
+any machine, so a state's bits do not depend on who projected it; and AdamW, which scales value by value, does not leave
+the subspace. `tiny` with rank 8 of 128 reached a loss of 4.64 after 200 steps on text, against 4.69 with random
+orthonormal columns and 4.61 without a subspace. Any other basis takes matrix products, in fp32 also under autocast.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,11 +58,7 @@ class Basis:
         return is_one.long().argmax(dim=0)
 
     def check(self) -> None:
-        """Refuses a matrix that is no basis.
-
-        Raises:
-            BasisError: another type or shape, or columns that are not orthonormal.
-        """
+        """Raises `BasisError` for another type or shape, or columns that are not orthonormal."""
         matrix = self.matrix
         fits = matrix.dtype == torch.float32 and matrix.ndim == 2 and matrix.device.type == "cpu"
         if not fits or not 1 <= matrix.shape[1] <= matrix.shape[0]:
@@ -84,11 +75,7 @@ class Basis:
 
 @lru_cache(maxsize=4)
 def basis_of(dim: int, rank: int, seed: int) -> Basis:
-    """Returns the basis of a seed: so many coordinates, in ascending order.
-
-    Raises:
-        TrainerUsageError: the rank is not from 1 to dim.
-    """
+    """Returns the coordinates of a seed, ascending. Raises `TrainerUsageError`: the rank is not from 1 to dim."""
     if not 1 <= rank <= dim:
         raise TrainerUsageError(f"subspace.rank: expected 1 to dim = {dim}, found {rank}")
     order = np.argsort(truncated_normal(seed, "subspace.basis", 0, dim), kind="stable")
@@ -97,60 +84,43 @@ def basis_of(dim: int, rank: int, seed: int) -> Basis:
     return Basis(torch.from_numpy(matrix))
 
 
-class Projector(Protocol):
-    """A basis on one device."""
-
-    def coefficients(self, values: Tensor) -> Tensor:
-        """Returns [..., rank] of [..., dim]."""
-
-    def add_span_(self, coefficients: Tensor, onto: Tensor) -> Tensor:
-        """Adds the vectors that [..., rank] stand for onto [..., dim], in place."""
-
-    def project_(self, rows: Tensor) -> None:
-        """Replaces every row of [n, dim] by its part within the span, in place."""
-
-
 def projector(basis: Basis, device: torch.device, dtype: torch.dtype = torch.float32) -> Projector:
     """Returns the basis on a device, for tensors of a type."""
     coordinates = basis.coordinates()
-    if coordinates is None:
-        return _Matrix(basis.matrix.to(device=device, dtype=dtype))
-    kept = torch.zeros(basis.dim, dtype=torch.bool)
-    kept[coordinates] = True
-    return _Coordinates(coordinates.to(device), kept.to(device))
+    if coordinates is not None:
+        coordinates = coordinates.to(device)
+        others = torch.ones(basis.dim, dtype=torch.bool, device=device).index_fill_(0, coordinates, False)
+        return Projector(basis.matrix, coordinates, others)
+    return Projector(basis.matrix.to(device=device, dtype=dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Matrix:
+class Projector:
+    """A basis on one device: a matrix [dim, rank], or coordinates int64[rank] and bool[dim] of the others."""
+
     matrix: Tensor
-    """[dim, rank]."""
+    coordinates: Tensor | None = None
+    others: Tensor | None = None
 
     def coefficients(self, values: Tensor) -> Tensor:
+        """Returns [..., rank] of [..., dim]."""
+        if self.coordinates is not None:
+            return values.index_select(-1, self.coordinates)
         with torch.autocast(values.device.type, enabled=False):
             return values @ self.matrix
 
     def add_span_(self, coefficients: Tensor, onto: Tensor) -> Tensor:
+        """Adds the vectors that [..., rank] stand for onto [..., dim], in place."""
+        if self.coordinates is not None:
+            return onto.index_add_(-1, self.coordinates, coefficients)
         with torch.autocast(coefficients.device.type, enabled=False):
             return onto.add_(coefficients @ self.matrix.T)
 
     def project_(self, rows: Tensor) -> None:
+        """Replaces every row of [n, dim] by its part within the span, in place."""
+        if self.others is not None:
+            rows.masked_fill_(self.others, 0.0)
+            return
         with torch.autocast(rows.device.type, enabled=False):
             for part in torch.split(rows, _ROWS):
                 part.copy_((part @ self.matrix) @ self.matrix.T)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Coordinates:
-    coordinates: Tensor
-    """int64[rank]."""
-    kept: Tensor
-    """bool[dim]: True at the coordinates."""
-
-    def coefficients(self, values: Tensor) -> Tensor:
-        return values.index_select(-1, self.coordinates)
-
-    def add_span_(self, coefficients: Tensor, onto: Tensor) -> Tensor:
-        return onto.index_add_(-1, self.coordinates, coefficients)
-
-    def project_(self, rows: Tensor) -> None:
-        rows.masked_fill_(~self.kept, 0.0)

@@ -13,11 +13,7 @@ __all__ = ["SubspaceConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubspaceConfig:
-    """Options of subspace networks.
-
-    Raises:
-        TrainerUsageError: a value is out of range.
-    """
+    """Options of subspace networks. Raises `TrainerUsageError`: a value is out of range."""
 
     rank: int = 0
     """Values a position has on a link instead of the model's width; 0: an ordinary model."""

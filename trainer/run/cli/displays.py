@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Never, TextIO
 
 import typer
 
-from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
+from trainer.monitor.status import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 
 if TYPE_CHECKING:
     from tqdm import tqdm

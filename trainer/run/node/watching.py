@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.monitor import ApiServer, EventLog, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
+from trainer.monitor.app import PipelineView, add_pipeline_pages
 from trainer.monitor.metrics import Sources
-from trainer.monitor.pipeline import PipelineView, add_pipeline_pages
 from trainer.run.config import RunConfig
 
 if TYPE_CHECKING:

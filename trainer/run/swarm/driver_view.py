@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from trainer.errors import RpcError
-from trainer.monitor.pipeline import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
+from trainer.monitor.status import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 from trainer.network.discovery import Announcement
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.driver.driver import PipelineDriver
@@ -46,7 +46,7 @@ class _Snapshot:
 
 
 class DriverView:
-    """A `trainer.monitor.pipeline.PipelineView`: shows the newest snapshot, never what the loop is changing."""
+    """A `trainer.monitor.app.PipelineView`: shows the newest snapshot, never what the loop is changing."""
 
     def __init__(self, config: RunConfig, shape: SwarmShape, peers: DriverPeerView) -> None:
         self._config = config
@@ -129,7 +129,7 @@ class DriverView:
             yield "account_open", "Of them, open.", account.open
 
     def account(self) -> SwarmAccount | None:
-        """See `trainer.monitor.pipeline.PipelineView`."""
+        """See `trainer.monitor.status.PipelineView`."""
         if self._account is None:
             return None
         account, heard_s = self._account
@@ -141,7 +141,7 @@ class DriverView:
         return SwarmAccount.model_validate(account.model_dump(mode="json") | own)
 
     def stages(self) -> SwarmStages:
-        """See `trainer.monitor.pipeline.PipelineView`."""
+        """See `trainer.monitor.app.PipelineView`."""
         snapshot, stages = self._snapshot, []
         by_stage = _workers_by_stage(snapshot)
         seen = snapshot.status.stages if snapshot.status is not None else ()

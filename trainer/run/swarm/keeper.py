@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from trainer.checkpoint.stages.contents import peek
 from trainer.checkpoint.stages.naming import named_files
 from trainer.errors import CheckpointError, TrainerUsageError
-from trainer.monitor.pipeline import SwarmAccount
+from trainer.monitor.status import SwarmAccount
 from trainer.network.discovery.stage_report import StageReport
 from trainer.pipeline.ledger.ledger import Ledger
 from trainer.run.config import RunConfig

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError, TrainerError, TrainerUsageError
-from trainer.monitor.pipeline import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
+from trainer.monitor.status import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
 from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy
 
 _HOST = "127.0.0.1"

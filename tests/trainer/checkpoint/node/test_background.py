@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,18 +26,18 @@ class Gate:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        self._write = module.write_checkpoint
+        self._write = module.write_file
 
-    def write(self, newest: Path, tree: dict[str, object], step: int, keep: int) -> None:
+    def write(self, *arguments: Any, **options: Any) -> None:
         self.reached.set()
         assert self.open.wait(60)
-        self._write(newest, tree, step, keep)
+        self._write(*arguments, **options)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(module, "write_checkpoint", gate.write)
+    monkeypatch.setattr(module, "write_file", gate.write)
     yield gate
     gate.open.set()
 
@@ -91,14 +92,18 @@ def test_a_save_that_waits_is_not_left_out_and_waiting_has_an_end(tmp_path: Path
         assert newest_step(tmp_path) == 30
 
 
+def _save_on_full_disk(checkpointer: Checkpointer, state: dict[str, Any]) -> None:
+    assert checkpointer.save(state)
+    while checkpointer.busy:
+        threading.Event().wait(0.01)
+
+
 def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(tmp_path: Path) -> None:
     state = contents(20)
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save(contents(10), wait=True)
         with full_disk():
-            assert checkpointer.save(state)
-            while checkpointer.busy:
-                threading.Event().wait(0.01)
+            _save_on_full_disk(checkpointer, state)
             with pytest.raises(CheckpointError, match=r"checkpoint of step 20, found: .*File too large"):
                 checkpointer.save(contents(30))
         assert check(state) == 20
@@ -120,6 +125,9 @@ def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(
                 checkpointer.save(contents(20), wait=True)
         with pytest.raises(CheckpointError, match="step 30"), Checkpointer(tmp_path, WALLET) as checkpointer:
             checkpointer.save(contents(30))
+        with pytest.raises(KeyError, match="training"), Checkpointer(tmp_path, WALLET) as checkpointer:
+            checkpointer.save(contents(40))
+            raise KeyError("training")  # What went wrong first is told.
     assert newest_step(tmp_path) is None
 
 
@@ -128,30 +136,16 @@ def test_the_last_save_is_tried_although_the_one_before_failed(
 ) -> None:
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         with full_disk():
-            checkpointer.save(contents(10))
-            while checkpointer.busy:
-                threading.Event().wait(0.01)
+            _save_on_full_disk(checkpointer, contents(10))
         checkpointer.save(contents(20), wait=True)
     assert "step 10" in caplog.text
     assert newest_step(tmp_path) == 20
 
 
-def test_what_went_wrong_in_training_is_not_hidden_by_the_disk(tmp_path: Path) -> None:
-    with full_disk(), pytest.raises(KeyError, match="training"), Checkpointer(tmp_path, WALLET) as checkpointer:
-        checkpointer.save(contents(10))
-        raise KeyError("training")
-
-
 def test_memory_is_reused_from_save_to_save_as_long_as_shapes_stay() -> None:
-    def staged(*shape: int) -> torch.Tensor:
-        tree = buffers.stage({"layers": [{"w": torch.ones(shape)}]}).tree
-        buffer: torch.Tensor = tree["layers"][0]["w"]  # type: ignore[index]
-        return buffer
-
     buffers = HostBuffers()
-    first = staged(3, 4)
-    assert staged(3, 4) is first
-    assert staged(4, 3).shape == (4, 3)
+    first, again, other = (buffers.stage({"w": torch.ones(shape)})()["w"] for shape in ((3, 4), (3, 4), (4, 3)))
+    assert again is first and isinstance(other, torch.Tensor) and other.shape == (4, 3)
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""What is saved is what is loaded: values, types, bits."""
+"""What is saved is what is loaded: values, types, bits. What is damaged, foreign or hostile is passed over."""
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import random
 import shutil
 import tempfile
@@ -17,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint_actor import WALLET, contents, newest_step
-from trainer.checkpoint.files import tree_digest
+from tests.support.checkpoint_actor import WALLET, Hostile, contents, newest_step, rewritten
+from trainer.checkpoint.files import FORMAT_KEY, tree_digest
 from trainer.checkpoint.node import CheckpointContents, Checkpointer, checkpoint_path, load_newest
-from trainer.errors import CheckpointError, CheckpointMismatchError
+from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -71,28 +72,18 @@ def test_trees_have_one_digest_only_if_they_are_the_same(one: Any, other: Any) -
     assert (tree_digest(one) == tree_digest(other)) == _same(one, other)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(1, True), (1, 1.0), ("1", 1), (0.0, -0.0), ([], ()), (["ab"], ["a", "b"]), ({1: 2}, {2: 1})],
-)
-def test_values_that_are_easily_confused_have_other_digests(one: object, other: object) -> None:
-    assert tree_digest(one) != tree_digest(other)
-
-
-def test_tensors_of_other_shape_or_dtype_have_other_digests() -> None:
+def test_values_that_are_easily_confused_have_other_digests() -> None:
+    pairs: list[tuple[object, object]] = [(1, True), (1, 1.0), ("1", 1), (0.0, -0.0), ([], ()), (["ab"], ["a", "b"])]
+    for one, other in (*pairs, ({1: 2}, {2: 1})):
+        assert tree_digest(one) != tree_digest(other)
     zeros = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(0)]
     assert len({tree_digest(each) for each in zeros}) == len(zeros)
 
 
 def test_what_is_like_a_plain_value_is_saved_as_one(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    state = {
-        "current_loss": math.nan,
-        "a": OrderedDict(x=np.float64(0.5)),
-        "b": torch.Size([2]),
-        "c": parameter,
-        "d": parameter.t(),
-    }
+    state = {"current_loss": math.nan, "a": OrderedDict(x=np.float64(0.5)), "b": torch.Size([2])}
+    state |= {"c": parameter, "d": parameter.t()}
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save({"training_rounds": 0, **state}, wait=True)
     found = load_newest(tmp_path, WALLET)
@@ -133,19 +124,18 @@ def test_what_could_not_be_loaded_again_is_refused_at_once(
 
 
 def test_the_fields_of_the_specification_lie_at_the_top_of_the_file(tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {name: {} for name in ("diloco", "loader", "rng")}
     saved = CheckpointContents(
         layer_ids=(0, 1),
         architecture={"dim": 8},
         layers={"0": {"w": torch.ones(2)}},
         optimizer={"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": []},
-        diloco={},
         training_rounds=10,
         current_loss=2.5,
         timestamp=1.0,
-        loader={},
-        rng={},
         config={"lr": 1e-4},
         schedule={"step_index": 10},
+        **nothing,
     )
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save(saved.to_mapping(), wait=True)
@@ -202,8 +192,88 @@ def test_a_copied_folder_falls_back_by_step_whatever_the_times_of_its_files(tmp_
 
 
 def test_instances_of_a_wallet_do_not_see_each_other(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, WALLET) as one, Checkpointer(tmp_path, WALLET, instance="rank-1") as other:
-        one.save(contents(1), wait=True)
-        other.save(contents(2), wait=True)
-    assert (newest_step(tmp_path), newest_step(tmp_path, "rank-1")) == (1, 2)
+    for step, instance in ((1, ""), (2, "rank-1")):
+        with Checkpointer(tmp_path, WALLET, instance=instance) as checkpointer:
+            checkpointer.save(contents(step), wait=True)
+    assert [newest_step(tmp_path, instance) for instance in ("", "rank-1", "other")] == [1, 2, None]
     assert newest_step(tmp_path / "missing") is None
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Path:
+    """The newest of two checkpoints, of step 20; the other is of step 10."""
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(contents(10), wait=True)
+        checkpointer.save(contents(20), wait=True)
+    return checkpoint_path(tmp_path, WALLET)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_file_cut_short_is_passed_over(newest: Path, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    body = newest.read_bytes()
+    newest.write_bytes(body[: int(len(body) * share)])
+    assert newest_step(newest.parent) == 10
+    assert "expected a whole checkpoint" in caplog.text
+    assert "in the place of dynamic_node_ab12.pt" in caplog.text
+
+
+def test_any_flipped_bit_is_seen_or_does_not_matter(newest: Path) -> None:
+    whole = newest.read_bytes()
+    seeded = random.Random(1)
+    # As many in the pickle, which comes first, as in all of the file.
+    places = [seeded.randrange(2000) for _ in range(40)] + [seeded.randrange(len(whole)) for _ in range(40)]
+    outcomes = []
+    for place in places:
+        body = bytearray(whole)
+        body[place] ^= 1 << seeded.randrange(8)
+        newest.write_bytes(body)
+        outcomes.append(newest_step(newest.parent))
+    assert set(outcomes) <= {10, 20}
+    assert outcomes.count(10) > 40
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *(b"", b"\0" * 5000, b"PK\x03\x04" + b"x" * 500, b"not a checkpoint", random.Random(0).randbytes(3000)),
+        *([1, 2], {"a": 1}, torch.zeros(3), {FORMAT_KEY: 3}),
+    ],
+)
+def test_garbage_and_files_of_another_kind_are_passed_over(newest: Path, document: object) -> None:
+    rewritten(newest, document)
+    assert newest_step(newest.parent) == 20
+
+
+def test_a_pickle_that_would_run_something_runs_nothing(newest: Path, tmp_path: Path) -> None:
+    document = {"format": "genesis-checkpoint-1", "training_rounds": 30, "x": Hostile(tmp_path / "ran")}
+    for body in (document, pickle.dumps(document)):
+        rewritten(newest, body)
+        assert newest_step(newest.parent) == 20
+    assert not (tmp_path / "ran").exists()
+
+
+def test_values_changed_without_their_digest_and_endless_ones_are_passed_over(newest: Path) -> None:
+    document = torch.load(newest, weights_only=True)
+    document["layers"]["0"]["w"][7] += 1
+    rewritten(newest, document)
+    assert newest_step(newest.parent) == 20
+    endless: list[object] = []
+    endless.append(endless)
+    rewritten(newest, {**document, "loader": endless})
+    assert newest_step(newest.parent) == 20
+
+
+def test_a_checkpoint_of_a_release_to_come_is_not_passed_over_in_silence(newest: Path) -> None:
+    rewritten(newest, {**torch.load(newest, weights_only=True), FORMAT_KEY: "genesis-checkpoint-2"})
+    with pytest.raises(CheckpointMismatchError, match="genesis-checkpoint-2"):
+        load_newest(newest.parent, WALLET)
+
+
+def test_if_none_is_whole_it_says_so_and_the_next_save_replaces_it(newest: Path) -> None:
+    for path in newest.parent.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CorruptCheckpointError, match=r"found only damaged ones \(dynamic_node_ab12.pt, .*000010.pt\)"):
+        load_newest(newest.parent, WALLET)
+    with Checkpointer(newest.parent, WALLET) as checkpointer:
+        checkpointer.save(contents(30), wait=True)
+    assert newest_step(newest.parent) == 30

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from tests.support.model_configs import small_config
-from tests.support.stage_files import random_model, stage_parameters
-from tests.trainer.checkpoint.stages.conftest import NUM_IDS
+from tests.support.checkpoint_actor import Hostile
+from tests.support.model_configs import NUM_IDS, random_model, small_config
+from tests.support.stage_files import stage_parameters
 from trainer.checkpoint.stages import export_torchtitan, fingerprint, load_initial_state
 from trainer.checkpoint.stages.torchtitan import from_halves, rotated_heads, torchtitan_names
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -43,11 +44,7 @@ def exported(tokenizer_json: Path, tmp_path: Path) -> _Export:
 
 
 def _all_stages(folder: Path, plan: StagePlan, seed: int = 0) -> dict[str, Tensor]:
-    return {
-        name: value
-        for stage in plan.names
-        for name, value in load_initial_state(folder, plan, stage, seed=seed).items()
-    }
+    return dict(ChainMap(*(load_initial_state(folder, plan, stage, seed=seed) for stage in plan.names)))
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: int) -> None:
@@ -84,13 +81,11 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_a_tied_model_s_output_begins_as_its_embedding(tokenizer_json: Path, tmp_path: Path) -> None:
+def test_a_tied_model_s_output_begins_as_its_embedding(exported: _Export) -> None:
     tied = small_config(vocab_size=NUM_IDS, tie_embeddings=True)
-    model = random_model(tied)
-    export_hf(model, tied, tokenizer_json, tmp_path / "hf")
     plan = StagePlan.of(replace(tied, tie_embeddings=False), 2)
-    found = load_initial_state(tmp_path / "hf", plan, "tail")
-    assert torch.equal(found["readout.output.weight"], model.embedding.weight)
+    found = load_initial_state(exported(tied, "hf"), plan, "tail")
+    assert torch.equal(found["readout.output.weight"], random_model(tied).embedding.weight)
 
 
 def test_rows_it_lacks_are_those_a_vocabulary_would_have_grown_by(exported: _Export) -> None:
@@ -104,45 +99,37 @@ def test_rows_it_lacks_are_those_a_vocabulary_would_have_grown_by(exported: _Exp
 
 
 def test_half_precision_becomes_fp32(exported: _Export) -> None:
+    name = "layers.3.attention.k_proj.weight"
     for form in ("hf", "titan"):
         found = load_initial_state(exported(_LLAMA, form, dtype="bfloat16"), StagePlan.of(_LLAMA, 2), "tail")
-        expected = random_model(_LLAMA).state_dict()["layers.3.attention.k_proj.weight"].bfloat16().float()
-        assert torch.equal(found["layers.3.attention.k_proj.weight"], expected)
+        assert torch.equal(found[name], random_model(_LLAMA).state_dict()[name].bfloat16().float())
 
 
-def test_only_the_stage_s_own_files_are_read(tokenizer_json: Path, tmp_path: Path) -> None:
-    export_hf(random_model(_LLAMA), _LLAMA, tokenizer_json, tmp_path / "hf", max_file_bytes=3_000)
-    plan, index = StagePlan.of(_LLAMA, 3), json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    needed = {file for name, file in index["weight_map"].items() if name.startswith("model.layers.2.")}
-    for path in (tmp_path / "hf").glob("*.safetensors"):
-        if path.name not in needed:
-            path.unlink()
+def test_only_the_stage_s_own_files_are_read(exported: _Export) -> None:
+    folder, plan = exported(_LLAMA, "hf", max_file_bytes=3_000), StagePlan.of(_LLAMA, 3)
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for name, file in places.items() if name.startswith("model.layers.2.")}
+    for file in set(places.values()) - needed:
+        (folder / file).unlink()
     expected = stage_parameters(random_model(_LLAMA).state_dict(), plan, "body-1")
-    _assert_equal(load_initial_state(tmp_path / "hf", plan, "body-1"), expected, 300)
+    _assert_equal(load_initial_state(folder, plan, "body-1"), expected, 300)
     with pytest.raises(CorruptCheckpointError, match=r"expected a whole tensor model\."):
-        load_initial_state(tmp_path / "hf", plan, "head")
+        load_initial_state(folder, plan, "head")
 
 
 def _titan_state(config: ModelConfig) -> dict[str, Tensor]:
     state, found = random_model(config).state_dict(), {}
     for ours, theirs in torchtitan_names(config).items():
-        heads = rotated_heads(ours, config)
-        found[theirs] = from_halves(state[ours], heads) if heads else state[ours]
+        found[theirs] = from_halves(state[ours], rotated_heads(ours, config))
     return found
-
-
-def _renamed(name: str) -> str:
-    for part in ("wq", "wk", "wv"):
-        name = name.replace(f"attention.{part}", f"attention.qkv_linear.{part}")
-    return "lm_head.weight" if name == "output.weight" else name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", ["old", "new", "nested"])
 def test_a_training_checkpoint_of_torchtitan_s_is_read(layout: str, tmp_path: Path) -> None:
     model: dict[str, Any] = _titan_state(_LLAMA)
-    if layout == "new":
-        model = {_renamed(name): value for name, value in model.items()}
+    if layout == "old":  # Before 0.3.
+        model = {name.replace("qkv_linear.", "").replace("lm_head", "output"): model[name] for name in model}
     training = {"optimizer": {"state": {"x": torch.ones(3)}, "step": 7}, "train_state": {"losses": [1.0, 2.0]}}
     state = {"model": model, **training} if layout == "nested" else {**model, **training}
     checkpoint.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
@@ -154,18 +141,13 @@ def test_a_training_checkpoint_of_torchtitan_s_is_read(layout: str, tmp_path: Pa
 @pytest.mark.parametrize("form", ["hf", "titan"])
 def test_another_architecture_is_refused_by_name(form: str, exported: _Export) -> None:
     folder = exported(_LLAMA, form)
-    names = {
-        "num_heads": {"num_heads": 2},
-        "rope_theta": {"rope_theta": 1000.0},
-        "norm_eps": {"norm_eps": 1e-3},
-        "num_layers": {"num_layers": 3},
-        "ffn_dim": {"ffn_dim": 32},
-    }
-    hf = {"num_heads": "num_attention_heads", "norm_eps": "rms_norm_eps"}
-    hf |= {"num_layers": "num_hidden_layers", "ffn_dim": "intermediate_size"}
-    for name, changes in names.items():
-        plan = StagePlan.of(replace(_LLAMA, **changes), 2)
-        with pytest.raises(CheckpointMismatchError, match=hf.get(name, name) if form == "hf" else name):
+    for name, name_of_hf, value in (
+        *(("num_heads", "num_attention_heads", 2), ("rope_theta", "rope_theta", 1000.0)),
+        *(("norm_eps", "rms_norm_eps", 1e-3), ("num_layers", "num_hidden_layers", 3)),
+        ("ffn_dim", "intermediate_size", 32),
+    ):
+        plan = StagePlan.of(replace(_LLAMA, **{name: value}), 2)
+        with pytest.raises(CheckpointMismatchError, match=name_of_hf if form == "hf" else name):
             load_initial_state(folder, plan, "head")
     with pytest.raises(CheckpointMismatchError, match=r"expected embedding.weight of shape \(256, 16\)"):
         load_initial_state(folder, StagePlan.of(replace(_LLAMA, vocab_size=256), 2), "head")
@@ -183,48 +165,29 @@ def test_of_a_checkpoint_that_says_nothing_shapes_and_depth_are_looked_at(tmp_pa
             _all_stages(tmp_path / "step", StagePlan.of(replace(_LLAMA, **changes), 2))
 
 
-def _change(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"architectures": ["MistralForCausalLM"]}, "found MistralForCausalLM"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0}}, "rope_type 'llama3'"),
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"head_dim": 8}, "head_dim 8"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ],
-)
-def test_what_only_the_config_says_is_looked_at(fields: dict[str, Any], said: str, exported: _Export) -> None:
+def test_what_only_the_config_says_is_looked_at_and_a_subspace_cannot_begin_with_it(exported: _Export) -> None:
     folder = exported(_LLAMA, "hf")
-    _change(folder, **fields)
-    with pytest.raises(CheckpointMismatchError, match=said):
-        load_initial_state(folder, StagePlan.of(_LLAMA, 2), "tail")
-
-
-def test_a_subspace_cannot_begin_with_an_ordinary_model(exported: _Export) -> None:
-    folder = exported(_OLMO, "hf")
-    plan = StagePlan.of(replace(_OLMO, subspace_rank=4, subspace_free_layers=1), 2)
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    for name, value, said in (
+        ("architectures", ["MistralForCausalLM"], "found MistralForCausalLM"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 500_000.0}, "rope_type 'llama3'"),
+        *(("attention_bias", True, "attention_bias True"), ("head_dim", 8, "head_dim 8")),
+        ("hidden_act", "gelu", "hidden_act 'gelu'"),
+    ):
+        path.write_text(json.dumps(whole | {name: value}))
+        with pytest.raises(CheckpointMismatchError, match=said):
+            load_initial_state(folder, StagePlan.of(_LLAMA, 2), "tail")
+    plan = StagePlan.of(replace(_LLAMA, subspace_rank=4, subspace_free_layers=1), 2)
     with pytest.raises(CheckpointMismatchError, match="in no subspace"):
         load_initial_state(folder, plan, "head")
-
-
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_description_that_would_run_something_is_refused(exported: _Export, tmp_path: Path) -> None:
     folder, trap = exported(_LLAMA, "titan"), tmp_path / "trap"
     whole = (folder / ".metadata").read_bytes()
     hostile = {
-        pickle.dumps(_Hostile(trap)): "which describes no tensor",
+        pickle.dumps(Hostile(trap)): "which describes no tensor",
         b"cbuiltins\neval\n(S'1'\ntR.": r"builtins\.eval",
         b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR.": "an attribute, which describes no tensor",
         whole[:100]: "expected a description of tensors",
@@ -253,9 +216,7 @@ def test_damaged_folders_are_told(exported: _Export, tmp_path: Path) -> None:
         load_initial_state(tmp_path, plan, "tail")
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path, exported: _Export) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_weights_that_are_not_finite_are_refused(exported: _Export) -> None:
     folder = exported(_LLAMA, "hf")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = float("inf")
@@ -265,32 +226,20 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, exported: _Expo
         load_initial_state(folder, StagePlan.of(_LLAMA, 2), "tail")
 
 
-@pytest.fixture(params=["hf", "titan"])
-def model(request: pytest.FixtureRequest, tokenizer_json: Path, tmp_path: Path) -> Path:
-    config = small_config(vocab_size=300)
-    write = export_hf if request.param == "hf" else export_torchtitan
-    write(random_model(config).state_dict(), config, tokenizer_json, tmp_path / "model")
-    return tmp_path / "model"
-
-
-def _weights(folder: Path) -> Path:
-    return next(path for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".distcp"))
-
-
-def test_a_copy_under_another_name_and_with_other_notes_is_the_same(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["hf", "titan"])
+def test_another_byte_is_another_model_and_another_name_is_not(form: str, exported: _Export, tmp_path: Path) -> None:
+    model = exported(_LLAMA, form)
+    before = fingerprint(str(model))
     shutil.copytree(model, tmp_path / "copy")
     (tmp_path / "copy" / "README.md").write_text("another one")
-    assert fingerprint(tmp_path / "copy") == fingerprint(str(model))
-
-
-@pytest.mark.parametrize("change", ["a byte", "shorter", "longer"])
-def test_another_byte_is_another_model(model: Path, change: str) -> None:
-    before, weights = fingerprint(model), _weights(model)
-    found = bytearray(weights.read_bytes())
-    if change == "a byte":
-        found[len(found) // 2] ^= 1
-    weights.write_bytes(found[:-1] if change == "shorter" else found + b"\0" if change == "longer" else found)
-    assert fingerprint(model) != before
+    assert fingerprint(tmp_path / "copy") == before
+    weights = next(path for path in sorted(model.rglob("*")) if path.suffix in (".safetensors", ".distcp"))
+    body = weights.read_bytes()
+    middle = len(body) // 2
+    flipped = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+    for changed in (flipped, body[:-1], body + b"\0"):
+        weights.write_bytes(changed)
+        assert fingerprint(model) != before
 
 
 def test_of_a_large_file_a_part_is_read(tmp_path: Path) -> None:
@@ -325,8 +274,6 @@ def test_all_files_that_the_index_names_count(tmp_path: Path) -> None:
     (tmp_path / "2.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"expected files that can be read, found: .*2\.safetensors"):
         fingerprint(tmp_path)
-
-
-def test_what_is_no_model_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match="expected a Hugging Face folder"):
         fingerprint(tmp_path)

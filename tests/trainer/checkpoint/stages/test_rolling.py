@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import pytest
 
-from tests.support.model_configs import small_config
-from tests.support.stage_files import random_model, write_model
+from tests.support.model_configs import random_model, small_config
+from tests.support.stage_files import hold_stage, write_model
 from trainer.checkpoint.stages import StageCheckpoints, StagewiseConfig, newest_set, roll_back, time_us
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
-from trainer.run.cli.app import run
 
 _CONFIG = small_config()
 _PLAN = StagePlan.of(_CONFIG, 2)
 _LATER = time_us(1e9)
-_ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
@@ -64,15 +59,6 @@ def test_a_rehearsal_moves_nothing_and_the_moment_itself_stays(folder: Path) -> 
     assert len(roll_back(folder, "run", time_us(1850) - 1, time_us(6000)).moved) == 1
 
 
-def test_half_done_it_is_done_by_doing_it_again(folder: Path) -> None:
-    rehearsed = roll_back(folder, "run", time_us(1210), time_us(5000), dry_run=True)
-    rehearsed.moved[0].rename(folder / "elsewhere")
-    done = roll_back(folder, "run", time_us(1210), time_us(5000))
-    assert len(done.moved) == 2
-    assert _versions(folder) == [2, 1]
-    assert roll_back(folder, "run", time_us(1210), time_us(6000)).moved == ()
-
-
 def test_what_another_has_moved_meanwhile_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, rivals = Path.rename, []
 
@@ -85,6 +71,7 @@ def test_what_another_has_moved_meanwhile_does_not_matter(folder: Path, monkeypa
     done = roll_back(folder, "run", time_us(1210), time_us(5000))
     assert len(done.moved) == 2
     assert _versions(folder) == [2, 1]
+    assert roll_back(folder, "run", time_us(1210), time_us(6000)).moved == (), "done again it has nothing to do"
 
 
 def test_one_stage_is_rolled_back_where_the_others_are_elsewhere(folder: Path) -> None:
@@ -106,20 +93,6 @@ def test_a_file_in_the_way_is_not_replaced(folder: Path) -> None:
     assert blocked.read_text() == "mine"
 
 
-_WRITER = """
-    import sys, time
-    from tests.support.model_configs import small_config
-    from trainer.model.plan import StagePlan
-    from trainer.checkpoint.stages import StageCheckpoints, StagewiseConfig
-
-    config = StagewiseConfig(directory=sys.argv[1])
-    with StageCheckpoints(config, "run", StagePlan.of(small_config(), 2), "tail", "other") as checkpoints:
-        checkpoints.open(time.time())
-        print("open", flush=True)
-        time.sleep(120)
-"""
-
-
 def _writer(folder: Path, stage: str) -> StageCheckpoints:
     checkpoints = StageCheckpoints(StagewiseConfig(directory=str(folder)), "run", _PLAN, stage, "w")
     checkpoints.open(0.0)
@@ -135,37 +108,26 @@ def test_while_one_writes_it_is_refused_and_moves_nothing_and_rehearsed_all_the_
     assert len(roll_back(folder, "run", time_us(700), time_us(5000)).moved) == 4
 
 
-def test_a_stage_is_rolled_back_beside_workers_of_others(folder: Path) -> None:
-    with _writer(folder, "head"):
-        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",))
+@pytest.mark.parametrize(("other", "in_use"), [("head", False), ("tail", True)])
+def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(
+    folder: Path, other: str, in_use: bool
+) -> None:
+    with _writer(folder, other):
+        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",), in_use=in_use)
         assert _versions(folder) == [3, 1]
 
 
-def test_a_worker_that_goes_back_alone_asks_nobody(folder: Path) -> None:
-    with _writer(folder, "tail"):
-        roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",), in_use=True)
-    assert _versions(folder) == [3, 1]
-
-
 @pytest.mark.slow
-def test_the_command_says_so_while_another_process_writes_and_not_once_it_is_killed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_while_another_process_writes_it_is_refused_and_not_once_it_is_killed(
+    folder: Path, processes: ForkServerContext, start: Callable[..., ForkServerProcess]
 ) -> None:
-    run_file = folder / "run.yaml"
-    run_file.write_text(f"run_id: run\nswarm: {{num_stages: 2, checkpoint: {{directory: {folder}}}}}\n")
-    command = ["rollback", "--run", str(run_file), "--at", "1970-01-01T00:11:40Z"]
-    program = [sys.executable, "-c", textwrap.dedent(_WRITER), str(folder)]
-    writer = subprocess.Popen(
-        program, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert writer.stdout is not None and writer.stdout.readline() == "open\n"
-        assert run(command) == 1
-        assert "expected no worker that writes here, found one or more of tail running" in capsys.readouterr().err
-        assert _versions(folder) == [3, 3]
-    finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate(timeout=30)
-    assert run(command) == 0
-    assert "4 newer files set aside" in capsys.readouterr().out
+    ready = processes.Event()
+    other = start(hold_stage, str(folder), ready)
+    assert ready.wait(60)
+    with pytest.raises(CheckpointError, match="expected no worker that writes here, found one or more of tail running"):
+        roll_back(folder, "run", time_us(700), time_us(5000))
+    assert _versions(folder) == [3, 3]
+    other.kill()
+    other.join(30)
+    assert len(roll_back(folder, "run", time_us(700), time_us(5000)).moved) == 4
     assert _versions(folder) == [1, 1]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import zipfile
 from itertools import product
@@ -13,15 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.model_configs import small_config
-from tests.support.stage_files import random_model, write_model
-from trainer.checkpoint.stages import RunShape, StageFile, StageHeader, assemble, newest_set, time_us
+from tests.support.checkpoint_actor import Hostile
+from tests.support.model_configs import random_model, small_config
+from tests.support.stage_files import stage_parameters, write_model, write_stage
+from trainer.checkpoint.stages import RunShape, StageFile, StageHeader, StageState, assemble, newest_set, time_us
 from trainer.checkpoint.stages.naming import StageName, file_name
-from trainer.checkpoint.stages.parts import model_shapes, stage_shapes
 from trainer.checkpoint.stages.sets import choose
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from trainer.model import ModelConfig, build_model, build_stage, grow_vocabulary
 from trainer.model.plan import StagePlan
+from trainer.model.stages import model_shapes, stage_shapes
 from trainer.model.subspace import SubspaceConfig
 
 _CONFIG = small_config()
@@ -36,9 +36,8 @@ _LATER = time_us(1e9)
 
 def _file(shape: RunShape, stage: str, saved_us: int, who: str) -> StageFile:
     named = StageName(Path("run", stage, file_name(saved_us, who)), stage, saved_us, who)
-    return StageFile(
-        named, StageHeader(shape=shape, stage=stage, saved_us=saved_us, version=saved_us // 2, num_tokens=0)
-    )
+    header = StageHeader(shape=shape, stage=stage, saved_us=saved_us, version=saved_us // 2, num_tokens=0)
+    return StageFile(named, header)
 
 
 @st.composite
@@ -57,9 +56,9 @@ def _times(found: Any) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@given(_files(), st.integers(0, 9), st.sampled_from([(), ("tail",), ("head", "body-1")]))
+@given(_files(), st.integers(0, 9), st.sampled_from([(), ("tail",), ("head", "body-1")]), st.randoms())
 def test_the_set_is_the_newest_of_all_that_could_be_made(
-    files: list[StageFile], at_us: int, stages: tuple[str, ...]
+    files: list[StageFile], at_us: int, stages: tuple[str, ...], shuffler: Any
 ) -> None:
     found = choose(files, at_us, stages=stages)
 
@@ -77,20 +76,11 @@ def test_the_set_is_the_newest_of_all_that_could_be_made(
     assert _times(chosen) == max(map(_times, possible))
     shape = chosen[0].header.shape
     for stage, file in found.items():  # Of every stage the newest of its shape, not only of one.
-        times = [
-            other.header.saved_us for other in files if other.header.shape == shape and other.header.stage == stage
-        ]
-        assert file.header.saved_us == max(time for time in times if time <= at_us)
-
-
-@pytest.mark.slow
-@given(_files(), st.integers(0, 8), st.randoms(use_true_random=False))
-def test_a_set_does_not_depend_on_the_order_of_files_nor_on_newer_ones(
-    files: list[StageFile], at_us: int, shuffler: Any
-) -> None:
+        headers = [other.header for other in files if (other.header.shape, other.header.stage) == (shape, stage)]
+        assert file.header.saved_us == max(each.saved_us for each in headers if each.saved_us <= at_us)
     older = [file for file in files if file.header.saved_us <= at_us]
-    shuffler.shuffle(older)
-    assert choose(older, at_us) == choose(files, at_us)
+    shuffler.shuffle(older)  # It depends neither on the order of files nor on newer ones.
+    assert choose(older, at_us, stages=stages) == found
 
 
 def test_of_two_replicas_at_one_moment_the_further_one_counts() -> None:
@@ -115,35 +105,29 @@ def _versions(folder: Path, at: float, **options: Any) -> list[int]:
 
 @pytest.mark.slow
 def test_each_stage_s_newest_up_to_the_moment(written: Path) -> None:
-    assert _versions(written, 1500) == [2, 3, 2]
-    assert _versions(written, 1499.999999) == [2, 2, 2]
-    assert _versions(written, 1203) == [2, 1, 2]
-    assert _versions(written, 1202.5) == [2, 1, 1]
-    assert _versions(written, 607) == [1, 1, 1]
+    expected = {1500: [2, 3, 2], 1499.999999: [2, 2, 2], 1203: [2, 1, 2], 1202.5: [2, 1, 1], 607: [1, 1, 1]}
+    assert {at: _versions(written, at) for at in expected} == expected
     found = newest_set(written, "run", time_us(1203))
     assert (found.first_us, found.last_us) == (time_us(607), time_us(1203))
     assert list(found.files) == ["head", "body-1", "tail"]
-
-
-def test_assembled_it_is_the_whole_model(written: Path) -> None:
     whole = assemble(newest_set(written, "run", time_us(1300)))
-    expected = random_model(_CONFIG, 2).state_dict()
+    state = random_model(_CONFIG, 2).state_dict()
     assert whole.config == _CONFIG
-    assert whole.state.keys() == expected.keys()
-    assert all(torch.equal(whole.state[name], expected[name]) for name in expected)
+    assert whole.state.keys() == state.keys()
+    assert all(torch.equal(whole.state[name], state[name]) for name in state)
 
 
 def test_a_stage_without_a_file_is_named(written: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"19700101T001005.000000Z, found none of body-1 \(the oldest is of 1970"):
-        newest_set(written, "run", time_us(605))
-    with pytest.raises(CheckpointError, match="found none before 19700101T001000"):
-        newest_set(written, "run", time_us(10))
-    with pytest.raises(CheckpointError, match="found no whole one; check the folder and run_id"):
-        newest_set(written, "another", _LATER)
-    with pytest.raises(CheckpointError, match="of the run's architecture and cut, found 7 of others"):
-        newest_set(written, "run", _LATER, plan=StagePlan.of(_CONFIG, 2))
-    with pytest.raises(CheckpointError, match="found none of body-2"):
-        newest_set(written, "run", _LATER, stages=("head", "body-1", "body-2"), plan=_PLAN)
+    refused: list[tuple[str, str, int, dict[str, Any]]] = [
+        (r"19700101T001005.000000Z, found none of body-1 \(the oldest is of 1970", "run", time_us(605), {}),
+        ("found none before 19700101T001000", "run", time_us(10), {}),
+        ("found no whole one; check the folder and run_id", "another", _LATER, {}),
+        ("architecture and cut, found 7 of others", "run", _LATER, {"plan": StagePlan.of(_CONFIG, 2)}),
+        ("found none of body-2", "run", _LATER, {"stages": ("head", "body-1", "body-2"), "plan": _PLAN}),
+    ]
+    for message, run_id, at_us, options in refused:
+        with pytest.raises(CheckpointError, match=message):
+            newest_set(written, run_id, at_us, **options)
     for path in (written / "run" / "tail").iterdir():
         path.unlink()
     with pytest.raises(CheckpointError, match="found none of tail; name a later time"):
@@ -172,14 +156,8 @@ def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplo
     (folder / "tail-of-yesterday.pt").mkdir()
     assert _versions(written, 1e9) == [2, 3, 2]
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 6
-    expected = [
-        "a folder",
-        "a device or pipe",
-        "a link that leads nowhere",
-        "a file of another kind",
-        "an archive whose contents cannot be read",
-    ]
-    for path, wrong in zip(names, expected, strict=True):
+    expected = ["a folder", "a device or pipe", "a link that leads nowhere", "a file of another kind"]
+    for path, wrong in zip(names, [*expected, "an archive whose contents cannot be read"], strict=True):
         assert f"{path}: damaged: not a whole checkpoint, but {wrong}; going on without it" in caplog.text
     assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
 
@@ -213,18 +191,10 @@ def test_files_of_another_kind_stage_run_or_time_are_passed_over(
         newest_set(written, "copy", _LATER)
 
 
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_nothing_in_a_file_is_run(written: Path) -> None:
     trap = written / "trap"
-    (written / "run" / "head" / file_name(time_us(5000), "evil")).write_bytes(pickle.dumps(_Hostile(trap)))
-    torch.save({"kind": _Hostile(trap)}, written / "run" / "head" / file_name(time_us(5001), "evil"))
+    (written / "run" / "head" / file_name(time_us(5000), "evil")).write_bytes(pickle.dumps(Hostile(trap)))
+    torch.save({"kind": Hostile(trap)}, written / "run" / "head" / file_name(time_us(5001), "evil"))
     assert _versions(written, 1e9) == [2, 3, 2]
     assert not trap.exists()
 
@@ -255,18 +225,10 @@ def test_another_cut_or_vocabulary_is_another_set(tmp_path: Path) -> None:
 def test_parameters_that_are_not_the_stage_s_are_told(tmp_path: Path) -> None:
     model = random_model(_CONFIG)
     write_model(tmp_path, model, _PLAN, dict.fromkeys(_PLAN.names, 600.0))
-    other = StagePlan.of(_CONFIG, 3, (1, 2, 1))
-    _write_wrong(tmp_path, model, other)
+    parameters = stage_parameters(model.state_dict(), StagePlan.of(_CONFIG, 3, (1, 2, 1)), "head")
+    write_stage(tmp_path, _PLAN, "head", 1200.0, StageState(config=_CONFIG, version=2, parameters=parameters))
     with pytest.raises(CheckpointMismatchError, match="expected the parameters of head of run, found missing"):
         assemble(newest_set(tmp_path, "run", _LATER))
-
-
-def _write_wrong(folder: Path, model: Any, other: StagePlan) -> None:
-    from tests.support.stage_files import stage_parameters, write_stage
-    from trainer.checkpoint.stages import StageState
-
-    parameters = stage_parameters(model.state_dict(), other, "head")
-    write_stage(folder, _PLAN, "head", 1200.0, StageState(config=_CONFIG, version=2, parameters=parameters))
 
 
 def test_a_file_that_is_gone_when_it_is_read_is_told(written: Path) -> None:

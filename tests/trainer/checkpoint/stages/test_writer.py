@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.checkpoint_actor import Death
 from tests.support.model_configs import small_config
-from tests.support.stage_files import ACTOR_RUN, INTERVAL_S, actor_value, save_as_actor, stage_parameters, write_stage
+from tests.support.stage_files import INTERVAL_S, stage_parameters, write_stage
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
-from trainer.checkpoint.stages.contents import document_of
+from trainer.checkpoint.stages.contents import StageCheckpoint, document_of
+from trainer.checkpoint.stages.naming import format_time_us
 from trainer.errors import CheckpointError, TrainerUsageError
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_model, build_stage
@@ -22,7 +19,6 @@ from trainer.model.plan import StagePlan
 from trainer.pipeline.stage import StageConfig, StageReplica
 
 _PLAN = StagePlan.of(small_config(), 3)
-_LATER = time_us(1e9)
 
 
 def _checkpoints(folder: Path, keep: int = 3, who: str = "w", stage: str = "head") -> StageCheckpoints:
@@ -35,45 +31,43 @@ def _state(version: int, stage: str = "head") -> StageState:
     return StageState(config=_PLAN.config, version=version, parameters=parameters)
 
 
+def _read(folder: Path, stage: str = "head") -> StageCheckpoint:
+    return newest_set(folder, "run", time_us(1e9), plan=_PLAN, stages=(stage,)).files[stage].read()
+
+
 def _names(folder: Path, stage: str = "head") -> list[str]:
     return sorted(path.name for path in (folder / "run" / stage).iterdir())
 
 
-def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_path: Path) -> None:
-    steps = [601.0, 900.0, 1199.9, 1200.0, 1201.0, 1799.0, 3700.5, 3701.0]
+@pytest.mark.parametrize(
+    ("opened", "steps", "saved"),
+    [
+        (599.0, [601.0, 900.0, 1199.9, 1200.0, 1201.0, 1799.0, 3700.5, 3701.0], [601.0, 1200.0, 3700.5]),
+        (650.0, [1199.0, 1300.0], [1300.0]),
+        (1e6, [601.0, 602.0, 1201.0], [601.0, 1201.0]),  # The clock is set back.
+    ],
+)
+def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(
+    tmp_path: Path, opened: float, steps: list[float], saved: list[float]
+) -> None:
     with _checkpoints(tmp_path) as checkpoints:
-        checkpoints.open(599.0)
-        saved = []
-        for version, now in enumerate(steps):
-            if checkpoints.maybe_save(now, lambda version=version: _state(version)):
-                saved.append(now)
+        checkpoints.open(opened)
+        found = []
+        for now in steps:
+            if checkpoints.maybe_save(now, lambda now=now: _state(int(now))):
+                found.append(now)
             checkpoints.flush()
-        assert (saved, checkpoints.saved) == ([601.0, 1200.0, 3700.5], 3)
-        assert (checkpoints.last_saved_us, checkpoints.last_version) == (time_us(3700.5), 6)
-    assert _names(tmp_path) == [
-        "19700101T001001.000000Z-w.pt",
-        "19700101T002000.000000Z-w.pt",
-        "19700101T010140.500000Z-w.pt",
-    ]
+        assert (found, checkpoints.saved) == (saved, len(saved))
+        assert (checkpoints.last_saved_us, checkpoints.last_version) == (time_us(saved[-1]), int(saved[-1]))
+    assert _names(tmp_path) == [f"{format_time_us(time_us(now))}-w.pt" for now in saved]
 
 
-def test_begun_within_an_interval_it_waits_for_the_next_and_without_one_never_saves(tmp_path: Path) -> None:
-    with _checkpoints(tmp_path) as checkpoints:
-        saved = [checkpoints.maybe_save(now, lambda: _state(0)) for now in (650.0, 1199.0, 1300.0)]
-    assert saved == [False, False, True]
-    config = StagewiseConfig(directory=str(tmp_path / "never"), interval_s=0)
-    with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
-        assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in (0.0, 1e6, 2e6))
-    assert not (tmp_path / "never").exists()
-
-
-def test_a_clock_that_is_set_back_saves_and_goes_on(tmp_path: Path) -> None:
-    with _checkpoints(tmp_path) as checkpoints:
-        checkpoints.open(1e6)
-        assert checkpoints.maybe_save(601.0, lambda: _state(0))
-        checkpoints.flush()
-        assert not checkpoints.maybe_save(602.0, lambda: _state(0))
-        assert checkpoints.maybe_save(1201.0, lambda: _state(0))
+def test_within_the_interval_of_its_first_step_or_without_one_it_never_saves(tmp_path: Path) -> None:
+    for interval_s, steps in ((INTERVAL_S, (650.0, 1199.0)), (0, (0.0, 1e6, 2e6))):
+        config = StagewiseConfig(directory=str(tmp_path / "never"), interval_s=interval_s)
+        with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
+            assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in steps)
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +88,7 @@ def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch:
         assert not checkpoints.maybe_save(1300.0, lambda: _state(2))
         assert checkpoints.skipped == 1
         may_write.set()
-    found = newest_set(tmp_path, "run", _LATER, stages=("head",)).files["head"].read()
+    found = _read(tmp_path)
     assert all(torch.equal(found.state.parameters[name], before[name]) for name in before)
 
 
@@ -107,18 +101,12 @@ def test_so_many_intervals_of_a_stage_are_kept_whoever_wrote_them(tmp_path: Path
 
 
 def test_one_worker_has_no_more_files_than_are_kept_however_often_it_is_started_again(tmp_path: Path) -> None:
+    """A folder named like a checkpoint is left alone, and old ones go all the same."""
+    (tmp_path / "run" / "head" / "19700101T000000.000000Z-c.pt").mkdir(parents=True)
     for second in range(5):
         write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
     write_stage(tmp_path, _PLAN, "head", 605.0, _state(5), who="b", keep=2)
-    assert [name[13:15] + name[-4] for name in _names(tmp_path)] == ["03a", "04a", "05b"]
-
-
-def test_a_folder_named_like_a_checkpoint_is_left_alone_and_old_ones_go_all_the_same(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "head" / "19700101T000000.000000Z-a.pt"
-    folder.mkdir(parents=True)
-    for second in range(3):
-        write_stage(tmp_path, _PLAN, "head", 600.0 + second, _state(second), who="a", keep=2)
-    assert [name[13:15] for name in _names(tmp_path)] == ["00", "01", "02"]
+    assert [name[13:15] + name[-4] for name in _names(tmp_path)] == ["00c", "03a", "04a", "05b"]
 
 
 def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
@@ -172,19 +160,15 @@ def test_a_folder_that_cannot_be_made_and_names_that_will_not_do(tmp_path: Path)
     (tmp_path / "run").write_text("a file")
     with _checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="can be written to"):
         checkpoints.open(0.0)
-    with pytest.raises(TrainerUsageError, match="expected one of head, body-1, tail"):
-        _checkpoints(tmp_path, stage="body-2")
-    with pytest.raises(TrainerUsageError, match="who"):
-        _checkpoints(tmp_path, who="../w")
+    state = StageState(config=_PLAN.config, version=1, parameters={}, strategy={"made of": object()})
+    with _checkpoints(tmp_path / "new") as checkpoints, pytest.raises(CheckpointError, match="strategy"):
+        checkpoints.save(600.0, state)
+    for options, message in (({"stage": "body-2"}, "expected one of head, body-1, tail"), ({"who": "../w"}, "who")):
+        with pytest.raises(TrainerUsageError, match=message):
+            _checkpoints(tmp_path, **options)
     for options in ({"interval_s": -1.0}, {"interval_s": float("nan")}, {"keep": 0}, {"directory": ""}):
         with pytest.raises(TrainerUsageError):
             StagewiseConfig(**options)  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_loaded_again_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    state = StageState(config=_PLAN.config, version=1, parameters={}, strategy={"made of": object()})
-    with _checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="strategy"):
-        checkpoints.save(600.0, state)
 
 
 def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -194,11 +178,8 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
         optimizer = make_optimizer(module, inner)
         return StageReplica(module, optimizer, inner, StageConfig(), kind="tail", num_stages=3)
 
-    generator = torch.Generator().manual_seed(0)
-    data = [
-        (torch.randn(2, 8, 16, generator=generator), torch.randint(0, 64, (2, 8), generator=generator))
-        for _ in range(4)
-    ]
+    torch.manual_seed(0)
+    data = [(torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))) for _ in range(4)]
     trained, resumed = replica(), replica()
     for number in range(2):
         trained.tail(f"{number}", *data[number])
@@ -208,7 +189,7 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
     state = StageState.of_replica(_PLAN.config, trained.state_dict(), strategy={"round": 3}, num_tokens=48, **who)
     write_stage(tmp_path, _PLAN, "tail", 600.0, state)
 
-    found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("tail",)).files["tail"].read()
+    found = _read(tmp_path, "tail")
     resumed.load_state_dict(found.state.for_replica())
 
     assert (found.header.version, found.header.num_tokens, dict(found.state.strategy)) == (2, 48, {"round": 3})
@@ -228,47 +209,5 @@ def test_a_file_from_before_it_said_who_counted_is_read(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(writer, "document_of", as_before)
     write_stage(tmp_path, _PLAN, "head", 600.0, _state(7))
-    found = newest_set(tmp_path, "run", _LATER, plan=_PLAN, stages=("head",)).files["head"].read().state
+    found = _read(tmp_path).state
     assert (found.version, found.incarnation, found.applied) == (7, "", 0)
-
-
-Start = Callable[..., ForkServerProcess]
-_NUM_EVENTS = 11
-"""More than a save has: the last ones succeed."""
-
-
-def _exitcode(process: ForkServerProcess) -> int:
-    process.join(60)
-    assert process.exitcode is not None
-    return process.exitcode
-
-
-@pytest.mark.slow
-def test_killed_at_each_of_the_steps_of_a_save(tmp_path: Path, start: Start) -> None:
-    save_as_actor(str(tmp_path), 1, Death())
-    newest, killed, advanced = 1, 0, 0
-    for event in range(1, _NUM_EVENTS):
-        exitcode = _exitcode(start(save_as_actor, str(tmp_path), event + 1, Death(at_event=event)))
-        found = actor_value(tmp_path)
-        assert exitcode in (0, -signal.SIGKILL)
-        assert found in (newest, event + 1)
-        assert found == event + 1 or exitcode
-        killed += exitcode != 0
-        advanced += exitcode != 0 and found == event + 1
-        newest = found
-    assert 3 <= killed < _NUM_EVENTS - 1
-    assert 1 <= advanced < killed  # Behind the rename it is the new one that counts.
-    save_as_actor(str(tmp_path), 50, Death())
-    left = [path.name for path in (tmp_path / ACTOR_RUN / "head").iterdir()]
-    assert len(left) == 2 and all(name.endswith("-actor.pt") for name in left)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.01, 0.9])
-def test_killed_in_the_midst_of_writing(tmp_path: Path, start: Start, share: float) -> None:
-    save_as_actor(str(tmp_path), 1, Death())
-    size = next((tmp_path / ACTOR_RUN / "head").iterdir()).stat().st_size
-    process = start(save_as_actor, str(tmp_path), 2, Death(at_bytes=int(size * share)))
-    assert _exitcode(process) == -signal.SIGXFSZ
-    assert list((tmp_path / ACTOR_RUN / "head").glob(".*.tmp"))
-    assert actor_value(tmp_path) == 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.model_configs import random_tokens, small_config
-from trainer.errors import TrainerUsageError
+from trainer.errors import BasisError, TrainerUsageError
 from trainer.inner import InnerConfig
 from trainer.inner.optimizer import make_optimizer
 from trainer.model import ModelConfig, Transformer, build_model, build_stage, split, stage_ranges
@@ -34,14 +34,16 @@ def _step(model: Transformer, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 def test_what_writes_to_the_stream_before_the_last_boundary_is_constrained_and_nothing_else():
     model = build_model(_config(free_layers=2), 0)
-    assert set(SubspaceConstraint(model, model.config).names) == {
-        "embedding.weight",
-        *(
-            f"layers.{layer}.{part}.weight"
-            for layer in (0, 1)
-            for part in ("attention.o_proj", "feed_forward.down_proj")
-        ),
-    }
+    assert set(SubspaceConstraint(model, model.config).names) == _written(0, 1)
+    for norms in ({}, _OLMO2):
+        model = build_model(_config(**norms), 0)
+        head, *_ = split(model, [range(0, 1), range(1, 3), range(3, 4)])
+        assert set(SubspaceConstraint(head, model.config).names) == _written(0)
+
+
+def _written(*layers: int) -> set[str]:
+    parts = ("attention.o_proj", "feed_forward.down_proj")
+    return {"embedding.weight", *(f"layers.{layer}.{part}.weight" for layer in layers for part in parts)}
 
 
 def test_a_tail_of_free_layers_has_nothing_to_constrain():
@@ -124,12 +126,6 @@ def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Ba
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in unchanged)
 
 
-def test_a_tensor_of_another_shape_is_named():
-    model = build_model(_config(), 0)
-    with pytest.raises(TrainerUsageError, match=r"embedding\.weight: expected the shape \[64, 16\], found \[16, 64\]"):
-        SubspaceConstraint(model, model.config).project_({"embedding.weight": torch.zeros(16, 64)})
-
-
 def test_a_projection_on_coordinates_is_exact():
     model = build_model(_config(), 0)
     constraint = SubspaceConstraint(model, model.config)
@@ -145,8 +141,10 @@ def test_a_projection_on_coordinates_is_exact():
     assert constraint.distance() == 0.0
 
 
-def test_a_basis_of_another_shape_and_an_ordinary_model_are_refused():
+def test_another_basis_or_tensor_and_an_ordinary_model_are_refused():
     model = build_model(_config(), 0)
+    with pytest.raises(TrainerUsageError, match=r"embedding\.weight: expected the shape \[64, 16\], found \[16, 64\]"):
+        SubspaceConstraint(model, model.config).project_({"embedding.weight": torch.zeros(16, 64)})
     with pytest.raises(TrainerUsageError, match="a basis of 16 by 3, found 16 by 2"):
         SubspaceConstraint(model, model.config, basis_of(16, 2, 5))
     with pytest.raises(TrainerUsageError, match="subspace_rank"):
@@ -161,12 +159,38 @@ def test_constant_gains_are_not_trained():
     assert {"layers.3.attention_norm.weight", "layers.0.attention.q_norm.weight"} <= names
 
 
-@pytest.mark.parametrize("norms", [{}, _OLMO2], ids=["pre-norm", "re-ordered"])
-def test_stages_cut_from_a_whole_are_constrained_with_it(norms: dict[str, bool]):
-    model = build_model(_config(**norms), 0)
-    head, *_ = split(model, [range(0, 1), range(1, 3), range(3, 4)])
-    assert set(SubspaceConstraint(head, model.config).names) == {
-        "embedding.weight",
-        "layers.0.attention.o_proj.weight",
-        "layers.0.feed_forward.down_proj.weight",
-    }
+@given(dim=st.integers(1, 96), share=st.floats(0, 1), seed=st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_columns_are_coordinates_and_exactly_orthonormal(dim: int, share: float, seed: int):
+    rank = max(1, round(share * dim))
+    basis = basis_of(dim, rank, seed)
+    basis.check()
+    assert torch.equal(basis.matrix.T @ basis.matrix, torch.eye(rank))
+    coordinates = basis.coordinates()
+    assert coordinates is not None
+    assert torch.equal(basis.matrix, torch.eye(dim)[:, coordinates])
+    assert coordinates.tolist() == sorted(set(coordinates.tolist()))
+
+
+def test_another_basis_has_no_coordinates():
+    orthonormal = torch.linalg.qr(torch.randn(8, 3, generator=torch.Generator().manual_seed(0))).Q
+    Basis(orthonormal).check()
+    for matrix in (orthonormal, -torch.eye(8)[:, :3], torch.eye(8)[:, :2] * 2):
+        assert Basis(matrix).coordinates() is None
+
+
+def test_a_seed_and_a_shape_give_the_same_bits_on_every_machine():
+    assert basis_of(48, 6, 7).digest() == "f1ef4ade34ea817034d685fa0429eca98018825fb6c71400f22de65dae4ea985"
+    assert len({basis_of(32, rank, seed).digest() for rank, seed in ((4, 0), (4, 1), (5, 0))}) == 3
+
+
+def test_a_rank_that_the_model_has_not_and_a_matrix_that_is_no_basis_are_refused():
+    for rank in (0, 17, -1):
+        with pytest.raises(TrainerUsageError, match=r"subspace\.rank"):
+            basis_of(16, rank, 0)
+    columns, wide = torch.eye(8)[:, :3], torch.eye(8)[:3]
+    for matrix in (columns * 1.001, columns.double(), wide, torch.ones(8, 2), torch.full((8, 2), torch.nan)):
+        with pytest.raises(BasisError):
+            Basis(matrix).check()
+    with pytest.raises(BasisError):
+        Basis(torch.ones(1)).check()

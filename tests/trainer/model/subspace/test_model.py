@@ -3,15 +3,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from manifests import FIRST_MERGE_ID, VocabularyFile
-from tests.support.model_configs import random_tokens, small_config
+from tests.support.model_configs import random_model, random_tokens, small_config
 from trainer.compression.activations import ActivationCodec, activation_codec
 from trainer.errors import TrainerUsageError
 from trainer.model import (
@@ -23,7 +21,6 @@ from trainer.model import (
     Transformer,
     build_model,
     build_stage,
-    export_hf,
     grow_vocabulary,
     init_weights,
     num_parameters,
@@ -100,17 +97,12 @@ def test_a_whole_and_its_cut_with_links_between_train_alike(norms: dict[str, boo
 
 
 @_NORMS
-def test_a_written_coordinate_is_as_large_as_an_ordinary_models(norms: dict[str, bool]):
-    block = build_model(_config(**norms), 0).layers["0"]
-    gains = {block.attention_norm.weight, block.feed_forward_norm.weight}
-    for gain in gains:
-        assert torch.equal(gain, torch.full((16,), (3 / 16) ** 0.5 if norms else 1.0))
-        assert gain.requires_grad == (not norms)
-
-
-@_NORMS
 def test_a_stage_built_alone_has_the_bits_it_has_in_the_whole(norms: dict[str, bool]):
     whole = build_model(_config(**norms), 3)
+    block = whole.layers["0"]
+    for gain in (block.attention_norm.weight, block.feed_forward_norm.weight):
+        assert torch.equal(gain, torch.full((16,), (3 / 16) ** 0.5 if norms else 1.0))
+        assert gain.requires_grad == (not norms)
     expected = whole.state_dict()
     found = {}
     for index in range(3):
@@ -126,6 +118,11 @@ def test_all_ids_are_told_apart_from_the_start_and_the_fixed_part_is_no_state():
     assert torch.equal(hidden, fixed_table_of(model.config))
     assert float(torch.pdist(hidden).min()) > 0.3
     assert {name for name in model.state_dict() if name.startswith("embedding")} == {"embedding.weight"}
+    other = Transformer(model.config)  # Its fixed part is there without first weights.
+    init_weights(other, model.config, 9)
+    other.load_state_dict(model.state_dict())
+    ids, _ = random_tokens(64, 1, 8)
+    assert torch.equal(other.logits(ids), model.logits(ids))
 
 
 def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
@@ -145,44 +142,25 @@ def test_a_grown_vocabulary_keeps_old_rows_and_has_fixed_ones_for_the_new():
     torch.testing.assert_close(codec.decode(codec.encode(hidden, ids).tensors, ids), hidden, rtol=0, atol=1e-5)
 
 
-def test_an_ordinary_models_config_says_nothing_of_subspaces():
-    config = small_config()
-    assert not [name for name in config.to_dict() if name.startswith("subspace")]
-    assert SubspaceConfig().applied_to(config, 2) == config
-
-
-def test_a_subspace_networks_config_survives_json():
-    config = _config(free_layers=2)
+def test_a_subspace_networks_config_survives_json_and_an_ordinary_one_says_nothing_of_it():
+    config, plain = _config(free_layers=2), small_config()
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert config.to_dict().keys() - small_config().to_dict().keys() == {
-        "subspace_rank",
-        "subspace_seed",
-        "subspace_free_layers",
-    }
+    names = {f"subspace_{name}" for name in ("rank", "seed", "free_layers")}
+    assert config.to_dict().keys() - plain.to_dict().keys() == names
+    assert SubspaceConfig().applied_to(plain, 2) == plain
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"subspace_rank": -1},
-        {"subspace_rank": 16},
-        {"subspace_rank": True},
-        {"subspace_rank": 2, "subspace_free_layers": 5},
-        {"subspace_rank": 2, "subspace_seed": -1},
-        {"subspace_seed": 1},
-        {"subspace_free_layers": 1},
-        {"subspace_rank": 2, "tie_embeddings": True},
-    ],
-)
-def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, object]):
-    with pytest.raises(TrainerUsageError, match=r"model\.(subspace_|tie_embeddings)"):
-        small_config(**changes)
-
-
-@pytest.mark.parametrize("changes", [{"rank": -1}, {"rank": 1.5}, {"seed": -1}, {"max_error": 0.0}, {"rank": True}])
-def test_options_out_of_range_are_refused(changes: dict[str, object]):
-    with pytest.raises(TrainerUsageError, match=r"subspace\."):
-        SubspaceConfig(**changes)  # type: ignore[arg-type]
+def test_configs_and_options_that_make_no_sense_are_refused():
+    for changes in (
+        *({"subspace_rank": rank} for rank in (-1, 16, True)),
+        *({"subspace_rank": 2} | more for more in ({"subspace_free_layers": 5}, {"subspace_seed": -1})),
+        *({"subspace_seed": 1}, {"subspace_free_layers": 1}, {"subspace_rank": 2, "tie_embeddings": True}),
+    ):
+        with pytest.raises(TrainerUsageError, match=r"model\.(subspace_|tie_embeddings)"):
+            small_config(**changes)
+    for name, value in (("rank", -1), ("rank", 1.5), ("seed", -1), ("max_error", 0.0), ("rank", True)):
+        with pytest.raises(TrainerUsageError, match=r"subspace\."):
+            SubspaceConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_boundary_among_free_layers_is_refused():
@@ -194,55 +172,27 @@ def test_a_boundary_among_free_layers_is_refused():
 
 
 @_NORMS
-def test_the_number_of_parameters_counts_what_is_trained(norms: dict[str, bool]):
-    config = _config(**norms)
-    assert num_parameters(config) == sum(parameter.numel() for parameter in build_model(config, 0).parameters())
-
-
-def test_a_model_loaded_without_first_weights_has_its_fixed_part():
-    model = build_model(_config(), 0)
-    other = Transformer(model.config)
-    init_weights(other, model.config, 9)
-    other.load_state_dict(model.state_dict())
-    ids, _ = random_tokens(64, 1, 8)
-    assert torch.equal(other.logits(ids), model.logits(ids))
-
-
-@_NORMS
-def test_under_meta_nothing_is_made(norms: dict[str, bool]):
+def test_under_meta_nothing_is_made_and_the_number_of_parameters_counts_what_is_trained(norms: dict[str, bool]):
     with torch.device("meta"):
         model = Transformer(_config(**norms))
-    assert (
-        model.embedding.weight.is_meta and model.state_dict().keys() == build_model(model.config, 0).state_dict().keys()
-    )
+    made = build_model(model.config, 0)
+    assert model.embedding.weight.is_meta and model.state_dict().keys() == made.state_dict().keys()
+    assert num_parameters(model.config) == sum(parameter.numel() for parameter in made.parameters())
 
 
-def _trained(norms: dict[str, bool], vocab_size: int = 64) -> Transformer:
-    """A subspace network no weight of which is at a value that hides a mistake."""
-    config: ModelConfig = SubspaceConfig(rank=3).applied_to(small_config(vocab_size=vocab_size, **norms), 1)
-    model = build_model(config, 3)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    SubspaceConstraint(model, config).project_()
-    return model
+def _trained(norms: dict[str, bool]) -> Transformer:
+    return random_model(SubspaceConfig(rank=3).applied_to(small_config(**norms), 1))
 
 
 @_NORMS
-def test_the_plain_model_gives_the_same_logits_bit_for_bit(norms: dict[str, bool]):
+def test_the_plain_model_gives_the_same_logits_bit_for_bit_and_stages_become_it_one_by_one(norms: dict[str, bool]):
     model = _trained(norms)
     plain = Transformer(plain_config(model.config))
-    plain.load_state_dict(plain_state(model.state_dict(), model.config))
+    whole = plain_state(model.state_dict(), model.config)
+    plain.load_state_dict(whole)
     ids, _ = random_tokens(64, 2, 16)
     assert plain.config == small_config(**norms)
     assert torch.equal(plain.logits(ids), model.logits(ids))
-
-
-@_NORMS
-def test_stages_become_plain_one_by_one(norms: dict[str, bool]):
-    model = _trained(norms)
-    whole = plain_state(model.state_dict(), model.config)
     parts = [plain_state(stage.state_dict(), model.config) for stage in split(model, 3)]
     assert sum(map(len, parts)) == len(whole)
     for part in parts:
@@ -259,36 +209,13 @@ def test_a_grown_vocabulary_becomes_plain_by_an_older_config():
     assert torch.equal(plain.logits(ids), model.logits(ids))
 
 
-def test_an_ordinary_model_is_handed_back_as_it_is():
-    model = build_model(small_config(), 0)
-    state = model.state_dict()
-    plain = plain_state(state, model.config)
-    assert plain_config(model.config) == model.config
-    assert plain is not state and plain.keys() == state.keys()
-    assert all(plain[name] is state[name] for name in state)
-
-
-def test_the_state_given_is_not_changed():
+def test_the_state_given_is_not_changed_and_an_ordinary_one_handed_back_as_it_is():
     model = _trained(_OLMO2)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    names = list(state)
-    plain_state(state, model.config)
-    assert list(state) == names
+    plain = plain_state(state, model.config)
+    assert list(state) == list(model.state_dict())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.slow
-@_NORMS
-def test_transformers_gives_the_same_logits(norms: dict[str, bool], tmp_path: Path):
-    from transformers import AutoModelForCausalLM
-
-    merges = [(114 + 10, 111), (266, 118), (42, 126)]
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_bytes(VocabularyFile.from_pairs(merges, {"tiny": len(merges)}).to_json())
-    model = _trained(norms, vocab_size=300)
-    export_hf(model, model.config, tokenizer, tmp_path / "hf")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    num_ids = FIRST_MERGE_ID + len(merges)
-    ids, _ = random_tokens(num_ids, 2, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, model(ids)[..., :num_ids], rtol=0, atol=1e-5)
+    config = plain_config(model.config)
+    again = plain_state(plain, config)
+    assert plain_config(config) == config and again is not plain
+    assert again.keys() == plain.keys() and all(again[name] is plain[name] for name in plain)
