@@ -18,13 +18,7 @@ from genesis.snapshot import StoreEmptyError
 from genesis.status import StoreStatus, read_status
 from genesis.store import FolderStore, open_readable
 from manifests import CHECKPOINTS_KEY, MANIFEST_KEY, ContractError, SourcesFile, Writer, format_time, shard_file_bytes
-from tests.support.small_store import (
-    SHARD_TOKENS,
-    checkpoints_of,
-    copy_small_store,
-    manifest_of,
-    spec,
-)
+from tests.support.small_store import SHARD_TOKENS, checkpoints_of, copy_small_store, manifest_of, spec
 
 SOURCES = SourcesFile(sources=(spec("alpha"), spec("beta"), spec("gamma")))
 NOW = datetime(2026, 11, 20, 17, 32, 3, tzinfo=UTC)

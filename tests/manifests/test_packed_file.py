@@ -13,15 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests import (
-    ShardFormatError,
-    ShardImage,
-    encode_shard,
-    max_packed_bytes,
-    pack_ids,
-    packed_dtype,
-    unpack_ids,
-)
+from manifests import ShardFormatError, ShardImage, encode_shard, max_packed_bytes, pack_ids, packed_dtype, unpack_ids
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = st.integers(1, 300) | st.integers(1, 70_000)

@@ -79,11 +79,7 @@ def test_commits_add_up_over_segments(store):
     manifest = published(store)
     assert (manifest.total_shards, manifest.total_tokens) == (2501, 2501 * TOKENS)
     spans = [(segment.first_shard, segment.shards) for segment in manifest.index]
-    assert spans == [
-        (0, 1000),
-        (1000, 1000),
-        (2000, 501),
-    ]
+    assert spans == [(0, 1000), (1000, 1000), (2000, 501)]
     found = [shard.id for segment in manifest.index for shard in Segment.from_json(store.get(segment.key).body).shards]
     assert found == list(range(2501))
     assert read_tail(store, manifest)[-1] == entry(2500)

@@ -7,14 +7,7 @@ import pytest
 from genesis.sources import read_batches, resolve, tasks
 from manifests import SourceSpec
 from tests.support.documents import documents, write_json_lines, write_parquet
-from tests.support.populating import (
-    decoded_documents,
-    entries,
-    genesis,
-    populate_arguments,
-    snapshot,
-    stray_objects,
-)
+from tests.support.populating import decoded_documents, entries, genesis, populate_arguments, snapshot, stray_objects
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,7 @@ def _announced_as_json(server, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "options", "is_announced"),
-    [
-        (signal.SIGTERM, 143, (), _announced_in_words),
-        (signal.SIGINT, 130, ("--json",), _announced_as_json),
-    ],
+    [(signal.SIGTERM, 143, (), _announced_in_words), (signal.SIGINT, 130, ("--json",), _announced_as_json)],
 )
 def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, code, options, is_announced):
     with (

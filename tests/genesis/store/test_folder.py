@@ -11,12 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import (
-    ObjectNotFoundError,
-    StoreAccessError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreFullError, StoreUnavailableError
 from genesis.file_lock import FileLock
 from genesis.store import CachePolicy, FolderStore
 

@@ -355,10 +355,7 @@ def _zipped(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
 def test_packed_forms(
-    store: TokenStore,
-    open_store: Open,
-    caplog: pytest.LogCaptureFixture,
-    bomb: Callable[[], bytes],
+    store: TokenStore, open_store: Open, caplog: pytest.LogCaptureFixture, bomb: Callable[[], bytes]
 ) -> None:
     body = bomb()
     for shard in range(3):
