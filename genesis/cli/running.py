@@ -33,7 +33,7 @@ from manifests import (
     load_private_key,
 )
 
-__all__ = ["Run", "StopRequest", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
+__all__ = ["Run", "StopSignal", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
 
 logger = logging.getLogger("genesis")
 
@@ -166,7 +166,7 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     return lines
 
 
-class StopRequest(threading.Event):
+class StopSignal(threading.Event):
     """Set by the first signal; remembers which."""
 
     signal_number: int = 0
@@ -178,9 +178,9 @@ class StopRequest(threading.Event):
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals() -> Iterator[StopSignal]:
     """Within it, the first SIGINT or SIGTERM sets the request and the second raises KeyboardInterrupt."""
-    request = StopRequest()
+    request = StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if request.is_set():
