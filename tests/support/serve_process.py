@@ -174,14 +174,7 @@ class RawClient:
 def genesis_serve(
     folder: Path, *options: str, log_level: str = "INFO", open_files: int | None = None
 ) -> Iterator[ServeProcess]:
-    """``genesis serve`` over ``folder`` on a free port; stopped at the end if the test has not done so.
-
-    Args:
-        folder: the store's.
-        options: further ones of the command.
-        log_level: ``GENESIS_LOG``.
-        open_files: how many files the process may have open at most.
-    """
+    """``genesis serve`` over ``folder`` on a free port; stopped at the end if the test has not done so."""
     command = [sys.executable, "-m", "genesis", "serve", "--store", str(folder), "--port", "0", *options]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh", *command]
