@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.genesis.serve.conftest import make_store
 from tests.support.serve_process import RawClient, ServeProcess, genesis_serve
+from tests.support.waiting import wait_until
 
 DEAF_BYTES = 12_000_000
 """More than the buffers of a connection on loopback hold."""
@@ -66,7 +66,7 @@ def test_one_too_many_is_told_so(folder, contents):
         assert server.get("/healthz").status_code == 200
         assert server.metric("genesis_serve_requests_total", method="GET", status="503", kind="none") == 1
         clients[0].socket.close()
-        _until(lambda: server.get("/manifest.json").status_code == 200)
+        wait_until(lambda: server.get("/manifest.json").status_code == 200)
         # One that says nothing gives way to the next one.
         mute = [stack.enter_context(server.connect()) for _ in range(5)]
         assert all(client.is_closed() for client in mute[:4])
@@ -87,53 +87,19 @@ def test_half_requests_keep_nobody_out(folder, contents):
 
 
 @pytest.mark.slow
-def test_a_client_that_says_nothing(impatient):
-    with impatient.connect() as client:
-        assert client.is_closed()
-
-
-@pytest.mark.slow
-def test_a_client_that_is_kept_alive_and_says_nothing_more(impatient):
-    with impatient.connect() as client:
+def test_clients_that_say_or_read_nothing_and_one_that_reads_slowly(impatient):
+    with impatient.connect() as mute, impatient.connect() as client:
         client.ask(b"/manifest.json")
         assert client.answer()[0] == 200
         assert client.is_closed()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answered_before", [False, True])
-def test_a_request_that_comes_drop_by_drop(impatient, answered_before):
-    before = impatient.metric("genesis_serve_cut_connections_total", reason="idle")
-    with impatient.connect() as client:
-        if answered_before:
-            client.ask(b"/manifest.json")
-            client.answer()
-        client.send(b"GET /manifest.json HTTP/1.1\r\n")
-        _until(lambda: _is_cut_while_dripping(client))
-    impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="idle")
-
-
-def _is_cut_while_dripping(client: RawClient) -> bool:
-    try:
-        client.send(b"X: y\r\n")
-    except ConnectionError:
-        return True
-    return False
-
-
-@pytest.mark.slow
-def test_a_client_that_reads_nothing(impatient):
+        assert mute.is_closed()
     before = impatient.metric("genesis_serve_cut_connections_total", reason="stalled")
     with impatient.connect(receive_buffer_bytes=4096) as client:
         client.ask(b"/shard_0.pt")
         client.head()
         impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="stalled")
         assert len(client.read(DEAF_BYTES)) < DEAF_BYTES
-    _until(lambda: impatient.metric("genesis_serve_requests_in_flight") == 1)  # The one that asks.
-
-
-@pytest.mark.slow
-def test_a_client_that_reads_slowly_gets_all_of_it(impatient):
+    wait_until(lambda: impatient.metric("genesis_serve_requests_in_flight") == 1)  # The one that asks.
     # A second and a half for every 256 KiB would be too slow; a fiftieth of a second, for more than that, is not.
     with impatient.connect(receive_buffer_bytes=65_536) as client:
         client.ask(b"/shard_0.pt")
@@ -147,6 +113,27 @@ def test_a_client_that_reads_slowly_gets_all_of_it(impatient):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("answered_before", [False, True])
+def test_a_request_that_comes_drop_by_drop(impatient, answered_before):
+    before = impatient.metric("genesis_serve_cut_connections_total", reason="idle")
+    with impatient.connect() as client:
+        if answered_before:
+            client.ask(b"/manifest.json")
+            client.answer()
+        client.send(b"GET /manifest.json HTTP/1.1\r\n")
+        wait_until(lambda: _is_cut_while_dripping(client))
+    impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="idle")
+
+
+def _is_cut_while_dripping(client: RawClient) -> bool:
+    try:
+        client.send(b"X: y\r\n")
+    except ConnectionError:
+        return True
+    return False
+
+
+@pytest.mark.slow
 def test_descriptors_and_connections_are_given_back(impatient, contents):
     def leave() -> None:
         with impatient.connect(receive_buffer_bytes=4096) as client:
@@ -154,11 +141,11 @@ def test_descriptors_and_connections_are_given_back(impatient, contents):
             client.head()
 
     leave()
-    _until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    wait_until(lambda: impatient.metric("genesis_serve_connections") == 1)
     before = impatient.metric("process_open_fds")
     for _ in range(40):
         leave()
-    _until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    wait_until(lambda: impatient.metric("genesis_serve_connections") == 1)
     assert impatient.metric("process_open_fds") <= before + 1
     assert impatient.get("/shard_7.pt").content == contents["shard_7.pt"]
 
@@ -168,10 +155,3 @@ def test_fewer_open_files_than_connections_need(folder):
     with genesis_serve(folder, "--max-connections", "600", open_files=300) as server:
         assert server.get("/manifest.json").status_code == 200
     assert any("serving 86" in line for line in server.errors)
-
-
-def _until(holds, within_s=20.0) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "did not come about"
-        time.sleep(0.05)
