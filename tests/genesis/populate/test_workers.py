@@ -67,10 +67,6 @@ def test_killed_workers_are_replaced(tokenizer, plan):
             if number in (0, 7, 15):
                 os.kill(pool.process_ids[number % 2], signal.SIGKILL)
     assert (np.concatenate(found) == expected(tokenizer, plan)).all()
-
-
-@pytest.mark.slow
-def test_a_worker_killed_while_it_starts_is_replaced(tokenizer, plan):
     with pool_of(tokenizer, 1) as pool:
         os.kill(pool.process_ids[0], signal.SIGKILL)
         found = ids_of(pool.blocks(tasks(plan, None)))
