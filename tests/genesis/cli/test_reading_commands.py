@@ -43,7 +43,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int
     return captured.out
 
 
-def test_status_as_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = output_of(capsys, "status", "--store", str(folder))
     lines = text.splitlines()
     assert lines[0] == str(folder)
@@ -51,14 +51,8 @@ def test_status_as_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert any(line.startswith("alpha ") and "18,000" in line and "ended" in line for line in lines)
     assert "merges by source: alpha 300, beta 40" in lines
     assert "\x1b" not in text
-
-
-def test_status_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = StoreStatus.model_validate_json(output_of(capsys, "status", "--store", str(folder), "--json"))
     assert status.totals.shards == manifest_of(folder).total_shards
-
-
-def test_status_of_nothing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         assert run(["status", "--store", str(path)]) == 1
         captured = capsys.readouterr()
@@ -128,34 +122,25 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
     return shown
 
 
-def test_verify_as_text(folder: Path, key_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(folder: Path, key_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = output_of(capsys, "verify", "--store", str(folder), "--public-key", key_file)
     assert "verified" in text
     assert "23 of 23 shards sound" in text
     assert text.endswith("no problem found\n")
-
-
-def test_verify_names_each_problem_in_a_line_and_ends_with_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, "verify", "--store", str(folder), "--json", "--sample", "3", "--seed", "7")
+    report = VerifyReport.model_validate_json(text)
+    assert (report.seed, report.counts.shards_verified, report.signature) == (7, 3, "not checked")
+    other = tmp_path / "other.pub"
+    other.write_bytes(public_key_pem(generate_private_key().public_key()))
+    assert "SIGNATURE INVALID" in output_of(
+        capsys, "verify", "--store", str(folder), "--public-key", str(other), expected=1
+    )
     (folder / shard_key(3)).unlink()
     (folder / shard_key(5)).write_bytes(b"")
     text = output_of(capsys, "verify", "--store", str(folder), expected=1)
     problems = sorted(line for line in text.splitlines() if line.startswith("problem: "))
     assert [line.split(": ")[1] for line in problems] == [shard_key(3), shard_key(5)]
     assert text.endswith("2 problems\n")
-
-
-def test_verify_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = output_of(capsys, "verify", "--store", str(folder), "--json", "--sample", "3", "--seed", "7")
-    report = VerifyReport.model_validate_json(text)
-    assert (report.seed, report.counts.shards_verified, report.signature) == (7, 3, "not checked")
-
-
-def test_verify_with_another_key(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other.pub"
-    other.write_bytes(public_key_pem(generate_private_key().public_key()))
-    assert "SIGNATURE INVALID" in output_of(
-        capsys, "verify", "--store", str(folder), "--public-key", str(other), expected=1
-    )
 
 
 @pytest.mark.parametrize(
@@ -177,30 +162,21 @@ def test_inspect_shard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"\npacked {size_bytes:,} bytes, {size_bytes / 2_000:.2f} a token, in packed/shard_4.zst\n" in text
     assert "2:'<|eos|>'" in text
     assert run(["inspect", "shard", "23", "--store", str(folder)]) == 2
-
-
-def test_inspect_shard_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(output_of(capsys, "inspect", "shard", "4", "--store", str(folder), "--json"))
     assert found["entry"]["id"] == 4
     assert len(found["documents"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [("manifest", "23 shards of 2,000 int64 ids"), ("checkpoint", "stands for manifest"), ("vocabulary", "606 ids")],
-)
-def test_inspect_others(folder: Path, what: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert expected in output_of(capsys, "inspect", what, "--store", str(folder))
-    assert json.loads(output_of(capsys, "inspect", what, "--store", str(folder), "--json"))["format"] == 1
-
-
-def test_inspect_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for what in ("manifest", "checkpoint", "vocabulary"):
+def test_inspect_others(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for what, expected in {
+        "manifest": "23 shards of 2,000 int64 ids",
+        "checkpoint": "stands for manifest",
+        "vocabulary": "606 ids",
+    }.items():
+        assert expected in output_of(capsys, "inspect", what, "--store", str(folder))
+        assert json.loads(output_of(capsys, "inspect", what, "--store", str(folder), "--json"))["format"] == 1
         assert run(["inspect", what, "--store", str(tmp_path)]) == 1
         assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_inspect_encode(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["inspect", "vocabulary", "--store", str(folder), "--encode", "a list"]
     encoded = json.loads(output_of(capsys, *command, "--json"))
     assert "".join(token["text"] for token in encoded["tokens"]) == "a list"
@@ -220,7 +196,7 @@ def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert listed["file"] == str(own)
 
 
-def test_figures_and_tables() -> None:
+def test_figures_tables_and_control_characters() -> None:
     assert [compact(number) for number in (None, 0, 999_999, 1e6, 320e6, 1.5e12)] == [
         "-",
         "0",
@@ -230,7 +206,4 @@ def test_figures_and_tables() -> None:
         "1.50 T",
     ]
     assert table(("a", "b"), [("xx", "1"), ("y", "22")]) == ["a    b", "xx   1", "y   22"]
-
-
-def test_control_characters_are_spelt_out() -> None:
     assert printable("a\x1b[2J\x07b\r\n\tc\x00é漢\x9b") == "a\\x1b[2J\\x07b\\r\n\tc\\x00é漢\\x9b"

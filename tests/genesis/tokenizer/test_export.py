@@ -36,7 +36,9 @@ def test_transformers_gives_our_ids(hf_folder: Path, trained: NeuroTokenizer) ->
         assert theirs.decode(ids) == text
 
 
-def test_transformers_knows_the_special_tokens(hf_folder: Path, trained: NeuroTokenizer) -> None:
+def test_transformers_knows_the_special_tokens_whose_names_in_text_are_text(
+    hf_folder: Path, trained: NeuroTokenizer, tmp_path: Path
+) -> None:
     theirs = AutoTokenizer.from_pretrained(hf_folder)
     named = (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id)
     assert named == (0, 1, 2, 3)
@@ -45,16 +47,10 @@ def test_transformers_knows_the_special_tokens(hf_folder: Path, trained: NeuroTo
     ids = theirs("text")["input_ids"]
     assert theirs.decode([1, *ids, 2, 0], skip_special_tokens=True) == "text"
     assert theirs(["a", "a longer text"], padding=True)["input_ids"][0][-1] == 0
-
-
-def test_a_special_tokens_name_in_text_is_text_also_after_saving_again(hf_folder: Path, tmp_path: Path) -> None:
     PreTrainedTokenizerFast.from_pretrained(hf_folder).save_pretrained(tmp_path)
     for folder in (hf_folder, tmp_path):
         ids = PreTrainedTokenizerFast.from_pretrained(folder)(NAMED)["input_ids"]
         assert min(ids) >= BYTE_OFFSET
-
-
-def test_who_asks_for_it_has_special_tokens_parsed(hf_folder: Path) -> None:
     parsing = PreTrainedTokenizerFast.from_pretrained(hf_folder, split_special_tokens=False)
     assert parsing("<|bos|>a<|eos|>")["input_ids"] == [1, 107, 2]
 
@@ -77,45 +73,30 @@ def test_tiktoken_gives_our_ids(trained: NeuroTokenizer, tmp_path: Path) -> None
     assert encoding.encode("<|eos|>", allowed_special="all") == [2]
 
 
-def test_rank_lines_are_tokens_and_ids(trained: NeuroTokenizer) -> None:
+def test_the_exported_files(trained: NeuroTokenizer) -> None:
     lines = tiktoken_ranks(trained.to_file()).splitlines()
     assert lines[0] == b"AA== 10"
     assert [int(line.split()[1]) for line in lines] == list(range(BYTE_OFFSET, trained.current_vocab_size))
-
-
-def test_the_same_vocabulary_gives_the_same_bytes(trained: NeuroTokenizer) -> None:
     again = NeuroTokenizer.from_bytes(trained.to_file().to_json())
     for write in (hf_tokenizer_json, hf_tokenizer_config, tiktoken_ranks):
         assert write(trained.to_file()) == write(again.to_file())
-
-
-def test_no_added_tokens(trained: NeuroTokenizer) -> None:
     value = json.loads(hf_tokenizer_json(trained.to_file()))
     assert value["added_tokens"] == []
     assert [value["model"]["vocab"][name] for name in SPECIAL_TOKENS] == list(range(BYTE_OFFSET))
 
 
-def test_a_token_spelt_like_a_special_one_cannot_be_exported() -> None:
+def test_what_cannot_be_exported(trained: NeuroTokenizer, tmp_path: Path) -> None:
     ids = [BYTE_OFFSET + byte for byte in b"<|eos|>"]
     pairs = [(ids[0], ids[1]), *((265 + order, byte) for order, byte in enumerate(ids[2:], start=1))]
     with pytest.raises(TokenizerError, match=r"found '<\|eos\|>'"):
         hf_tokenizer_json(VocabularyFile.from_pairs(pairs, {}))
-
-
-def test_two_ids_of_the_same_bytes_cannot_be_exported() -> None:
     a, b, c = (BYTE_OFFSET + byte for byte in b"abc")
     vocabulary = VocabularyFile.from_pairs([(a, b), (b, c), (266, c), (a, 267)], {})
     for write in (hf_tokenizer_json, tiktoken_ranks):
         with pytest.raises(TokenizerError, match="ids 268 and 269"):
             write(vocabulary)
-
-
-def test_an_unknown_target_is_named(trained: NeuroTokenizer, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected an export to hf or tiktoken, found 'onnx'"):
         export_tokenizer(trained.to_file(), "onnx", tmp_path)  # type: ignore[arg-type]
-
-
-def test_a_folder_that_cannot_be_written_is_named(trained: NeuroTokenizer, tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("a file in the way")
     with pytest.raises(StoreAccessError, match=r"hf/tokenizer\.json"):
         export_tokenizer(trained.to_file(), "hf", tmp_path)

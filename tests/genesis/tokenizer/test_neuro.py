@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from genesis.errors import InvalidTextError, StoreAccessError, StoreError, UsageError, VocabularyMismatchError
 from genesis.tokenizer import NeuroTokenizer
-from manifests import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY, VocabularyFile
+from manifests import BYTE_OFFSET, FIRST_MERGE_ID, VocabularyFile
 from manifests.errors import ContractError, InvalidDocumentError, UnsupportedFormatError
 
 
@@ -21,26 +21,19 @@ def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:
     return value
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_text_comes_back(trained: NeuroTokenizer, text: str) -> None:
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.binary())
+def test_text_and_bytes_come_back(trained: NeuroTokenizer, text: str, data: bytes) -> None:
     assert trained.decode(trained.encode(text)) == text
-
-
-@given(st.binary())
-def test_bytes_come_back(trained: NeuroTokenizer, data: bytes) -> None:
     ids = trained.encode(data)
     assert trained.decode_bytes(ids) == data
     assert trained.decode(ids) == data.decode(errors="replace")
 
 
-def test_a_string_and_its_bytes_have_the_same_ids(trained: NeuroTokenizer) -> None:
+def test_strings_bytes_and_batches_have_the_same_ids(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
     text = "naïve café 世界"
     np.testing.assert_array_equal(trained.encode(text), trained.encode(text.encode()))
     ids, offsets = trained.encode_batch([text, text.encode(), bytearray(text.encode())])
     assert offsets.tolist() == [0, len(ids) // 3, 2 * len(ids) // 3, len(ids)]
-
-
-def test_a_batch_is_its_texts_one_after_the_other(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
     ids, offsets = trained.encode_batch(python_sources[:20])
     for order, text in enumerate(python_sources[:20]):
         np.testing.assert_array_equal(ids[offsets[order] : offsets[order + 1]], trained.encode(text))
@@ -54,26 +47,25 @@ def test_a_lone_surrogate_is_refused(text: str, trained: NeuroTokenizer) -> None
         trained.learn_merges(["good", text], 10, source="s")
 
 
-def test_special_tokens_are_dropped_in_decoding(trained: NeuroTokenizer) -> None:
-    ids = [1, *trained.encode("a document").tolist(), 2, 0, 9]
-    assert trained.decode(ids) == "a document"
-    assert trained.decode([]) == ""
-
-
 @pytest.mark.parametrize("wrong", [-1, 266, 2**31])
 def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
     with pytest.raises(InvalidTextError, match=rf"expected ids of 0…265, found {wrong}"):
         NeuroTokenizer.empty().decode([107, wrong])
 
 
-def test_an_empty_vocabulary_is_the_bytes() -> None:
+def test_an_empty_vocabulary_is_the_bytes_and_special_tokens_are_dropped(trained: NeuroTokenizer) -> None:
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.current_vocab_size == tokenizer.next_merge_id == FIRST_MERGE_ID
     assert tokenizer.encode("é<").tolist() == [BYTE_OFFSET + byte for byte in "é<".encode()]
     assert tokenizer.merges == []
+    ids = [1, *trained.encode("a document").tolist(), 2, 0, 9]
+    assert trained.decode(ids) == "a document"
+    assert trained.decode([]) == ""
+    with pytest.raises(UnsupportedFormatError, match="install a newer release"):
+        NeuroTokenizer.from_bytes(b'{"format": 7}')
 
 
-def test_saved_is_loaded(trained: NeuroTokenizer, tmp_path: Path) -> None:
+def test_saved_is_loaded_replaced_and_a_failure_leaves_the_old_file(trained: NeuroTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "new" / "tokenizer.json"
     trained.save(path)
     loaded = NeuroTokenizer.load(path)
@@ -82,9 +74,6 @@ def test_saved_is_loaded(trained: NeuroTokenizer, tmp_path: Path) -> None:
     assert loaded.merges == trained.merges
     assert loaded.sources_contributed == {"python-docs": 1500}
     assert [entry.name for entry in path.parent.iterdir()] == ["tokenizer.json"]
-
-
-def test_saving_replaces_and_a_failure_leaves_the_old_file(trained: NeuroTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     NeuroTokenizer.empty().save(path)
     trained.save(path)
@@ -92,9 +81,6 @@ def test_saving_replaces_and_a_failure_leaves_the_old_file(trained: NeuroTokeniz
     with pytest.raises(StoreAccessError, match="cannot write"):
         trained.save(path / "below-a-file.json")
     assert NeuroTokenizer.load(path).next_merge_id == trained.next_merge_id
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot read .*/absent\.json: No such file"):
         NeuroTokenizer.load(tmp_path / "absent.json")
 
@@ -103,13 +89,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"merges": {"107_107": 266, "270_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
-        ({"merges": {"107_107": 266, "3_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
-        ({"merges": {"107_107": 266, "266_107": 268}, "next_merge_id": 268}, "expected merge id 267 next"),
         ({"merges": {"107_107": 266}, "next_merge_id": 268}, "means 2 merges, found 1"),
         ({"merges": {"107-107": 266}, "next_merge_id": 267}, "expected a merge such as '266_111'"),
-        ({"merges": {"107_107": "266"}, "next_merge_id": 267}, "valid integer"),
-        ({"next_merge_id": MAX_VOCABULARY + 1}, "next_merge_id"),
-        ({"pattern": r"\w+"}, "expected the pattern"),
         ({"format": 2}, "expected format 1, found 2"),
         ({"vocab_size": 266, "merges": {"107_107": 266}, "next_merge_id": 267}, "at most vocab_size 266 ids"),
     ],
@@ -131,11 +112,6 @@ def test_what_is_no_vocabulary_is_refused(data: bytes, tmp_path: Path) -> None:
         NeuroTokenizer.load(path)
 
 
-def test_a_newer_format_says_to_upgrade() -> None:
-    with pytest.raises(UnsupportedFormatError, match="install a newer release"):
-        NeuroTokenizer.from_bytes(b'{"format": 7}')
-
-
 @pytest.mark.slow
 def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
     trained: NeuroTokenizer, python_sources: list[bytes]
@@ -152,14 +128,11 @@ def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
     assert trained.sources_contributed == {"python-docs": 1500}
 
 
-def test_a_source_that_adds_nothing_has_contributed_all_the_same() -> None:
+def test_a_source_that_adds_nothing_and_the_cap() -> None:
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.learn_merges(["no two"], 5, source="small") == 0
     assert tokenizer.learn_merges([], 0, source="none") == 0
     assert tokenizer.sources_contributed == {"small": 0, "none": 0}
-
-
-def test_the_cap_is_kept() -> None:
     full = VocabularyFile.from_pairs([], {}).model_copy(update={"vocab_size": FIRST_MERGE_ID + 2})
     tokenizer = NeuroTokenizer.from_file(full)
     assert tokenizer.learn_merges(["abcdef " * 9], 10, source="s") == 2
@@ -182,16 +155,13 @@ def test_learning_refuses_what_makes_no_sense(arguments: dict[str, object], mess
         NeuroTokenizer.empty().learn_merges(["text"], **given_arguments)  # type: ignore[arg-type]
 
 
-def test_a_newer_file_is_taken_over(trained: NeuroTokenizer) -> None:
+def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained: NeuroTokenizer) -> None:
     old = NeuroTokenizer.from_file(VocabularyFile.from_pairs(list(trained.merges[:700]), {"python-docs": 700}))
     before = old.encode("def function(self): return None")
     assert old.update_from_dict(as_object(trained))
     assert old.to_file() == trained.to_file()
     assert old.decode(before) == "def function(self): return None"
     np.testing.assert_array_equal(old.encode("import os"), trained.encode("import os"))
-
-
-def test_an_older_or_equal_file_changes_nothing(trained: NeuroTokenizer) -> None:
     tokenizer = NeuroTokenizer.from_file(trained.to_file())
     assert not tokenizer.update_from_dict(as_object(trained))
     assert not tokenizer.update_from_dict(as_object(NeuroTokenizer.empty()))
