@@ -75,96 +75,94 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class TestAskingAgain:
-    def test_a_server_that_asks_for_more_time_than_there_is(self, serve: Serve, clock: Clock) -> None:
-        server = Server(too_many("700"))
-        with pytest.raises(DataUnavailableError, match=r"within 600 s.*answered 429"):
-            Mirrors([serve(server)], 600.0).fetch(KEY, 100, whole)
-        assert server.asked == 1
-        assert clock.slept == []
-
-    def test_a_server_that_asks_for_longer_than_a_turn(self, serve: Serve, clock: Clock) -> None:
-        server = Server(too_many("400"), Reply(200, BODY))
-        assert Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole) == BODY
-        assert server.asked == 2
-        assert clock.slept == [400.0]
-
-    def test_it_is_left_alone_while_others_are_asked(self, serve: Serve, clock: Clock) -> None:
-        resting, other = Server(too_many("400"), Reply(200, BODY)), Server(Reply(404))
-        assert Mirrors([serve(resting), serve(other)], 600.0).fetch(KEY, len(BODY), whole) == BODY
-        assert resting.asked == 2
-        assert other.asked > 10
-        assert 400 <= clock.now < 430
-
-    @pytest.mark.slow
-    def test_pauses_grow_and_no_two_nodes_make_the_same(self, serve: Serve, clock: Clock) -> None:
-        addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
-        runs = []
-        for _ in range(2):
-            with pytest.raises(DataUnavailableError, match="within 600 s"):
-                Mirrors(addresses, 600.0).fetch(KEY, 100, whole)
-            runs.append(clock.slept.copy())
-            clock.slept.clear()
-        for slept in runs:
-            assert 20 <= len(slept) <= 45
-            assert all(min(30.0, 2.0**n) / 2 <= pause <= min(30.0, 2.0**n) for n, pause in enumerate(slept))
-        assert all(first != second for first, second in zip(*runs, strict=False))
-
-    def test_the_training_s_own_random_numbers_are_left_alone(self, serve: Serve, clock: Clock) -> None:
-        random.seed(5)
-        expected = [random.random() for _ in range(3)]
-        random.seed(5)
-        found = []
-        server = Server(*[Reply(404)] * 2, Reply(200, BODY))
-        for _ in range(3):
-            Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole)
-            found.append(random.random())
-        assert found == expected
-        assert clock.slept
+def test_a_server_that_asks_for_more_time_than_there_is(serve: Serve, clock: Clock) -> None:
+    server = Server(too_many("700"))
+    with pytest.raises(DataUnavailableError, match=r"within 600 s.*answered 429"):
+        Mirrors([serve(server)], 600.0).fetch(KEY, 100, whole)
+    assert server.asked == 1
+    assert clock.slept == []
 
 
-class TestSlowLinks:
-    @pytest.mark.slow
-    def test_a_turn_does_not_end_while_bytes_come(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-        """100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew."""
-        monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
-        server = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=10_000, pause_s=0.1))
-        assert Mirrors([serve(server)], 20.0).fetch(KEY, len(BODY), whole) == BODY
-        assert server.asked == 1
-
-    @pytest.mark.slow
-    def test_a_turn_ends_where_nothing_worth_the_name_comes(
-        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("loader.fetch.mirrors._TURN_S", 1.0)
-        dripping = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=100, pause_s=0.05))
-        mirrors = Mirrors([serve(dripping), serve(Server(Reply(200, BODY)))], 20.0)
-        assert mirrors.fetch(KEY, len(BODY), whole) == BODY
-        assert dripping.asked >= 1
+def test_a_server_that_asks_for_longer_than_a_turn(serve: Serve, clock: Clock) -> None:
+    server = Server(too_many("400"), Reply(200, BODY))
+    assert Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole) == BODY
+    assert server.asked == 2
+    assert clock.slept == [400.0]
 
 
-class TestTransferForm:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("status", [503, 404])
-    def test_the_shard_itself_is_asked_for_only_where_there_is_none(
-        self, tmp_path: Path, open_session: OpenSession, status: int
-    ) -> None:
-        """What hangs or is overloaded would hang for eight times the bytes, too."""
-        store = TokenStore.of(tmp_path / "store", 2)
-        asked: set[str] = set()
+def test_it_is_left_alone_while_others_are_asked(serve: Serve, clock: Clock) -> None:
+    resting, other = Server(too_many("400"), Reply(200, BODY)), Server(Reply(404))
+    assert Mirrors([serve(resting), serve(other)], 600.0).fetch(KEY, len(BODY), whole) == BODY
+    assert resting.asked == 2
+    assert other.asked > 10
+    assert 400 <= clock.now < 430
 
-        def no_packed(request: Request) -> Reply | None:
-            asked.add(request.path)
-            return Reply(status) if "packed" in request.path else None
 
-        with genesis_serve(store.folder) as server, FaultProxy(server.port, answer=no_packed) as proxy:
-            session = open_session(f"http://127.0.0.1:{proxy.port}", timeout_s=1.5)
-            if status == 404:
-                assert session.open_shard(1).ids.tolist() == store.ids(1).tolist()
-            else:
-                with pytest.raises(DataUnavailableError, match=packed_key(1)):
-                    session.open_shard(1)
-        assert (f"/{shard_key(1)}" in asked) == (status == 404)
+@pytest.mark.slow
+def test_pauses_grow_and_no_two_nodes_make_the_same(serve: Serve, clock: Clock) -> None:
+    addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
+    runs = []
+    for _ in range(2):
+        with pytest.raises(DataUnavailableError, match="within 600 s"):
+            Mirrors(addresses, 600.0).fetch(KEY, 100, whole)
+        runs.append(clock.slept.copy())
+        clock.slept.clear()
+    for slept in runs:
+        assert 20 <= len(slept) <= 45
+        assert all(min(30.0, 2.0**n) / 2 <= pause <= min(30.0, 2.0**n) for n, pause in enumerate(slept))
+    assert all(first != second for first, second in zip(*runs, strict=False))
+
+
+def test_the_training_s_own_random_numbers_are_left_alone(serve: Serve, clock: Clock) -> None:
+    random.seed(5)
+    expected = [random.random() for _ in range(3)]
+    random.seed(5)
+    found = []
+    server = Server(*[Reply(404)] * 2, Reply(200, BODY))
+    for _ in range(3):
+        Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole)
+        found.append(random.random())
+    assert found == expected
+    assert clock.slept
+
+
+@pytest.mark.slow
+def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew.
+    monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
+    server = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=10_000, pause_s=0.1))
+    assert Mirrors([serve(server)], 20.0).fetch(KEY, len(BODY), whole) == BODY
+    assert server.asked == 1
+    monkeypatch.setattr("loader.fetch.mirrors._TURN_S", 1.0)
+    dripping = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=100, pause_s=0.05))
+    mirrors = Mirrors([serve(dripping), serve(Server(Reply(200, BODY)))], 20.0)
+    assert mirrors.fetch(KEY, len(BODY), whole) == BODY
+    assert dripping.asked >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [503, 404])
+def test_the_shard_itself_is_asked_for_only_where_there_is_none(
+    tmp_path: Path, open_session: OpenSession, status: int
+) -> None:
+    """What hangs or is overloaded would hang for eight times the bytes, too."""
+    store = TokenStore.of(tmp_path / "store", 2)
+    asked: set[str] = set()
+
+    def no_packed(request: Request) -> Reply | None:
+        asked.add(request.path)
+        return Reply(status) if "packed" in request.path else None
+
+    with genesis_serve(store.folder) as server, FaultProxy(server.port, answer=no_packed) as proxy:
+        session = open_session(f"http://127.0.0.1:{proxy.port}", timeout_s=1.5)
+        if status == 404:
+            assert session.open_shard(1).ids.tolist() == store.ids(1).tolist()
+        else:
+            with pytest.raises(DataUnavailableError, match=packed_key(1)):
+                session.open_shard(1)
+    assert (f"/{shard_key(1)}" in asked) == (status == 404)
 
 
 @pytest.mark.parametrize("location", ["http://a..b/x", f"http://{'a' * 64}.example/x", "http://[::1/x", "ftp://h/x"])
