@@ -84,9 +84,12 @@ class CacheActor:
         self.process.kill()
         self.process.communicate(timeout=_DEADLINE_S)
 
-    def tell(self, line: str) -> None:
+    def tell(self, line: str, *, answer: str | None = None) -> None:
+        """Tells it a line, and holds what it says next against ``answer``."""
         self.process.stdin.write(line.encode() + b"\n")
         self.process.stdin.flush()
+        if answer is not None:
+            assert self.hears() == answer
 
     def hears(self, timeout_s: float = _DEADLINE_S) -> str:
         """The next line that it says; empty when it has ended.

@@ -121,10 +121,11 @@ class RawClient:
     def send(self, text: bytes) -> None:
         self.socket.sendall(text)
 
-    def ask(self, target: bytes, *headers: bytes, method: bytes = b"GET") -> None:
-        """Sends a whole request for ``target``, as it is spelt."""
+    def ask(self, target: bytes, *headers: bytes, method: bytes = b"GET") -> RawClient:
+        """Sends a whole request for ``target``, as it is spelt; returns itself."""
         lines = [method + b" " + target + b" HTTP/1.1", b"Host: localhost", *headers, b"", b""]
         self.send(b"\r\n".join(lines))
+        return self
 
     def head(self) -> tuple[int, dict[str, str]]:
         """Status and headers of the next answer."""

@@ -52,10 +52,8 @@ def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, cod
         server.connect() as idle,
     ):
         is_announced(server, large)
-        idle.ask(b"/manifest.json")
-        idle.answer()
-        client.ask(b"/shard_0.pt")
-        client.head()
+        idle.ask(b"/manifest.json").answer()
+        client.ask(b"/shard_0.pt").head()
         begun = client.read(100_000)
         server.process.send_signal(number)
         assert idle.is_closed()
@@ -69,14 +67,12 @@ def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, cod
 @pytest.mark.slow
 def test_answers_that_do_not_end_are_cut_and_at_once_by_a_second_signal(large):
     with genesis_serve(large, "--grace-s", "0.5") as server, server.connect(receive_buffer_bytes=4096) as client:
-        client.ask(b"/shard_0.pt")
-        client.head()
+        client.ask(b"/shard_0.pt").head()
         assert server.stop() == 143
         assert len(client.read(LARGE_BYTES)) < LARGE_BYTES
     assert not any("Traceback" in line for line in server.errors)
     with genesis_serve(large, "--grace-s", "3600") as server, server.connect(receive_buffer_bytes=4096) as client:
-        client.ask(b"/shard_0.pt")
-        client.head()
+        client.ask(b"/shard_0.pt").head()
         server.process.send_signal(signal.SIGINT)
         server.wait_until_closed()
         assert server.stop(signal.SIGTERM) == 130  # What the first one was.
@@ -161,8 +157,7 @@ def test_requests_are_logged_when_asked_for(store_folder):
     with genesis_serve(store_folder, log_level="DEBUG") as talking:
         talking.get("/manifest.json")
         with talking.connect() as client:
-            client.ask(b"/%0aFAKE")
-            client.answer()
+            client.ask(b"/%0aFAKE").answer()
         talking.stop()
     assert not any("manifest.json" in line for line in quiet.errors)
     logged = [line for line in talking.errors if "GET" in line]

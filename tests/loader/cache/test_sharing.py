@@ -24,8 +24,7 @@ NAME = name_of(1)
 
 def test_many_processes_that_want_one_file_make_it_once(start_actor, log):
     first = start_actor()
-    first.tell(f"open {NAME} hold")
-    assert first.hears() == "producing"
+    first.tell(f"open {NAME} hold", answer="producing")
     others = [start_actor() for _ in range(5)]
     for actor in others:
         actor.tell(f"open {NAME}")
@@ -62,11 +61,9 @@ def test_many_threads_that_want_one_file_make_it_once(folder):
 
 def test_when_making_fails_the_error_is_the_makers_and_another_tries(start_actor, folder, log):
     first, second = start_actor(), start_actor()
-    first.tell(f"open {NAME} hold")
-    assert first.hears() == "producing"
+    first.tell(f"open {NAME} hold", answer="producing")
     second.tell(f"open {NAME}")
-    first.tell("fail")
-    assert first.hears() == "failed"
+    first.tell("fail", answer="failed")
     found = second.opened()
     assert (found.from_cache, found.cached, found.intact) == (False, True, True)
     assert produced_by(log) == [NAME, NAME]
@@ -75,8 +72,7 @@ def test_when_making_fails_the_error_is_the_makers_and_another_tries(start_actor
 
 def test_a_stopped_maker_is_not_waited_for_for_ever(start_actor, folder, caplog):
     maker = start_actor()
-    maker.tell(f"open {NAME} hold")
-    assert maker.hears() == "producing"
+    maker.tell(f"open {NAME} hold", answer="producing")
     os.kill(maker.process.pid, signal.SIGSTOP)
     impatient = ShardCache(folder, 10 * SIZE_BYTES, wait_timeout_s=0.1)
     for _ in range(2):
@@ -100,8 +96,7 @@ def test_an_open_file_of_another_process_stays(start_actor, folder, caplog):
     assert not cache.open(name_of(2), SIZE_BYTES, bytearray_of(2), check(name_of(2))).cached
     assert cache.clear().kept == (NAME,)
     assert [entry.in_use for entry in cache.entries()] == [True]
-    reader.tell("drop")
-    assert reader.hears() == "dropped"
+    reader.tell("drop", answer="dropped")
     assert cache.open(name_of(2), SIZE_BYTES, bytearray_of(2), check(name_of(2))).cached
     assert not cache.contains(NAME)
     assert len(caplog.records) == 1
@@ -158,23 +153,20 @@ def child_of():
 
 def test_a_file_made_while_a_child_was_forked_is_everyones(start_actor, folder, child_of):
     maker = start_actor()
-    maker.tell(f"open {NAME} hold")
-    assert maker.hears() == "producing"
+    maker.tell(f"open {NAME} hold", answer="producing")
     child_of(maker)
     maker.tell("go on")
     assert maker.opened().cached
     cache = ShardCache(folder, SIZE_BYTES, wait_timeout_s=30)
     assert cache.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME)).from_cache
-    maker.tell("drop")
-    assert maker.hears() == "dropped"
+    maker.tell("drop", answer="dropped")
     # The child was forked before the file was mapped: it does not hold it.
     assert cache.clear().removed == (NAME,)
 
 
 def test_the_death_of_a_maker_frees_its_file_though_a_child_lives(start_actor, folder, child_of):
     maker = start_actor()
-    maker.tell(f"open {NAME} hold")
-    assert maker.hears() == "producing"
+    maker.tell(f"open {NAME} hold", answer="producing")
     child_of(maker)
     maker.process.kill()
     maker.killed()
@@ -186,8 +178,7 @@ def test_a_child_keeps_the_files_that_were_open_when_it_was_forked(start_actor, 
     parent = start_actor()
     parent.tell(f"open {NAME}")
     assert parent.opened().cached
-    parent.tell(f"open {name_of(2)} hold")
-    assert parent.hears() == "producing"
+    parent.tell(f"open {name_of(2)} hold", answer="producing")
     child = child_of(parent)
     parent.process.kill()
     parent.killed()
@@ -237,8 +228,7 @@ def test_killed_before_each_thing_it_asks_of_the_system(start_actor, folder):
 @pytest.mark.parametrize("moment", ["producing", "writing"])
 def test_when_the_maker_is_killed_one_of_those_who_wait_takes_over(start_actor, folder, log, moment):
     maker = start_actor()
-    maker.tell(f"open {NAME} hold die=write")
-    assert maker.hears() == "producing"
+    maker.tell(f"open {NAME} hold die=write", answer="producing")
     waiting = [start_actor() for _ in range(3)]
     for actor in waiting:
         actor.tell(f"open {NAME}")
@@ -268,8 +258,7 @@ def test_four_processes_killed_and_restarted_twelve_times(start_actor, folder, l
 
     def start(number):
         actor = start_actor(max_files=2)
-        actor.tell(f"loop {seed}{number} {ROUNDS} {numbers}")
-        assert actor.hears() == "looping"
+        actor.tell(f"loop {seed}{number} {ROUNDS} {numbers}", answer="looping")
         return actor
 
     actors = [start(number) for number in range(4)]
