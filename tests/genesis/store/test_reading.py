@@ -19,7 +19,7 @@ from tests.support.fault_proxy import READ_FAULTS, Fault, FaultProxy, Reply, Req
 
 BODY = random.Random(8).randbytes(300_000)
 OTHER = random.Random(9).randbytes(280_000)
-IMPATIENT = replace(QUICK, deadline_s=0.3, slowest_bytes_per_s=1e9)
+IMPATIENT = replace(QUICK, deadline_s=1.0, slowest_bytes_per_s=1e9)
 
 
 class Answers:
