@@ -1,17 +1,10 @@
 """One node's stream in the process that trains and in the DataLoader workers it starts.
 
-The batches come either from this process, whose `SharedStream.stream` stands behind the latest one, or from workers,
-each with a copy of the object; the stream of the training process then stays behind, and its copy learns from the
-`WorkerBoard` how far the workers are. Either may take over between two batches: the stream at a step is a function of
-`_origin`, where it last stood for certain, and of the rotations that any process knows of.
-
-**Rotations.** Workers are ahead of the training loop. Each announces a batch before it makes it, and a rotation is set
-for the batch behind the furthest one announced, both under one lock. So every worker knows of every rotation that
-concerns the batch it is about to make.
-
-**Passes.** All workers of a pass must begin it at the same step, and DataLoader starts them from the dataset of the
-parent, which has not moved. The first worker that joins a pass settles where it begins: where the last pass ended, or,
-if that was broken off, where that began.
+Either makes the batches, and may take over between two: the stream at a step is a function of `_origin`, where it last
+stood for certain, and of the rotations that any process knows of. A worker announces a batch before it makes it, and a
+rotation is set behind the furthest batch announced, under one lock: so each worker knows every rotation that concerns
+its batch. The first worker that joins a pass settles where it begins: where the last pass ended, or, if that was broken
+off, where that began.
 """
 
 from __future__ import annotations
@@ -52,36 +45,26 @@ _COUNTERS: Final = struct.Struct("<qqqqqq32s")
 _ROTATION_BYTES: Final = 8
 _LOCK_TIMEOUT_S: Final = 10.0
 """The lock is held for microseconds, unless its holder was stopped."""
-_FIRST_PAUSE_S: Final = 0.00005
-_LONGEST_PAUSE_S: Final = 0.01
 
 
 class _Counters(NamedTuple):
-    """The head of a board's file; the rotations follow."""
+    """The head of a board's file, written by one call; the rotations follow."""
 
-    furthest: int = -1
-    """The furthest batch that was announced; one before the first if none was."""
+    furthest: int = -1  # The furthest batch that was announced; one before the first if none was.
     num_rotations: int = 0
-    generation: int = 0
-    """How often the training process moved the stream; workers started before do not know of it."""
-    seed: int = 0
-    """Identifies the pass: the seed of its DataLoader iterator."""
-    origin: int = NEVER
-    """The step the pass began with."""
-    end: int = NEVER
-    """The step behind the last batch of the pass, once a worker has come there."""
-    joined: bytes = bytes(MAX_WORKERS // 8)
-    """A bit for each worker that has begun the pass."""
+    generation: int = 0  # How often the training process moved the stream, which workers from before do not know.
+    seed: int = 0  # Of the DataLoader iterator whose pass this is.
+    origin: int = NEVER  # The step the pass began with.
+    end: int = NEVER  # The step behind the last batch of the pass, once a worker has come there.
+    joined: bytes = bytes(MAX_WORKERS // 8)  # A bit for each worker that has begun the pass.
 
 
 class WorkerBoard:
     """Rotations and passes of one stream, shared by a process and its DataLoader workers in a locked file.
 
-    A spawned worker finds the file by its name, and a killed worker leaves no lock behind. The same dataset in any
-    other process, by a fork or a pickle, has a board of its own that begins as a copy. The file is opened for each
-    call, so threads exclude each other and forked processes share no descriptor.
-
-    Every method raises `LoaderError` if the board stays locked for 10 seconds.
+    A spawned worker finds the file by its name, and a killed one leaves no lock behind. The dataset in any other
+    process, by a fork or a pickle, has a board of its own that begins as a copy. The file is opened for each call, so
+    threads exclude each other. Every method raises `LoaderError` if the board stays locked for 10 seconds.
     """
 
     def __init__(self) -> None:
@@ -120,11 +103,7 @@ class WorkerBoard:
             _append(descriptor, _Counters(furthest=step - 1, generation=self._generation), rotations)
 
     def announce(self, step: int, num_known: int) -> tuple[int, ...]:
-        """Announces that batch ``step`` is about to be made.
-
-        Returns:
-            The rotations behind the first ``num_known``: all others that can ever concern the batch.
-        """
+        """Announces batch ``step``; returns the rotations behind the first ``num_known`` that can ever concern it."""
         with self._locked() as (descriptor, counters):
             if step > counters.furthest:
                 _write(descriptor, counters._replace(furthest=step))
@@ -145,21 +124,16 @@ class WorkerBoard:
             _append(descriptor, counters, tuple(step for step in rotations if step not in known))
 
     def join_pass(self, worker_id: int, seed: int, origin: int, *, resumed: bool) -> int:
-        """Takes part in a pass; the first to do so begins it.
+        """Takes part in a pass; the first to do so begins it. Returns the step with which it begins.
 
         Args:
             worker_id: counts from 0.
-            seed: tells one DataLoader iterator from another; where a script seeds each alike, a worker that joins
-                again begins another pass.
+            seed: of the DataLoader iterator; where a script seeds each alike, a worker that joins again begins another.
             origin: where the first pass begins.
             resumed: the worker continues, from a loaded state, a pass that began at ``origin``.
 
-        Returns:
-            The step with which the pass begins.
-
         Raises:
-            LoaderUsageError: a worker that took part in another pass (``persistent_workers``) cannot know where this
-                one begins.
+            LoaderUsageError: a persistent worker cannot know where this pass begins.
         """
         if worker_id >= MAX_WORKERS:
             raise LoaderUsageError(f"expected at most {MAX_WORKERS} DataLoader workers, found worker {worker_id}")
@@ -233,7 +207,7 @@ def _next_origin(counters: _Counters, origin: int) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    deadline, pause_s = time.monotonic() + _LOCK_TIMEOUT_S, _FIRST_PAUSE_S
+    deadline, pause_s = time.monotonic() + _LOCK_TIMEOUT_S, 0.00005
     while not try_lock(descriptor):
         if time.monotonic() > deadline:
             raise LoaderError(
@@ -242,7 +216,7 @@ def _lock(descriptor: int, path: Path) -> None:
                 "on or end it"
             )
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, 0.01)
 
 
 def _lock_holder(descriptor: int) -> str:
@@ -315,11 +289,7 @@ class SharedStream:
         return tuple(sorted({*self.stream.schedule.rotations, *self._board.rotations()}))
 
     def turns_here(self, stream: NodeStream) -> Iterator[Schedule]:
-        """Gives the schedule for each batch of a pass in this process, until the pass is over.
-
-        Args:
-            stream: the stream, in a pass; one that replaces it, since a state was loaded, begins its own.
-        """
+        """Gives the schedule for each batch of a pass in this process; a stream from a loaded state begins its own."""
         self._board.reset(self.stream.schedule.step, self.stream.schedule.rotations)
         while True:
             self._iterates_here = True
@@ -334,8 +304,7 @@ class SharedStream:
         """Moves this worker to where all of them begin, or continues where its state was taken.
 
         Raises:
-            LoaderUsageError: the beginning of the pass is unknown.
-            LoaderError: the store's index is unavailable.
+            LoaderError: the beginning of the pass is unknown, or the store's index unavailable.
         """
         worker, schedule = self.worker, self.stream.schedule
         if not self._board.has_joined and worker is not None and (worker.id, worker.count) == (worker_id, num_workers):
@@ -409,11 +378,7 @@ class SharedStream:
         return total_shards
 
     def state(self, step: int) -> StreamState:
-        """The state behind so many batches.
-
-        Raises:
-            LoaderUsageError: that is before the origin.
-        """
+        """The state behind so many batches; `LoaderUsageError` for fewer than the origin's."""
         if step < self._origin.step:
             raise LoaderUsageError(f"expected a step of {self._origin.step} or later, found {step}")
         stream = self._resumed(replace(self._origin, rotations=self.rotations))
@@ -421,12 +386,7 @@ class SharedStream:
         return replace(stream.state(), losses=self.stream.state().losses)
 
     def load(self, state: StreamState, *, in_worker: bool) -> None:
-        """Moves the stream to a state.
-
-        Raises:
-            StateMismatchError: the state belongs to another stream or store.
-            LoaderError: the store's index is unavailable.
-        """
+        """Moves the stream to a state; `StateMismatchError` for one of another stream or store."""
         stream = self._resumed(state)
         self.stream, self.worker = stream, state.worker
         self._origin = stream.state()
@@ -444,7 +404,7 @@ class SharedStream:
         self.stream.schedule.seek_through(step)
 
     def _resumed(self, state: StreamState) -> NodeStream:
-        """A stream at a state; fetches a newer manifest if the state knows more shards than the present one."""
+        """A stream at a state, which may know more shards than the manifest in hand."""
         if state.total_shards > self.session.catalog.manifest.total_shards:
             self.session = replace(self.session, catalog=self.session.newest_catalog())
         return NodeStream.resume(self._options, self.session.catalog, state)

@@ -33,7 +33,7 @@ from manifests import (
     load_private_key,
 )
 
-__all__ = ["PopulateCommand", "StopEvent", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
+__all__ = ["PopulateCommand", "StopSignal", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
 
 logger = logging.getLogger("genesis")
 
@@ -166,7 +166,7 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     return lines
 
 
-class StopEvent(threading.Event):
+class StopSignal(threading.Event):
     """Set by the first signal; remembers which."""
 
     signal_number: int = 0
@@ -178,9 +178,9 @@ class StopEvent(threading.Event):
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopEvent]:
+def stop_on_signals() -> Iterator[StopSignal]:
     """Within it, the first SIGINT or SIGTERM sets the request and the second raises KeyboardInterrupt."""
-    request = StopEvent()
+    request = StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if request.is_set():

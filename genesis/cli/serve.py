@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genesis.cli.options import StoreOption
-from genesis.cli.running import StopEvent
+from genesis.cli.running import StopSignal
 from genesis.cli.tables import count
 from genesis.errors import UsageError
 
@@ -62,12 +62,12 @@ def serve_command(
     check_folder(folder)
     listener = listen(host, port)
     announcement = _announcement(folder, address_of(listener, host), ManifestReader(folder).read(), as_json=as_json)
-    stop = StopEvent()
+    stop = StopSignal()
     asyncio.run(_run(StoreServer(folder, listener, limits), stop, announcement))
     return stop.exit_code
 
 
-async def _run(server: StoreServer, stop: StopEvent, announcement: str) -> None:
+async def _run(server: StoreServer, stop: StopSignal, announcement: str) -> None:
     """Serves until the first SIGINT or SIGTERM; the second cuts what is still being sent."""
 
     def handle(number: int) -> None:

@@ -62,7 +62,7 @@ def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_two_locks_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+def test_two_locks_of_one_process_exclude_each_other_unless_the_file_was_removed(tmp_path: Path) -> None:
     first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     with first:
         first.acquire()  # Held already: without effect.
@@ -70,9 +70,6 @@ def test_two_locks_of_one_process_exclude_each_other(tmp_path: Path) -> None:
             second.acquire()
     with second:
         assert not first.is_locked
-
-
-def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with FileLock(path):
         path.unlink()

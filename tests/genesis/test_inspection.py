@@ -54,19 +54,14 @@ def test_all_documents_put_together_are_the_text(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 9])
-def test_the_first_shard_of_a_source_begins_with_a_document(folder: Path, number: int) -> None:
-    store, manifest = FolderStore(folder), manifest_of(folder)
-    first = inspect_shard(store, manifest, number).documents[0]
-    assert (first.ordinal, first.begins_before) == (0, False)
-
-
-@pytest.mark.slow
 def test_the_shard_before_is_the_one_of_the_same_source(folder: Path) -> None:
     store, manifest, shards = FolderStore(folder), manifest_of(folder), segment_of(folder).shards
     before = {shard.id: previous_of_source(store, manifest, shard) for shard in shards}
     assert [number for number, found in before.items() if found is None] == [0, 9]
     assert all(found.id == number - 1 for number, found in before.items() if found is not None)
+    for number in (0, 9):
+        first = inspect_shard(store, manifest, number).documents[0]
+        assert (first.ordinal, first.begins_before) == (0, False)
 
 
 def test_a_document_can_be_cut_and_listed(folder: Path) -> None:
@@ -81,10 +76,7 @@ def test_a_document_can_be_cut_and_listed(folder: Path) -> None:
         ids = decode_shard((folder / shard_key(2)).read_bytes())
         assert {token.id for token in short.tokens} <= set(ids.tolist())
     assert not any(document.is_cut for document in whole.documents)
-
-
-def test_no_documents_are_decoded_when_none_are_asked_for(folder: Path) -> None:
-    assert inspect_shard(FolderStore(folder), manifest_of(folder), 0, num_documents=0).documents == ()
+    assert inspect_shard(store, manifest, 0, num_documents=0).documents == ()
 
 
 @pytest.mark.parametrize("number", [-1, 23, 10**12])
@@ -93,21 +85,23 @@ def test_a_shard_that_is_not_there(folder: Path, number: int) -> None:
         find_shard(FolderStore(folder), manifest_of(folder), number)
 
 
-def test_a_shard_that_is_not_the_indexs(tmp_path: Path) -> None:
-    store = copy_small_store(tmp_path / "store")
-    (tmp_path / "store" / shard_key(1)).write_bytes((tmp_path / "store" / shard_key(2)).read_bytes())
-    assert not inspect_shard(store, manifest_of(tmp_path / "store"), 1).sha256_matches
-
-
-def test_a_damaged_segment_is_not_believed(tmp_path: Path) -> None:
-    store, manifest = copy_small_store(tmp_path / "store"), manifest_of(tmp_path / "store")
-    path = tmp_path / "store" / manifest.index[0].key
+def test_what_is_not_the_manifests(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store, manifest = copy_small_store(folder), manifest_of(folder)
+    (folder / shard_key(1)).write_bytes((folder / shard_key(2)).read_bytes())
+    assert not inspect_shard(store, manifest, 1).sha256_matches
+    assert manifest.tokenizer is not None
+    path = folder / manifest.tokenizer.key
+    path.write_bytes(path.read_bytes().replace(b'"beta":40', b'"beta":41'))
+    with pytest.raises(ContractError, match="expected sha256"):
+        read_vocabulary(store, manifest)
+    path = folder / manifest.index[0].key
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ContractError, match="expected sha256"):
         inspect_shard(store, manifest, 0)
 
 
-def test_vocabulary_in_numbers(folder: Path) -> None:
+def test_vocabulary_in_numbers(folder: Path, tmp_path: Path) -> None:
     found = inspect_vocabulary(FolderStore(folder), manifest_of(folder))
     assert found.ids == FIRST_MERGE_ID + found.merges == 606
     lengths = [len(token.text) for token in found.longest]
@@ -115,6 +109,8 @@ def test_vocabulary_in_numbers(folder: Path) -> None:
     assert found.mean_token_bytes > 2
     assert found.key is not None
     assert found.sha256.startswith(Path(found.key).stem)
+    with pytest.raises(StoreEmptyError, match="genesis learn"):
+        read_vocabulary(FolderStore(tmp_path), None)
 
 
 def test_encoding_a_text_spells_it(folder: Path) -> None:
@@ -125,17 +121,3 @@ def test_encoding_a_text_spells_it(folder: Path) -> None:
     assert [token.id for token in encoded.tokens] == np.asarray(tokenizer.encode("the list of items")).tolist()
     with pytest.raises(UsageError):
         encode_text(vocabulary, "")
-
-
-def test_a_store_without_a_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(StoreEmptyError, match="genesis learn"):
-        read_vocabulary(FolderStore(tmp_path), None)
-
-
-def test_a_vocabulary_that_is_not_the_manifests(tmp_path: Path) -> None:
-    store, manifest = copy_small_store(tmp_path / "store"), manifest_of(tmp_path / "store")
-    assert manifest.tokenizer is not None
-    path = tmp_path / "store" / manifest.tokenizer.key
-    path.write_bytes(path.read_bytes().replace(b'"beta":40', b'"beta":41'))
-    with pytest.raises(ContractError, match="expected sha256"):
-        read_vocabulary(store, manifest)

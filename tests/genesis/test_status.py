@@ -18,13 +18,7 @@ from genesis.snapshot import StoreEmptyError
 from genesis.status import StoreStatus, read_status
 from genesis.store import FolderStore, open_readable
 from manifests import CHECKPOINTS_KEY, MANIFEST_KEY, ContractError, SourcesFile, Writer, format_time, shard_file_bytes
-from tests.support.small_store import (
-    SHARD_TOKENS,
-    checkpoints_of,
-    copy_small_store,
-    manifest_of,
-    spec,
-)
+from tests.support.small_store import SHARD_TOKENS, checkpoints_of, copy_small_store, manifest_of, spec
 
 SOURCES = SourcesFile(sources=(spec("alpha"), spec("beta"), spec("gamma")))
 NOW = datetime(2026, 11, 20, 17, 32, 3, tzinfo=UTC)
@@ -72,14 +66,12 @@ def test_figures_are_the_stores(folder: Path) -> None:
     assert status.pending == ("gamma",)
     assert status.published_sequence == status.sequence == manifest.sequence
     assert status.notes == ()
-
-
-def test_vocabulary_tells_who_contributed_what(folder: Path) -> None:
-    vocabulary = status_of(folder).vocabulary
+    vocabulary = status.vocabulary
     assert vocabulary is not None
     assert vocabulary.sources_contributed == {"alpha": 300, "beta": 40}
     assert vocabulary.merges == 340
     assert vocabulary.ids == 266 + 340
+    assert [row.last_commit_age_s for row in status_of(folder, datetime(2020, 1, 1, tzinfo=UTC)).sources] == [0, 0]
 
 
 def test_a_writer_at_work_gives_speed_and_time_left(folder: Path) -> None:
@@ -99,12 +91,8 @@ def test_a_writer_at_work_gives_speed_and_time_left(folder: Path) -> None:
     assert alpha.tokens_per_s == 1000.0
     assert alpha.eta_s == (20 - alpha.shards) * SHARD_TOKENS / 1000
     assert beta.tokens_per_s is beta.eta_s is None
-
-
-def test_an_ended_source_has_no_time_left(folder: Path) -> None:
-    writer = Writer(id="x", token=1, expires_at=format_time(NOW), source="alpha", tokens_per_s=5.0)
-    change_writer(folder, writer)
-    assert status_of(folder, NOW - timedelta(seconds=5)).sources[0].eta_s is None
+    set_ended(folder, "alpha", True)
+    assert status_of(folder, NOW).sources[0].eta_s is None
 
 
 @pytest.mark.parametrize(
@@ -117,12 +105,10 @@ def test_lease_states(folder: Path, expires_at: datetime | None, state: str) -> 
     assert writer.state == state
 
 
-def test_ages_are_never_negative(folder: Path) -> None:
-    assert [row.last_commit_age_s for row in status_of(folder, datetime(2020, 1, 1, tzinfo=UTC)).sources] == [0, 0]
-
-
 def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder: Path) -> None:
     whole = status_of(folder)
+    (folder / CHECKPOINTS_KEY).write_bytes(b"{")
+    assert "checkpoints.json" in status_of(folder).notes[0]
     (folder / CHECKPOINTS_KEY).unlink()
     status = status_of(folder)
     assert status.totals.tokens == whole.totals.tokens
@@ -132,21 +118,12 @@ def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder: Path) -> No
     assert "checkpoints.json" in status.notes[0]
 
 
-def test_a_damaged_checkpoint_is_a_note(folder: Path) -> None:
-    (folder / CHECKPOINTS_KEY).write_bytes(b"{")
-    assert "checkpoints.json" in status_of(folder).notes[0]
-
-
-def test_a_commit_that_is_not_published_counts_and_is_told(folder: Path) -> None:
+def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder: Path) -> None:
     manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence - 1}).to_json())
     status = status_of(folder)
     assert (status.sequence, status.published_sequence) == (manifest.sequence, manifest.sequence - 1)
     assert "not published" in status.notes[0]
-
-
-def test_an_old_copy_of_the_checkpoint_does_not_take_the_manifest_back(folder: Path) -> None:
-    manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence + 5}).to_json())
     assert status_of(folder).sequence == manifest.sequence + 5
 
@@ -163,31 +140,17 @@ def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path: Path) -> None
     assert status.vocabulary is None
 
 
-def test_an_empty_store_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_store_that_is_empty_or_damaged(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(StoreEmptyError, match="genesis populate"):
-        status_of(tmp_path)
+        status_of(tmp_path / "store" / "index")
     with pytest.raises(GenesisError, match="no such folder"):
         read_status(open_readable(tmp_path / "missing"), SOURCES)
-
-
-def test_a_damaged_manifest_is_an_error(folder: Path) -> None:
     (folder / MANIFEST_KEY).write_bytes(b"[]")
     with pytest.raises(ContractError, match=r"manifest\.json"):
         status_of(folder)
 
 
-def test_a_damaged_vocabulary_is_a_note(folder: Path) -> None:
-    reference = manifest_of(folder).tokenizer
-    assert reference is not None
-    (folder / reference.key).write_bytes(b"{}")
-    status = status_of(folder)
-    assert status.vocabulary is not None
-    assert status.vocabulary.ids == reference.next_merge_id
-    assert status.vocabulary.sources_contributed is None
-    assert "vocabulary" in status.notes[0]
-
-
-def test_an_unchanged_vocabulary_is_not_read_again(folder: Path) -> None:
+def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder: Path) -> None:
     first = status_of(folder)
     reference = manifest_of(folder).tokenizer
     assert reference is not None
@@ -195,6 +158,12 @@ def test_an_unchanged_vocabulary_is_not_read_again(folder: Path) -> None:
     second = read_status(FolderStore(folder), SOURCES, previous=first)
     assert second.vocabulary == first.vocabulary
     assert second.notes == ()
+    (folder / reference.key).write_bytes(b"{}")
+    status = status_of(folder)
+    assert status.vocabulary is not None
+    assert status.vocabulary.ids == reference.next_merge_id
+    assert status.vocabulary.sources_contributed is None
+    assert "vocabulary" in status.notes[0]
 
 
 class _PrivateCheckpoints(SimpleHTTPRequestHandler):
@@ -231,22 +200,14 @@ def test_over_http_where_checkpoints_are_private(folder: Path, address: str) -> 
     assert "403" in status.notes[0]
 
 
-def test_the_documented_example_has_every_field(folder: Path) -> None:
-    example = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+def test_the_page_describes_every_field_and_its_example_has_them(folder: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    example = re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0]
     documented = StoreStatus.model_validate_json(example)
     assert json.loads(documented.model_dump_json()) == json.loads(example)
     found = json.loads(status_of(folder).model_dump_json())
     assert found.keys() == json.loads(example).keys()
-
-
-def test_every_field_is_described() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    models = [StoreStatus, *(type(part) for part in _parts(page))]
-    for model in models:
+    parts = (documented.totals, documented.sources[0], documented.writer, documented.vocabulary)
+    for model in (StoreStatus, *map(type, parts)):
         for name in model.model_fields:
             assert f"`{name}`" in page, f"docs/status.md does not describe {name}"
-
-
-def _parts(page: str) -> list[object]:
-    example = StoreStatus.model_validate_json(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
-    return [example.totals, example.sources[0], example.writer, example.vocabulary]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from manifests import (
     segment_key,
     sha256_hex,
     shard_key,
-    sign_manifest,
     vocabulary_key,
 )
 from tests.support.s3_servers import rclone_http
@@ -46,6 +46,9 @@ from tests.support.small_store import (
 )
 
 EOS = 2
+Damage: TypeAlias = tuple[Callable[[Path], object], str]
+"""What is done to a store, and what is said of it."""
+BOMB = pack_ids(np.zeros(10_000_000, np.int64), 65_536)
 
 
 @pytest.fixture
@@ -70,11 +73,10 @@ def vouch_for_shard(folder: Path, shard_id: int, body: bytes, **changes: object)
     change_entry(folder, shard_id, sha256=sha256_hex(body), size_bytes=len(body), packed=None, **changes)
 
 
-def vouch_for_packed(folder: Path, shard_id: int, body: bytes) -> None:
-    """The same for a packed form."""
-    (folder / packed_key(shard_id)).write_bytes(body)
-    entry = PackedEntry(key=packed_key(shard_id), sha256=sha256_hex(body), size_bytes=len(body))
-    change_entry(folder, shard_id, packed=entry)
+def vouch_for_packed(folder: Path, body: bytes) -> None:
+    """The same for the packed form of shard 3."""
+    (folder / packed_key(3)).write_bytes(body)
+    change_entry(folder, 3, packed=PackedEntry(key=packed_key(3), sha256=sha256_hex(body), size_bytes=len(body)))
 
 
 def change_entry(folder: Path, shard_id: int, **changes: object) -> None:
@@ -112,211 +114,113 @@ def test_a_sound_store(folder: Path) -> None:
         int(np.count_nonzero(ids_of(folder, number) == EOS)) for number in range(manifest.total_shards)
     )
     assert report.signature == "unsigned"
-
-
-def test_a_signed_store(tmp_path: Path) -> None:
-    copy_small_store(tmp_path / "store", signed=True)
-    assert verify(tmp_path / "store").signature == "not checked"
-    report = verify(tmp_path / "store", public_key=PRIVATE_KEY.public_key())
-    assert report.ok
-    assert report.signature == "verified"
-
-
-def test_an_unsigned_store_where_a_signature_is_asked_for(folder: Path) -> None:
     report = verify(folder, public_key=PRIVATE_KEY.public_key())
     assert wheres(report) == [MANIFEST_KEY]
     assert "not signed" in report.problems[0].what
 
 
-def test_another_key(tmp_path: Path) -> None:
-    copy_small_store(tmp_path / "store", signed=True)
-    report = verify(tmp_path / "store", public_key=generate_private_key().public_key())
+def test_signatures_and_an_empty_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    copy_small_store(folder, signed=True)
+    assert verify(folder).signature == "not checked"
+    report = verify(folder, public_key=PRIVATE_KEY.public_key())
+    assert report.ok
+    assert report.signature == "verified"
+    report = verify(folder, public_key=generate_private_key().public_key())
     assert report.signature == "invalid"
     assert wheres(report) == [MANIFEST_KEY]
-
-
-def test_a_manifest_that_was_changed_after_signing(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    copy_small_store(folder)
-    manifest = sign_manifest(manifest_of(folder), PRIVATE_KEY)
-    changed = manifest.model_copy(update={"tokenizer_version": "bpe_v2"})
+    changed = manifest_of(folder).model_copy(update={"tokenizer_version": "bpe_v2"})
     (folder / MANIFEST_KEY).write_bytes(changed.to_json())
     report = verify(folder, public_key=PRIVATE_KEY.public_key())
     assert any("changed after it was signed" in problem.what for problem in report.problems)
+    with pytest.raises(StoreEmptyError):
+        verify(tmp_path)
 
 
 def wheres(report: VerifyReport) -> list[str]:
     return [problem.where for problem in report.problems]
 
 
-def damage_flip_shard(folder: Path) -> str:
-    flip(folder / shard_key(3), 5000)
-    return "CRC-32"
-
-
-def damage_shorten_shard(folder: Path) -> str:
-    path = folder / shard_key(3)
+def shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-    return "bytes, found"
 
 
-def damage_remove_shard(folder: Path) -> str:
-    (folder / shard_key(3)).unlink()
-    return "no such object"
-
-
-def damage_swap_shards(folder: Path) -> str:
-    (folder / shard_key(3)).write_bytes((folder / shard_key(4)).read_bytes())
-    return "another one"
-
-
-def damage_id_beyond_the_vocabulary(folder: Path) -> str:
+def vouch_for_ids(folder: Path, changes: dict[int, int]) -> None:
+    """Puts other ids at some positions of shard 3."""
     ids = ids_of(folder, 3)
-    ids[17] = segment_of(folder).shards[3].next_merge_id
+    ids[list(changes)] = list(changes.values())
     vouch_for_shard(folder, 3, encode_shard(ids))
-    return f"found {ids[17]} at position 17"
 
 
-def damage_special_id(folder: Path) -> str:
-    ids = ids_of(folder, 3)
-    ids[[17, 30]] = 0
-    vouch_for_shard(folder, 3, encode_shard(ids))
-    return "found 0 at position 17 (2 in all)"
+def lose_eos(folder: Path) -> None:
+    vouch_for_ids(folder, {int(np.flatnonzero(ids_of(folder, 3) == EOS)[0]): 40})
 
 
-def damage_negative_id(folder: Path) -> str:
-    ids = ids_of(folder, 3)
-    ids[17] = -1
-    vouch_for_shard(folder, 3, encode_shard(ids))
-    return "found -1 at position 17"
-
-
-def damage_missing_eos(folder: Path) -> str:
-    ids = ids_of(folder, 3)
-    ids[np.flatnonzero(ids == EOS)[0]] = 40
-    vouch_for_shard(folder, 3, encode_shard(ids))
-    return "EOS ids for documents"
-
-
-def damage_end_of_shard(folder: Path) -> str:
-    """The last document ends here, though by the index it goes on: as many EOS as the index alone would allow."""
-    ids = ids_of(folder, 3)
+def end_the_last_document(folder: Path) -> None:
+    """By the index it goes on: as many EOS as the index alone would allow."""
     before, after = segment_of(folder).shards[3:5]
     assert before.last_document == after.first_document
-    ids[-1] = EOS
-    vouch_for_shard(folder, 3, encode_shard(ids))
-    return f"expected document {before.last_document} to go on in the source's next shard"
+    vouch_for_ids(folder, {-1: EOS})
 
 
-def damage_not_a_shard(folder: Path) -> str:
-    size_bytes = (folder / shard_key(3)).stat().st_size
-    vouch_for_shard(folder, 3, b"\x80\x02" + b"." * (size_bytes - 2))
-    return "not a shard"
-
-
-SHARD_DAMAGES = [
-    damage_flip_shard,
-    damage_shorten_shard,
-    damage_remove_shard,
-    damage_swap_shards,
-    damage_id_beyond_the_vocabulary,
-    damage_special_id,
-    damage_negative_id,
-    damage_missing_eos,
-    damage_end_of_shard,
-    damage_not_a_shard,
-]
-
-
-@pytest.mark.parametrize("damage", SHARD_DAMAGES)
-def test_a_damaged_shard_is_named(folder: Path, damage: Callable[[Path], str]) -> None:
-    expected = damage(folder)
-    report = verify(folder)
-    assert set(wheres(report)) == {shard_key(3)}
-    assert any(expected in problem.what for problem in report.problems), report.problems
-    assert report.counts.shards_verified == report.counts.shards - 1
-
-
-def damage_flip_packed(folder: Path) -> str:
-    flip(folder / packed_key(3), 1000)
-    return "expected sha256"
-
-
-def damage_shorten_packed(folder: Path) -> str:
-    path = folder / packed_key(3)
-    path.write_bytes(path.read_bytes()[:-1])
-    return "bytes, found"
-
-
-def damage_remove_packed(folder: Path) -> str:
-    (folder / packed_key(3)).unlink()
-    return "no such object"
-
-
-def damage_packed_ids_of_another_shard(folder: Path) -> str:
-    vouch_for_packed(folder, 3, (folder / packed_key(4)).read_bytes())
-    return "expand to the shard of sha256"
-
-
-def damage_one_packed_id(folder: Path) -> str:
+def pack_another_id(folder: Path) -> None:
     ids = ids_of(folder, 3)
     ids[1234] ^= 1
-    vouch_for_packed(folder, 3, pack_ids(ids, 32_000))
-    return "expand to the shard of sha256"
+    vouch_for_packed(folder, pack_ids(ids, 32_000))
 
 
-def damage_packed_frame(folder: Path) -> str:
-    vouch_for_packed(folder, 3, (folder / packed_key(3)).read_bytes() + b"\0")
-    return "unused data"
+def packed_of(folder: Path, shard_id: int) -> bytes:
+    return (folder / packed_key(shard_id)).read_bytes()
 
 
-def damage_packed_id_beyond_the_vocabulary(folder: Path) -> str:
-    vouch_for_packed(folder, 3, pack_ids(np.full(2000, 60_000), 65_536))
-    return "found 60000 at position 0"
+def change_packed(folder: Path, **changes: object) -> None:
+    packed = segment_of(folder).shards[3].packed
+    assert packed is not None
+    change_entry(folder, 3, packed=packed.model_copy(update=changes))
 
 
-def damage_packed_bomb(folder: Path) -> str:
-    vouch_for_packed(folder, 3, pack_ids(np.zeros(10_000_000, np.int64), 65_536))
-    return "content size of 4000 bytes, found 20000000 bytes"
+DAMAGES: dict[str, list[Damage]] = {
+    shard_key(3): [
+        (lambda folder: flip(folder / shard_key(3), 5000), "CRC-32"),
+        (lambda folder: shorten(folder / shard_key(3)), "bytes, found"),
+        (lambda folder: (folder / shard_key(3)).unlink(), "no such object"),
+        (lambda folder: shutil.copy(folder / shard_key(4), folder / shard_key(3)), "another one"),
+        (lambda folder: vouch_for_ids(folder, {17: 566}), "found 566 at position 17"),
+        (lambda folder: vouch_for_ids(folder, {17: 0, 30: 0}), "found 0 at position 17 (2 in all)"),
+        (lambda folder: vouch_for_ids(folder, {17: -1}), "found -1 at position 17"),
+        (lose_eos, "EOS ids for documents"),
+        (end_the_last_document, "to go on in the source's next shard"),
+        (lambda folder: vouch_for_shard(folder, 3, b"\x80\x02" + b"." * 17_575), "not a shard"),
+    ],
+    packed_key(3): [
+        (lambda folder: flip(folder / packed_key(3), 1000), "expected sha256"),
+        (lambda folder: shorten(folder / packed_key(3)), "bytes, found"),
+        (lambda folder: (folder / packed_key(3)).unlink(), "no such object"),
+        (lambda folder: vouch_for_packed(folder, packed_of(folder, 4)), "expand to the shard of sha256"),
+        (pack_another_id, "expand to the shard of sha256"),
+        (lambda folder: vouch_for_packed(folder, packed_of(folder, 3) + b"\0"), "unused data"),
+        (lambda folder: vouch_for_packed(folder, pack_ids(np.full(2000, 60_000), 65_536)), "found 60000 at position 0"),
+        (lambda folder: vouch_for_packed(folder, BOMB), "content size of 4000 bytes, found 20000000 bytes"),
+        (lambda folder: change_packed(folder, size_bytes=10**12), "the index says 1000000000000"),
+    ],
+}
 
 
-def damage_packed_size(folder: Path) -> str:
-    packed = segment_of(folder).shards[3].packed.model_copy(update={"size_bytes": 10**12})
-    change_entry(folder, 3, packed=packed)
-    return "the index says 1000000000000"
-
-
-PACKED_DAMAGES = [
-    damage_flip_packed,
-    damage_shorten_packed,
-    damage_remove_packed,
-    damage_packed_ids_of_another_shard,
-    damage_one_packed_id,
-    damage_packed_frame,
-    damage_packed_id_beyond_the_vocabulary,
-    damage_packed_bomb,
-    damage_packed_size,
-]
-
-
-@pytest.mark.parametrize("damage", PACKED_DAMAGES)
-def test_a_damaged_packed_form_is_named(folder: Path, damage: Callable[[Path], str]) -> None:
-    expected = damage(folder)
+@pytest.mark.parametrize(("where", "number"), [(key, number) for key in DAMAGES for number in range(len(DAMAGES[key]))])
+def test_a_damaged_shard_or_packed_form_is_named(folder: Path, where: str, number: int) -> None:
+    harm, expected = DAMAGES[where][number]
+    harm(folder)
     report = verify(folder)
-    assert set(wheres(report)) == {packed_key(3)}
+    assert set(wheres(report)) == {where}
     assert any(expected in problem.what for problem in report.problems), report.problems
     assert report.counts.shards_verified == report.counts.shards - 1
 
 
-def test_a_packed_form_under_another_key_is_named(folder: Path) -> None:
-    packed = segment_of(folder).shards[3].packed.model_copy(update={"key": packed_key(4)})
-    change_entry(folder, 3, packed=packed)
+def test_a_packed_form_under_another_key_is_named_and_none_at_all_is_sound(folder: Path) -> None:
+    change_packed(folder, key=packed_key(4))
     report = verify(folder)
     assert set(wheres(report)) == {packed_key(4)}
     assert f"of shard 3 under the key {packed_key(3)}" in report.problems[0].what
-
-
-def test_a_store_without_packed_forms_is_sound(folder: Path) -> None:
     shards = tuple(entry.model_copy(update={"packed": None}) for entry in segment_of(folder).shards)
     write_segment(folder, Segment(shards=shards))
     shutil.rmtree(folder / "packed")
@@ -356,12 +260,16 @@ def test_a_wrong_total_size_is_named(folder: Path) -> None:
     ]
 
 
-def test_a_changed_segment_is_named_and_its_shards_are_checked_all_the_same(folder: Path) -> None:
-    key = manifest_of(folder).index[0].key
-    body = (folder / key).read_bytes()
-    (folder / key).write_bytes(body + b" ")
+def test_a_changed_or_shorter_segment_is_named_and_its_shards_are_checked_all_the_same(folder: Path) -> None:
+    segment, key = segment_of(folder), manifest_of(folder).index[0].key
+    (folder / key).write_bytes((folder / key).read_bytes() + b" ")
     flip(folder / shard_key(3), 5000)
     assert wheres(verify(folder)) == [key, shard_key(3)]
+    flip(folder / shard_key(3), 5000)
+    write_segment(folder, segment.model_copy(update={"shards": segment.shards[:-1]}))
+    report = verify(folder)
+    assert wheres(report) == [manifest_of(folder).index[0].key]
+    assert "found 22 from 0" in report.problems[0].what
 
 
 def test_a_lost_segment_is_named_and_hides_nothing_else(folder: Path) -> None:
@@ -371,26 +279,15 @@ def test_a_lost_segment_is_named_and_hides_nothing_else(folder: Path) -> None:
     assert wheres(verify(folder)) == [key, TOKENIZER_KEY]
 
 
-def test_a_segment_of_another_length_is_named(folder: Path) -> None:
-    segment = segment_of(folder)
-    write_segment(folder, segment.model_copy(update={"shards": segment.shards[:-1]}))
-    report = verify(folder)
-    assert wheres(report) == [manifest_of(folder).index[0].key]
-    assert "found 22 from 0" in report.problems[0].what
-
-
-def test_a_manifest_that_is_none(folder: Path) -> None:
-    (folder / MANIFEST_KEY).write_bytes(b'{"total_shards": -1}')
-    report = verify(folder)
-    assert wheres(report) == [MANIFEST_KEY]
-    assert report.sequence is None
-
-
-def test_a_manifest_without_an_index_vouches_for_nothing(folder: Path) -> None:
+def test_manifests_that_are_none_or_have_no_index(folder: Path) -> None:
     write_manifest(folder, manifest_of(folder).model_copy(update={"index": ()}))
     report = verify(folder)
     assert "nothing vouches" in report.problems[0].what
     assert report.counts.shards_verified == 0
+    (folder / MANIFEST_KEY).write_bytes(b'{"total_shards": -1}')
+    report = verify(folder)
+    assert wheres(report) == [MANIFEST_KEY]
+    assert report.sequence is None
 
 
 def replace_vocabulary(folder: Path, pairs: list[tuple[int, int]]) -> str:
@@ -412,34 +309,20 @@ def older_key(folder: Path) -> str:
     return older
 
 
-def test_a_damaged_vocabulary_is_named(folder: Path) -> None:
+def test_a_damaged_or_lost_vocabulary_is_named(folder: Path) -> None:
     newest = manifest_of(folder).tokenizer
     assert newest is not None
-    flip(folder / newest.key, 3000)
-    assert newest.key in wheres(verify(folder))
-
-
-def test_a_damaged_older_vocabulary_is_named(folder: Path) -> None:
-    key = older_key(folder)
-    flip(folder / key, 3000)
-    assert key in wheres(verify(folder))
-
-
-def test_a_lost_older_vocabulary_is_named(folder: Path) -> None:
-    key = older_key(folder)
+    for key in (newest.key, older_key(folder)):
+        flip(folder / key, 3000)
+        assert key in wheres(verify(folder))
+        flip(folder / key, 3000)
     (folder / key).unlink()
     report = verify(folder)
     assert key in wheres(report)
     assert any("566 ids that shards were written with" in problem.what for problem in report.problems)
 
 
-def test_a_vocabulary_that_shards_may_have_been_written_with_must_be_a_prefix(folder: Path) -> None:
-    pairs = newest_pairs(folder)[:300]
-    key = replace_vocabulary(folder, [*pairs[:-1], (10, 10)])
-    assert wheres(verify(folder)) == [key]
-
-
-def test_vocabularies_that_were_never_committed_are_notes(folder: Path) -> None:
+def test_vocabularies_beside_the_newest_are_prefixes_or_were_never_committed(folder: Path) -> None:
     pairs = newest_pairs(folder)
     later = replace_vocabulary(folder, [*pairs, (11, 11)])
     other = replace_vocabulary(folder, [(12, 12)])
@@ -447,25 +330,22 @@ def test_vocabularies_that_were_never_committed_are_notes(folder: Path) -> None:
     assert report.ok, report.problems
     assert any(later in note and "later" in note for note in report.notes)
     assert any(other in note and "never committed" in note for note in report.notes)
+    key = replace_vocabulary(folder, [*pairs[:299], (10, 10)])
+    assert wheres(verify(folder)) == [key]
 
 
-@pytest.mark.parametrize(("length", "expected"), [(300, "an earlier state"), (1, "an earlier state")])
-def test_a_tokenizer_json_that_lags_is_named(folder: Path, length: int, expected: str) -> None:
-    older = VocabularyFile.from_pairs(newest_pairs(folder)[:length], {"alpha": length})
-    (folder / TOKENIZER_KEY).write_bytes(older.to_json())
-    report = verify(folder)
-    assert wheres(report) == [TOKENIZER_KEY]
-    assert expected in report.problems[0].what
-
-
-def test_a_tokenizer_json_that_is_another_is_named(folder: Path) -> None:
-    (folder / TOKENIZER_KEY).write_bytes(VocabularyFile.from_pairs([(10, 10)], {}).to_json())
-    assert "another vocabulary" in verify(folder).problems[0].what
-
-
-def test_a_tokenizer_json_that_is_ahead_is_a_note(folder: Path) -> None:
-    newer = VocabularyFile.from_pairs([*newest_pairs(folder), (11, 11)], {"alpha": 341})
-    (folder / TOKENIZER_KEY).write_bytes(newer.to_json())
+def test_a_tokenizer_json_that_lags_or_is_another_is_named_and_one_ahead_is_a_note(folder: Path) -> None:
+    pairs = newest_pairs(folder)
+    for found, expected in (
+        (pairs[:300], "an earlier state"),
+        (pairs[:1], "an earlier state"),
+        ([(10, 10)], "another vocabulary"),
+    ):
+        (folder / TOKENIZER_KEY).write_bytes(VocabularyFile.from_pairs(found, {"alpha": len(found)}).to_json())
+        report = verify(folder)
+        assert wheres(report) == [TOKENIZER_KEY]
+        assert expected in report.problems[0].what
+    (folder / TOKENIZER_KEY).write_bytes(VocabularyFile.from_pairs([*pairs, (11, 11)], {"alpha": 341}).to_json())
     report = verify(folder)
     assert report.ok
     assert any("ahead" in note for note in report.notes)
@@ -489,26 +369,31 @@ def test_a_checkpoint_that_does_not_fit_is_named(folder: Path, changes: dict[str
     assert any(expected in problem.what for problem in report.problems), report.problems
 
 
-def test_a_checkpoint_older_than_the_manifest_is_named(folder: Path) -> None:
+def test_a_checkpoint_beside_another_manifest(folder: Path) -> None:
     manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence + 1}).to_json())
     assert wheres(verify(folder)) == [CHECKPOINTS_KEY]
-
-
-def test_a_commit_that_is_not_published_is_a_note(folder: Path) -> None:
-    manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence - 1}).to_json())
     report = verify(folder)
     assert report.ok
     assert any("stands at commit" in note for note in report.notes)
-
-
-def test_a_damaged_checkpoint_is_named(folder: Path) -> None:
     (folder / CHECKPOINTS_KEY).write_bytes(b"\xff")
     assert wheres(verify(folder)) == [CHECKPOINTS_KEY]
 
 
-def test_it_goes_on_after_every_problem(folder: Path) -> None:
+def test_orphans_are_notes_and_it_goes_on_after_every_problem(folder: Path) -> None:
+    (folder / shard_key(23)).write_bytes(b"not committed")
+    (folder / shard_key(999_999)).write_bytes(b"not committed")
+    (folder / packed_key(999_999)).write_bytes(b"not committed")
+    (folder / segment_key(0, "0" * 64)).write_bytes(b"replaced")
+    report = verify(folder)
+    assert report.ok, report.problems
+    notes = "\n".join(report.notes)
+    assert "2 shards beyond the manifest" in notes
+    assert shard_key(999_999) in notes
+    assert "1 packed shards beyond the manifest" in notes
+    assert packed_key(999_999) in notes
+    assert segment_key(0, "0" * 64) in notes
     for number in (1, 4, 9):
         flip(folder / shard_key(number), 4000)
     (folder / shard_key(12)).unlink()
@@ -522,22 +407,7 @@ def test_it_goes_on_after_every_problem(folder: Path) -> None:
     assert report.num_problems == len(expected)
 
 
-def test_orphans_are_notes(folder: Path) -> None:
-    (folder / shard_key(23)).write_bytes(b"not committed")
-    (folder / shard_key(999_999)).write_bytes(b"not committed")
-    (folder / packed_key(999_999)).write_bytes(b"not committed")
-    (folder / segment_key(0, "0" * 64)).write_bytes(b"replaced")
-    report = verify(folder)
-    assert report.ok, report.problems
-    notes = "\n".join(report.notes)
-    assert "2 shards beyond the manifest" in notes
-    assert shard_key(999_999) in notes
-    assert "1 packed shards beyond the manifest" in notes
-    assert packed_key(999_999) in notes
-    assert segment_key(0, "0" * 64) in notes
-
-
-def test_a_sample_is_seeded_and_read_whole(folder: Path) -> None:
+def test_a_sample_is_seeded_and_misses_no_shard_that_is_gone(folder: Path) -> None:
     read: list[tuple[int, int]] = []
     progress = lambda done, total: read.append((done, total))  # noqa: E731
     reports = [verify(folder, sample=ShardSample.parse("20%"), seed=seed, on_progress=progress) for seed in (1, 1, 2)]
@@ -545,9 +415,6 @@ def test_a_sample_is_seeded_and_read_whole(folder: Path) -> None:
     assert reports[0].counts.documents_verified == reports[1].counts.documents_verified
     assert reports[0].seed == 1
     assert read[:5] == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
-
-
-def test_a_sample_misses_no_shard_that_is_gone(folder: Path) -> None:
     (folder / shard_key(7)).unlink()
     (folder / shard_key(8)).write_bytes(b"short")
     (folder / packed_key(9)).unlink()
@@ -555,6 +422,9 @@ def test_a_sample_misses_no_shard_that_is_gone(folder: Path) -> None:
     gone = {shard_key(7), shard_key(8), packed_key(9), packed_key(10)}
     for seed in range(3):
         assert set(wheres(verify(folder, sample=ShardSample.parse("1"), seed=seed))) == gone
+    flip(folder / shard_key(3), 5000)
+    report = verify(folder, sample=ShardSample.parse("22"), seed=4)
+    assert VerifyReport.model_validate_json(report.model_dump_json()) == report
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-1%", "x", "1e3", "1.5"])
@@ -571,11 +441,6 @@ def test_samples_have_the_size_asked_for(total: int, share: float, seed: int) ->
     wanted = max(1, round(total * float(f"{share:.4f}") / 100))
     assert (total if chosen is None else len(chosen)) == min(wanted, total)
     assert chosen is None or max(chosen) < total
-
-
-def test_an_empty_store(tmp_path: Path) -> None:
-    with pytest.raises(StoreEmptyError):
-        verify(tmp_path)
 
 
 @pytest.mark.slow
@@ -604,12 +469,9 @@ class FailingStore(FolderStore):
         return super().get(key, max_bytes=max_bytes)
 
 
-def test_a_shard_that_cannot_be_read_is_a_problem(folder: Path) -> None:
+def test_shards_that_cannot_be_read_are_problems_until_it_is_given_up(folder: Path) -> None:
     report = verify_store(FailingStore(folder, frozenset({3, 8})))
     assert set(wheres(report)) == {shard_key(3), shard_key(8)}
-
-
-def test_a_store_that_is_gone_is_given_up(folder: Path) -> None:
     report = verify_store(FailingStore(folder, frozenset(range(23))), threads=1)
     assert "gave up" in report.problems[-1].what
     assert report.num_problems < report.counts.shards
@@ -626,8 +488,11 @@ class ChangingStore(FolderStore):
         return found
 
 
-def test_the_last_segment_is_read_before_any_shard(folder: Path) -> None:
-    assert verify_store(ChangingStore(folder)).ok
+def test_what_changes_or_may_not_be_looked_at(folder: Path) -> None:
+    report = verify_store(UnlistableStore(folder))
+    assert report.ok
+    assert len(report.notes) == 2
+    assert verify_store(ChangingStore(folder)).ok, "the last segment is read before any shard"
 
 
 class UnlistableStore(FolderStore):
@@ -640,18 +505,6 @@ class UnlistableStore(FolderStore):
         if key == CHECKPOINTS_KEY:
             raise ObjectNotFoundError("none")
         return super().get(key, max_bytes=max_bytes)
-
-
-def test_what_may_not_be_looked_at_is_noted(folder: Path) -> None:
-    report = verify_store(UnlistableStore(folder))
-    assert report.ok
-    assert len(report.notes) == 2
-
-
-def test_a_report_survives_json(folder: Path) -> None:
-    flip(folder / shard_key(3), 5000)
-    report = verify(folder, sample=ShardSample.parse("22"), seed=4)
-    assert VerifyReport.model_validate_json(report.model_dump_json()) == report
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -45,11 +45,16 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_dataset(shared_cache: Path) -> Callable[..., GenesisDataset]:
-    """A dataset with small batches; whatever is given replaces that."""
+    """A dataset with small batches, at a state if one is given; whatever else is given replaces that."""
     from loader import GenesisDataset  # Brings torch, which not every test below this folder needs.
 
-    def make(store: TokenStore, node_id: str = "node-a", **options: object) -> GenesisDataset:
+    def make(
+        store: TokenStore, node_id: str = "node-a", state: dict[str, Any] | None = None, **options: object
+    ) -> GenesisDataset:
         given: dict[str, object] = {"seq_len": 64, "batch_size": 4, "cache_dir": shared_cache, "timeout_s": 20.0}
-        return GenesisDataset(store.url, node_id, **{**given, **options})  # type: ignore[arg-type]
+        dataset = GenesisDataset(store.url, node_id, **{**given, **options})  # type: ignore[arg-type]
+        if state is not None:
+            dataset.load_state_dict(state)
+        return dataset
 
     return make

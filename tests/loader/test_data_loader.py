@@ -25,7 +25,7 @@ from loader import (
     TokenizerSyncError,
     get_assigned_shards,
 )
-from manifests import MANIFEST_KEY, sha256_hex, vocabulary_key
+from manifests import MANIFEST_KEY, TokenizerRef, sha256_hex, vocabulary_key
 from tests.support.token_store import TokenStore, fixed_ids, vocabulary_of
 
 Make = Callable[..., GenesisDataLoader]
@@ -50,6 +50,16 @@ def test_the_specifications_methods(six_shards: TokenStore, make_loader: Make) -
     assert inputs.shape == labels.shape == (5, 100)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert loader.get_batch(shard)[0].shape == (4, 512)
+    loader = make_loader(six_shards)
+    shard = loader.download_shard(0)
+    inputs, labels = loader.get_batch(shard, 30, 1_999)
+    assert torch.equal(inputs, shard[:-1].expand(30, -1))
+    assert torch.equal(labels, shard[1:].expand(30, -1))
+    firsts = {int(row[0] == shard[1]) for row in loader.get_batch(shard, 200, 1_998)[0]}
+    assert firsts == {0, 1}
+    for batch_size, seq_len in ((0, 10), (4, 0), (4, 2_000), (-1, 10)):
+        with pytest.raises(LoaderUsageError):
+            loader.get_batch(shard, batch_size, seq_len)
 
 
 def test_a_batch_can_be_made_again(six_shards: TokenStore, make_loader: Make) -> None:
@@ -64,19 +74,6 @@ def test_a_batch_can_be_made_again(six_shards: TokenStore, make_loader: Make) ->
     stranger = make_loader(six_shards, "node-b")
     assert not torch.equal(stranger.get_batch(stranger.download_shard(2), 3, 50)[0], batches[0][0])
     assert not torch.equal(other.get_batch(other.download_shard(1), 3, 50, step=0)[0], batches[0][0])
-
-
-def test_the_very_last_window_is_drawn_too(six_shards: TokenStore, make_loader: Make) -> None:
-    loader = make_loader(six_shards)
-    shard = loader.download_shard(0)
-    inputs, labels = loader.get_batch(shard, 30, 1_999)
-    assert torch.equal(inputs, shard[:-1].expand(30, -1))
-    assert torch.equal(labels, shard[1:].expand(30, -1))
-    firsts = {int(row[0] == shard[1]) for row in loader.get_batch(shard, 200, 1_998)[0]}
-    assert firsts == {0, 1}
-    for batch_size, seq_len in ((0, 10), (4, 0), (4, 2_000), (-1, 10)):
-        with pytest.raises(LoaderUsageError):
-            loader.get_batch(shard, batch_size, seq_len)
 
 
 def test_whose_tensor_it_is_decides_the_windows_and_nothing_else(six_shards: TokenStore, make_loader: Make) -> None:
@@ -107,7 +104,7 @@ def test_a_tensor_that_is_no_shard_s(
     assert loader.state_dict()["step"] == 1
 
 
-def test_rotation_on_exhaustion_begins_the_next_shard_anew(six_shards: TokenStore, make_loader: Make) -> None:
+def test_rotation_on_exhaustion_and_on_plateau(six_shards: TokenStore, make_loader: Make) -> None:
     loader = make_loader(six_shards, count=3)
     visited = []
     for _ in range(7):
@@ -120,9 +117,6 @@ def test_rotation_on_exhaustion_begins_the_next_shard_anew(six_shards: TokenStor
         assert batches == 10  # 2,000 ids of 200 a batch.
         loader.rotate()
     assert visited == [*(loader.assigned_shards * 3)][:7]
-
-
-def test_rotation_on_plateau_needs_its_steps_on_this_shard(six_shards: TokenStore, make_loader: Make) -> None:
     loader = make_loader(six_shards, plateau=PlateauRule("absolute", min_steps=6, history=5, window=3))
     shard = loader.download_shard(loader.current_shard_id)
     steps = []
@@ -190,7 +184,7 @@ def test_a_run_stays_pinned_while_its_store_grows(tmp_path: Path, make_loader: M
     assert grown.assigned_shards == shards
 
 
-def test_vocabularies_that_extend_the_one_in_use(tmp_path: Path, make_loader: Make) -> None:
+def test_vocabularies_that_extend_the_one_in_use_or_are_smaller(tmp_path: Path, make_loader: Make) -> None:
     store = TokenStore.of(tmp_path / "store", 2, next_merge_id=900)
     loader = make_loader(store, cache_dir=tmp_path / "cache")
     assert loader.tokenizer.current_vocab_size == 900
@@ -200,6 +194,21 @@ def test_vocabularies_that_extend_the_one_in_use(tmp_path: Path, make_loader: Ma
     assert loader.sync_tokenizer()
     assert loader.tokenizer.current_vocab_size == 1_000
     assert loader.tokenizer.decode(loader.tokenizer.encode("Grüße")) == "Grüße"
+    store = TokenStore.of(tmp_path / "smaller", 2, next_merge_id=900)
+    mine = NeuroTokenizer.from_file(vocabulary_of(1_000))
+    loader = make_loader(store, cache_dir=tmp_path / "other", tokenizer=mine)
+    assert not loader.sync_tokenizer()
+    assert loader.tokenizer.current_vocab_size == 1_000
+
+
+def publish_vocabulary(store: TokenStore, value: dict[str, Any]) -> None:
+    """Whatever it is, the manifest vouches for it."""
+    body = json.dumps(value).encode()
+    digest = store.put("vocabulary/new.json", body)
+    store.put(vocabulary_key(digest), body)
+    store.publish(
+        tokenizer=TokenizerRef(key=vocabulary_key(digest), sha256=digest, next_merge_id=value["next_merge_id"])
+    )
 
 
 def test_vocabularies_that_would_change_an_id_are_refused(tmp_path: Path, make_loader: Make) -> None:
@@ -208,15 +217,7 @@ def test_vocabularies_that_would_change_an_id_are_refused(tmp_path: Path, make_l
     in_use = loader.tokenizer
     other = vocabulary_of(1_000).to_object()
     other["merges"] = {"200_200" if n == 5 else pair: 266 + n for n, pair in enumerate(other["merges"])}
-    body = json.dumps(other).encode()
-    digest = store.put("vocabulary/new.json", body)
-    store.put(vocabulary_key(digest), body)
-    manifest = store.manifest
-    assert manifest.tokenizer is not None
-    reference = manifest.tokenizer.model_copy(
-        update={"key": vocabulary_key(digest), "sha256": digest, "next_merge_id": 1_000}
-    )
-    store.publish(tokenizer=reference)
+    publish_vocabulary(store, other)
     with pytest.raises(TokenizerSyncError, match="does not extend"):
         loader.sync_tokenizer()
     assert loader.tokenizer is in_use
@@ -233,15 +234,7 @@ def test_vocabularies_that_keep_the_contract_and_are_none(tmp_path: Path, make_l
     # Its last merge is of an id that does not come before it.
     value["merges"] = {pair: number for pair, number in value["merges"].items() if number < value["next_merge_id"] - 1}
     value["merges"]["900000_10"] = value["next_merge_id"] - 1
-    body = json.dumps(value).encode()
-    digest = store.put("vocabulary/new.json", body)
-    store.put(vocabulary_key(digest), body)
-    assert store.tokenizer is not None
-    store.publish(
-        tokenizer=store.tokenizer.model_copy(
-            update={"key": vocabulary_key(digest), "sha256": digest, "next_merge_id": value["next_merge_id"]}
-        )
-    )
+    publish_vocabulary(store, value)
     hostile = make_loader(store, cache_dir=tmp_path / "other") if is_first else loader
     with pytest.raises(HostileStoreError, match="a vocabulary that is none"):
         hostile.sync_tokenizer()
@@ -268,14 +261,6 @@ def test_news_that_cannot_be_had_leave_the_vocabulary_in_use(tmp_path: Path, mak
     assert loader.tokenizer.current_vocab_size == 1_000
 
 
-def test_a_smaller_vocabulary_than_the_one_in_use(tmp_path: Path, make_loader: Make) -> None:
-    store = TokenStore.of(tmp_path / "store", 2, next_merge_id=900)
-    mine = NeuroTokenizer.from_file(vocabulary_of(1_000))
-    loader = make_loader(store, cache_dir=tmp_path / "cache", tokenizer=mine)
-    assert not loader.sync_tokenizer()
-    assert loader.tokenizer.current_vocab_size == 1_000
-
-
 MakeTokens = Callable[..., ShardTokens]
 
 
@@ -289,7 +274,9 @@ def make_tokens(shared_cache: Path) -> MakeTokens:
     return make
 
 
-def test_every_window_by_its_index(six_shards: TokenStore, make_tokens: MakeTokens) -> None:
+def test_every_window_by_its_index_of_more_shards_than_are_held_open(
+    six_shards: TokenStore, make_tokens: MakeTokens, tmp_path: Path
+) -> None:
     dataset = make_tokens(six_shards, [4, 1])
     assert len(dataset) == 2 * 19
     for index in range(len(dataset)):
@@ -308,9 +295,6 @@ def test_every_window_by_its_index(six_shards: TokenStore, make_tokens: MakeToke
         assert torch.equal(window["labels"], dataset[index]["labels"])
     dataset[22]["input_ids"].zero_()
     assert np.array_equal(dataset[22]["input_ids"], fixed_ids(1)[300:400]), "a batch is a copy"
-
-
-def test_more_shards_than_are_held_open(tmp_path: Path, make_tokens: MakeTokens) -> None:
     store = TokenStore.of(tmp_path / "store", 12, shard_tokens=300)
     dataset = make_tokens(store, seq_len=299, cache_dir=tmp_path / "cache")
     for _ in range(2):

@@ -1,10 +1,17 @@
-"""Whatever a network does, the batches are those of an undisturbed folder: real servers, a proxy with seeded faults."""
+"""Faulty networks, shared caches and kills change no batch: real servers, seeded faults, kills."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import multiprocessing
+import random
+import signal
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,7 @@ import pytest
 from loader import GenesisDataset
 from tests.support.batches import digest, take
 from tests.support.cdn_servers import nginx_cdn, varnish_cdn
-from tests.support.fault_proxy import FAST_FAULTS, READ_FAULTS, Fault, FaultProxy
+from tests.support.fault_proxy import READ_FAULTS, Fault, FaultProxy
 from tests.support.s3_servers import rclone_s3
 from tests.support.serve_process import genesis_serve
 from tests.support.token_store import TokenStore
@@ -66,15 +73,6 @@ def disturbed(port: int, faults: tuple[Fault, ...], rate: float) -> Iterator[Fau
 
 
 @pytest.mark.slow
-def test_a_thousand_batches(store: TokenStore, undisturbed: Callable[[int], list[str]], tmp_path: Path) -> None:
-    faults = (*FAST_FAULTS, Fault.BIT_FLIP, Fault.STALE, Fault.DRIP)
-    with genesis_serve(store.folder) as server, disturbed(server.port, faults, 0.4) as proxy:
-        address = f"http://127.0.0.1:{proxy.port}"
-        with closing(GenesisDataset(address, "node-a", cache_dir=tmp_path, **OPTIONS)) as dataset:
-            assert train(dataset, 1_000) == undisturbed(1_000)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ten_thousand_batches(store: TokenStore, undisturbed: Callable[[int], list[str]], tmp_path: Path) -> None:
     with genesis_serve(store.folder) as server, disturbed(server.port, EVERYTHING, 0.6) as proxy:
@@ -111,3 +109,117 @@ def test_every_kind_of_store(
             address = f"http://127.0.0.1:{proxy.port}"
         dataset = stack.enter_context(closing(GenesisDataset(address, "node-a", cache_dir=tmp_path, **OPTIONS)))
         assert train(dataset, 2_500) == undisturbed(2_500)
+
+
+NODE_OPTIONS: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "count": 8, "timeout_s": 60.0}
+BATCHES = 700
+"""More than an epoch of eight shards of 78."""
+_FORK = multiprocessing.get_context("fork")
+"""Each process begins with torch imported, which otherwise takes longer than all it does here."""
+
+
+def train_node(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path, over: Path | None = None) -> None:
+    """Writes a line a batch, and a state now and then; begins where the last state says, ends once `over` is there."""
+    dataset = GenesisDataset(address, node_id, cache_dir=cache, cache_bytes=cache_bytes, **NODE_OPTIONS)
+    state = work / f"{node_id}.state"
+    if state.exists():
+        dataset.load_state_dict(json.loads(state.read_text()))
+    step = dataset.state_dict()["step"]
+    with (work / f"{node_id}.log").open("a", buffering=1) as log:
+        for batch in islice(dataset, BATCHES - step):
+            log.write(f"{step} {digest(batch)}\n")
+            step += 1
+            if step % 10 == 0:
+                new = state.with_suffix(".new")
+                new.write_text(json.dumps(dataset.state_dict()))
+                new.replace(state)
+            time.sleep(0.001)  # A training step, so that there is something to kill.
+    end = time.monotonic() + 120
+    while over is not None and not over.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def batches_of(log: Path) -> list[tuple[int, str]]:
+    """Whole lines: the last one of a killed process may be cut off."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [(int(line[0]), line[1]) for line in lines if len(line) == 2 and len(line[1]) == 24]
+
+
+def kills(draw: random.Random) -> list[int]:
+    """How far a node is let come before it is killed: not at all, soon after its start, and four times on its way."""
+    return [-1, 0, *sorted(draw.sample(range(1, BATCHES), 4))]
+
+
+def furthest(log: Path) -> int:
+    """The last batch there is; -1 for none."""
+    return max((step for step, _ in batches_of(log)), default=-1) if log.exists() else -1
+
+
+@pytest.mark.slow
+def test_each_shard_comes_once_while_it_fits(store: TokenStore, tmp_path: Path) -> None:
+    expected = take(GenesisDataset(store.url, "node-0", cache_dir=tmp_path / "other", **NODE_OPTIONS), BATCHES)
+    with genesis_serve(store.folder) as server, FaultProxy(server.port) as proxy:
+        address = f"http://127.0.0.1:{proxy.port}"
+        processes = []
+        for number in range(4):
+            (tmp_path / str(number)).mkdir()
+            given = (address, "node-0", tmp_path / "cache", 20 * SHARD_BYTES, tmp_path / str(number))
+            processes.append(_FORK.Process(target=train_node, args=given))
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * 4
+        asked = Counter(request.path for request in proxy.passed if "shard_" in request.path)
+    for number in range(4):
+        assert batches_of(tmp_path / str(number) / "node-0.log") == list(enumerate(expected))
+    assert len(asked) == 8
+    assert set(asked.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_kills_on_a_schedule(store: TokenStore, tmp_path: Path, seed: int) -> None:
+    """Four nodes, room for two shards: whoever finds none reads from its own memory."""
+    nodes = [f"node-{number}" for number in range(4)]
+    expected = {
+        node: take(GenesisDataset(store.url, node, cache_dir=tmp_path / "other", **NODE_OPTIONS), BATCHES)
+        for node in nodes
+    }
+    draw, over = random.Random(seed), tmp_path / "over"
+    with genesis_serve(store.folder) as server:
+
+        def start(node: str) -> Any:
+            given = (server.url, node, tmp_path / "cache", 2 * SHARD_BYTES, tmp_path, over)
+            process = _FORK.Process(target=train_node, args=given)
+            process.start()
+            return process
+
+        planned = {node: kills(draw) for node in nodes}
+        running = {node: start(node) for node in nodes}
+        try:
+            end = time.monotonic() + 90
+            while any(planned.values()):
+                assert time.monotonic() < end, f"still to be killed: {planned}"
+                for node in (node for node in nodes if planned[node]):
+                    process = running[node]
+                    assert process.exitcode is None, f"{node} ended by itself, with {process.exitcode}"
+                    if furthest(tmp_path / f"{node}.log") < planned[node][0]:
+                        continue
+                    planned[node].pop(0)
+                    time.sleep(draw.uniform(0.0, 0.03))  # Not always at the same point of a batch.
+                    process.kill()
+                    process.join(30)
+                    assert process.exitcode == -signal.SIGKILL
+                    running[node] = start(node)
+                time.sleep(0.002)
+        finally:
+            over.touch()  # Until then nobody ends, however far ahead of the schedule.
+        for process in running.values():
+            process.join(90)
+        assert [process.exitcode for process in running.values()] == [0] * 4
+    for node in nodes:
+        found = batches_of(tmp_path / f"{node}.log")
+        assert {step for step, _ in found} == set(range(BATCHES))
+        assert all(expected[node][step] == each for step, each in found)
+    files = [path for path in (tmp_path / "cache").iterdir() if path.is_file() and "shard_" in path.name]
+    assert sum(path.stat().st_size for path in files) <= 2 * SHARD_BYTES

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader import DataUnavailableError, GenesisDataset, LoaderError, PlateauRule, StateMismatchError
+from loader.feed import Feed
 from tests.support.batches import digest, take
 from tests.support.token_store import TokenStore
 
@@ -130,25 +131,14 @@ def test_resuming_within_finite_passes(
     for _ in range(stop_in):
         take(dataset)
     assert take(dataset, stop_at) == passes[stop_in][:stop_at]
-    resumed = make_dataset(two_sources, **options)
-    resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    resumed = make_dataset(two_sources, **options, state=json.loads(json.dumps(dataset.state_dict())))
     # Also behind the last batch: the pass that was broken off ends, and the next one is the next one.
     assert take(resumed) == passes[stop_in][stop_at:]
     for later in range(stop_in + 1, 3):
         assert take(resumed) == passes[later]
 
 
-def test_a_state_behind_the_end_of_a_pass_begins_the_next(two_sources: TokenStore, make_dataset: Make) -> None:
-    dataset = make_dataset(two_sources, epochs=1)
-    first = take(dataset)
-    state = dataset.state_dict()
-    second = take(dataset)
-    resumed = make_dataset(two_sources, epochs=1)
-    resumed.load_state_dict(state)
-    assert take(resumed) == second != first
-
-
-def test_going_on_after_a_break_goes_on(six_shards: TokenStore, make_dataset: Make) -> None:
+def test_going_on_after_a_break_or_a_peek_goes_on(six_shards: TokenStore, make_dataset: Make) -> None:
     expected = take(make_dataset(six_shards), 30)
     dataset = make_dataset(six_shards)
     assert [*take(dataset, 7), *take(dataset, 0), *take(dataset, 1), *take(dataset, 22)] == expected
@@ -157,6 +147,14 @@ def test_going_on_after_a_break_goes_on(six_shards: TokenStore, make_dataset: Ma
     passes = [take(finite), take(finite)]
     again = make_dataset(six_shards, epochs=1)
     assert [take(again, len(passes[0])), take(again, len(passes[0]))] == passes
+    # next(iter(dataset)) to see the shapes does not spoil a state that is loaded afterwards.
+    dataset = make_dataset(six_shards)
+    expected = take(dataset, 30)
+    state = make_dataset(six_shards).state_dict(step=12)
+    other = make_dataset(six_shards)
+    next(iter(other))
+    other.load_state_dict(state)
+    assert take(other, 18) == expected[12:]
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 31, 32, 33, 100])
@@ -169,14 +167,21 @@ def test_a_state_of_a_step_is_the_state_at_that_step(six_shards: TokenStore, mak
     assert take(ahead, 3) == take(make_dataset(six_shards), 113)[110:]
 
 
-def test_a_state_of_a_step_in_a_later_pass(six_shards: TokenStore, make_dataset: Make) -> None:
+def test_a_state_of_a_step_in_a_later_pass_and_behind_its_end(
+    six_shards: TokenStore, make_dataset: Make, two_sources: TokenStore
+) -> None:
     options = {"epochs": 1, "batch_size": 7, "seq_len": 333, "count": 2}
     dataset = make_dataset(six_shards, **options)
     passes = [take(dataset) for _ in range(3)]
     length = len(passes[0])
-    resumed = make_dataset(six_shards, **options)
-    resumed.load_state_dict(dataset.state_dict(step=length + 1))
+    resumed = make_dataset(six_shards, **options, state=dataset.state_dict(step=length + 1))
     assert take(resumed) == passes[1][1:]
+    dataset = make_dataset(two_sources, epochs=1)
+    first = take(dataset)
+    state = dataset.state_dict()
+    second = take(dataset)
+    resumed = make_dataset(two_sources, epochs=1, state=state)
+    assert take(resumed) == second != first
 
 
 def test_loading_a_state_while_iterating(six_shards: TokenStore, make_dataset: Make) -> None:
@@ -203,7 +208,13 @@ def test_loading_a_state_while_iterating(six_shards: TokenStore, make_dataset: M
     assert take(iterator, len(expected) + 5) == expected[1:]
 
 
-def test_a_loss_after_loading_a_state_while_iterating(six_shards: TokenStore, make_dataset: Make) -> None:
+def test_losses_are_of_the_shard_and_of_the_state_that_was_loaded(six_shards: TokenStore, make_dataset: Make) -> None:
+    dataset = make_dataset(six_shards, seq_len=32, batch_size=31)  # 62 windows: two batches a shard.
+    states = []
+    for step, _ in enumerate(islice(dataset, 4)):
+        dataset.report_loss(float(step))
+        states.append(dataset.state_dict()["losses"])
+    assert states == [[0.0], [], [2.0], []]
     dataset = make_dataset(six_shards, plateau=QUICK)
     iterator = iter(dataset)
     state = dataset.state_dict()
@@ -212,28 +223,7 @@ def test_a_loss_after_loading_a_state_while_iterating(six_shards: TokenStore, ma
     for _ in range(4):
         next(iterator)
         dataset.report_loss(0.01)
-    assert dataset.rotations == (4,) or dataset.rotations == (3,)
-    assert all(rotation >= 3 for rotation in dataset.rotations)
-
-
-def test_a_peek_before_loading(six_shards: TokenStore, make_dataset: Make) -> None:
-    """next(iter(dataset)) to see the shapes does not spoil a state that is loaded afterwards."""
-    dataset = make_dataset(six_shards)
-    expected = take(dataset, 30)
-    state = make_dataset(six_shards).state_dict(step=12)
-    other = make_dataset(six_shards)
-    next(iter(other))
-    other.load_state_dict(state)
-    assert take(other, 18) == expected[12:]
-
-
-def test_the_loss_of_a_shards_last_batch_is_not_the_next_ones(six_shards: TokenStore, make_dataset: Make) -> None:
-    dataset = make_dataset(six_shards, seq_len=32, batch_size=31)  # 62 windows: two batches a shard.
-    states = []
-    for step, _ in enumerate(islice(dataset, 4)):
-        dataset.report_loss(float(step))
-        states.append(dataset.state_dict()["losses"])
-    assert states == [[0.0], [], [2.0], []]
+    assert dataset.rotations in {(3,), (4,)}
 
 
 @pytest.mark.parametrize("batch_size", [31, 33])
@@ -301,62 +291,35 @@ def test_a_state_made_with_other_options(
         dataset.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        {},
-        {"version": 2},
-        {"version": "1"},
-        {"epoch": 3, "model": {}},
-        {"_snapshot": {}, "_steps_since_snapshot": 0},
-        None,
-        [],
-        "state",
-        7,
-    ],
-)
-def test_what_is_no_state(six_shards: TokenStore, make_dataset: Make, foreign: Any) -> None:
+def test_what_is_no_state(six_shards: TokenStore, make_dataset: Make) -> None:
     dataset = make_dataset(six_shards)
-    with pytest.raises(StateMismatchError):
-        dataset.load_state_dict(foreign)
+    others: list[Any] = [{"epoch": 3, "model": {}}, {"_snapshot": {}, "_steps_since_snapshot": 0}, None, [], "state", 7]
+    for foreign in ({}, {"version": 2}, {"version": "1"}, *others):
+        with pytest.raises(StateMismatchError):
+            dataset.load_state_dict(foreign)
     assert dataset.state_dict()["step"] == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["step"], -1),
-        (["step"], 2.5),
-        (["step"], "9"),
-        (["step"], 2**63),
-        (["lanes"], []),
-        (["lanes", 0, "epoch"], -1),
-        (["lanes", 0, "window"], 6 * 31),
-        (["lanes", 0, "window"], -1),
-        (["lanes", 0, "total_shards"], 0),
-        (["lanes", 0, "total_shards"], 7),
-        (["lanes", 0, "total_shards"], 5),
-        (["lanes", 0, "next_total_shards"], 5),
-        (["lanes", 0, "next_total_shards"], 900),
-        (["lanes", 0, "next_total_shards"], 0),
-        (["lanes", 0, "shards_sha256"], "0" * 64),
-        (["lanes", 0, "pins"], []),
-        (["lanes", 0, "pins"], [[0, 5]]),
-        (["lanes", 0, "pins"], [[0, 2], [1, 6]]),
-        (["lanes", 0, "pins"], [[0, 6], [0, 6]]),
-        (["lanes", 0, "pins"], [[0, 6, 1]]),
-        (["lanes", 0, "pins"], [[-1, 6]]),
-        (["rotations"], [-3]),
-        (["rotations"], "all"),
-        (["losses"], [None]),
-        (["losses"], {"a": 1}),
-        (["identity", "seq_len"], None),
-        (["worker"], {"id": 0}),
-        (["surplus"], 1),
-    ],
-)
+DAMAGED: dict[tuple[str | int, ...], list[object]] = {
+    ("step",): [-1, 2.5, "9", 2**63],
+    ("lanes",): [[]],
+    ("lanes", 0, "epoch"): [-1],
+    ("lanes", 0, "window"): [6 * 31, -1],
+    ("lanes", 0, "total_shards"): [0, 7, 5],
+    ("lanes", 0, "next_total_shards"): [5, 900, 0],
+    ("lanes", 0, "shards_sha256"): ["0" * 64],
+    ("lanes", 0, "pins"): [[], [[0, 5]], [[0, 2], [1, 6]], [[0, 6], [0, 6]], [[0, 6, 1]], [[-1, 6]]],
+    ("rotations",): [[-3], "all"],
+    ("losses",): [[None], {"a": 1}],
+    ("identity", "seq_len"): [None],
+    ("worker",): [{"id": 0}],
+    ("surplus",): [1],
+}
+
+
+@pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in DAMAGED.items() for value in values])
 def test_a_damaged_state(
-    six_shards: TokenStore, make_dataset: Make, state: dict[str, Any], path: list[Any], value: object
+    six_shards: TokenStore, make_dataset: Make, state: dict[str, Any], path: tuple[str | int, ...], value: object
 ) -> None:
     damaged = copy.deepcopy(state)
     at: Any = damaged
@@ -407,7 +370,6 @@ def test_a_state_of_another_store_or_one_that_has_shrunk(
 def test_an_error_leaves_the_stream_at_the_batch_that_failed(tmp_path: Path, make_dataset: Make) -> None:
     store = TokenStore.of(tmp_path / "store", 6)
     options = {"cache_dir": tmp_path / "cache", "timeout_s": 1.0, "batch_size": 5}
-    expected = take(make_dataset(store, cache_dir=tmp_path / "other"), 0)
     expected = take(make_dataset(store, **{**options, "cache_dir": tmp_path / "other"}), 40)
     dataset = make_dataset(store, **options)
     found = take(dataset, 1)
@@ -426,16 +388,13 @@ def test_an_error_leaves_the_stream_at_the_batch_that_failed(tmp_path: Path, mak
     (tmp_path / "gone").rename(tmp_path / "store")
     rest = take(dataset, 40 - len(found))
     assert [*found, *rest] == expected
-    resumed = make_dataset(store, **options)
-    resumed.load_state_dict(state)
+    resumed = make_dataset(store, **options, state=state)
     assert take(resumed, len(rest)) == rest
 
 
-def test_an_interrupt_leaves_the_stream_at_the_batch_that_was_awaited(
-    six_shards: TokenStore, make_dataset: Make, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_or_a_removed_cache_is_no_loss(
+    six_shards: TokenStore, make_dataset: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from loader.feed import Feed
-
     expected = take(make_dataset(six_shards), 10)
     dataset = make_dataset(six_shards)
     take(dataset, 4)
@@ -449,9 +408,6 @@ def test_an_interrupt_leaves_the_stream_at_the_batch_that_was_awaited(
             next(iter(dataset))
     assert dataset.state_dict()["step"] == 4
     assert take(dataset, 6) == expected[4:]
-
-
-def test_a_removed_cache_is_no_loss(tmp_path: Path, make_dataset: Make, six_shards: TokenStore) -> None:
     expected = take(make_dataset(six_shards), 60)
     dataset = make_dataset(six_shards, cache_dir=tmp_path / "cache")
     found = take(dataset, 20)

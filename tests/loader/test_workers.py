@@ -1,16 +1,18 @@
-"""torch's DataLoader with any number of workers gives the batches that direct iteration gives, in that order."""
+"""torch's DataLoader with any number of workers gives the batches of direct iteration; and what its processes share."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-import logging
 import multiprocessing
+import multiprocessing.context
+import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from loader import GenesisDataset, LoaderUsageError, PlateauRule
+from loader import GenesisDataset, LoaderError, LoaderUsageError, PlateauRule
+from loader.shared_stream import WorkerBoard
 from tests.support.batches import digest, take
 from tests.support.token_store import TokenStore
 
@@ -69,26 +72,6 @@ def test_pass_after_pass(six_shards: TokenStore, make_dataset: Make, count: int,
         assert found == expected
 
 
-def test_each_window_once_across_workers(tmp_path: Path, make_dataset: Make) -> None:
-    store = TokenStore(tmp_path / "store")
-    for shard in range(3):
-        store.add(torch.arange(2_000).numpy() % 900 + 10 + shard)
-    store.publish()
-    dataset = make_dataset(store, seq_len=50, batch_size=4, epochs=1)
-    rows = torch.cat([batch["input_ids"] for batch in workers(dataset, 4)])
-    assert len(rows) == 3 * 39
-    assert len({row.numpy().tobytes() for row in rows}) == len(
-        {store_row.tobytes() for shard in range(3) for store_row in windows_of(shard)}
-    )
-    expected = sorted(row.tobytes() for shard in range(3) for row in windows_of(shard))
-    assert sorted(row.numpy().tobytes() for row in rows) == expected
-
-
-def windows_of(shard: int) -> list[Any]:
-    ids = torch.arange(2_000).numpy() % 900 + 10 + shard
-    return [ids[50 * window : 50 * window + 50] for window in range(39)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_rotations_are_those_of_one_process(six_shards: TokenStore, make_dataset: Make, count: int) -> None:
@@ -128,8 +111,7 @@ def test_a_state_of_a_step_resumes_with_another_number_of_workers(
     assert state["step"] == 37
     expected = [digest(dataset.replay("node-a", step, rotations=dataset.rotations)) for step in range(60)]
     assert found == expected[:37]
-    resumed = make_dataset(six_shards, **options)
-    resumed.load_state_dict(state)
+    resumed = make_dataset(six_shards, **options, state=state)
     assert take(workers(resumed, after), 23) == expected[37:]
 
 
@@ -158,27 +140,6 @@ def test_a_pass_that_is_broken_off_begins_again(six_shards: TokenStore, make_dat
     assert take(loader, 10) == expected[:10]
     dataset.load_state_dict(dataset.state_dict(step=10))
     assert take(loader, 10) == expected[10:20]
-
-
-@pytest.mark.slow
-def test_it_is_said_once_that_batches_come_again(six_shards: TokenStore, make_dataset: Make, tmp_path: Path) -> None:
-    dataset = make_dataset(six_shards)
-    loader = workers(dataset, 2)
-    log = logging.FileHandler(tmp_path / "log")  # Workers write to it too.
-    logging.getLogger("loader.shared_stream").addHandler(log)
-    try:
-        take(loader, 5)
-        assert (tmp_path / "log").read_text() == ""
-        take(loader, 5)
-        said = (tmp_path / "log").read_text()
-        assert said.count("\n") == 1
-        assert "batches from step 0 come again; to go on call load_state_dict(state_dict(step=N))" in said
-        dataset.load_state_dict(dataset.state_dict(step=5))
-        take(loader, 5)
-        assert (tmp_path / "log").read_text() == said
-    finally:
-        logging.getLogger("loader.shared_stream").removeHandler(log)
-        log.close()
 
 
 def test_a_copy_does_not_move_this_stream(six_shards: TokenStore, make_dataset: Make) -> None:
@@ -246,8 +207,7 @@ def test_a_rotation_that_no_worker_has_reached_is_in_the_datasets_state(
     assert dataset.rotations[0] > taken
     state = json.loads(json.dumps(dataset.state_dict(step=taken)))
     expected = take(iterator, 12)
-    resumed = make_dataset(six_shards, **options)
-    resumed.load_state_dict(state)
+    resumed = make_dataset(six_shards, **options, state=state)
     assert take(workers(resumed, 2), 12) == expected
 
 
@@ -295,11 +255,11 @@ def test_a_dataset_that_was_pickled_outlives_its_process(six_shards: TokenStore,
     assert take(workers(dataset, 2), 6) == expected[6:]
 
 
-"""Ten windows a pass."""
-
-
-def stateful(dataset: GenesisDataset, workers: int, **options: Any) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, timeout=60 if workers else 0, **options)
+def stateful(dataset: GenesisDataset, workers: int, state: Any = None) -> StatefulDataLoader[Any]:
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=workers, timeout=60 if workers else 0)
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
@@ -308,12 +268,10 @@ def test_going_on_behind_k_batches(six_shards: TokenStore, make_dataset: Make, w
     expected = take(make_dataset(six_shards), k + 12)
     loader = stateful(make_dataset(six_shards), workers)
     assert take(loader, k) == expected[:k]
-    state = copy.deepcopy(loader.state_dict())
-    resumed = stateful(make_dataset(six_shards), workers)
-    resumed.load_state_dict(state)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    resumed = stateful(make_dataset(six_shards), workers, state=state)
     assert take(resumed, 6) == expected[k : k + 6]
-    again = stateful(make_dataset(six_shards), workers)
-    again.load_state_dict(resumed.state_dict())
+    again = stateful(make_dataset(six_shards), workers, state=resumed.state_dict())
     assert take(again, 6) == expected[k + 6 :]
 
 
@@ -331,14 +289,12 @@ def test_finite_passes(six_shards: TokenStore, make_dataset: Make, workers: int,
         iterator = iter(begun)
         assert take(iterator, k) == expected[0][:k]
         state = copy.deepcopy(begun.state_dict())
-        resumed = stateful(make_dataset(six_shards, **options), workers)
-        resumed.load_state_dict(state)
+        resumed = stateful(make_dataset(six_shards, **options), workers, state=state)
         torch.manual_seed(3)
         assert take(resumed) == expected[0][k:]
         assert take(resumed) == expected[1]
     finished = copy.deepcopy(loader.state_dict())
-    resumed = stateful(make_dataset(six_shards, **options), workers)
-    resumed.load_state_dict(finished)
+    resumed = stateful(make_dataset(six_shards, **options), workers, state=finished)
     assert take(resumed) == expected[1]
     assert take(resumed) == expected[2]
     assert [take(loader), take(loader)] == expected[1:]
@@ -363,8 +319,7 @@ def test_rotations_survive(six_shards: TokenStore, make_dataset: Make, workers: 
     state, before = copy.deepcopy(loader.state_dict()), dataset.rotations
     assert before
     resumed = make_dataset(six_shards, **options)
-    loader = stateful(resumed, workers)
-    loader.load_state_dict(state)
+    loader = stateful(resumed, workers, state=state)
     found += train(resumed, loader, 44, 100)
     rotations = resumed.rotations
     assert len(rotations) > len(before) - 1
@@ -374,21 +329,142 @@ def test_rotations_survive(six_shards: TokenStore, make_dataset: Make, workers: 
     assert found == expected
 
 
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerBoard:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return WorkerBoard()
+
+
+def test_a_worker_is_told_what_is_new_and_one_of_before_the_move_everything(board: WorkerBoard) -> None:
+    board.reset(10, (3, 7))
+    assert board.announce(10, 0) == (3, 7)
+    assert board.announce(11, 2) == ()
+    assert board.rotate() == 12
+    assert board.announce(12, 2) == (12,)
+    # What another worker knows from a state comes behind, whatever its step.
+    board.merge((3, 5, 12))
+    assert board.announce(13, 3) == (5,)
+    assert board.rotations() == (3, 7, 12, 5)
+    board.reset(10, (3, 7, 9))
+    theirs = _spawned_copy(board)
+    board.reset(4, (3,))
+    assert theirs.announce(14, 3) == (3,)
+    assert board.announce(14, 1) == ()
+
+
+def _spawned_copy(board: WorkerBoard) -> WorkerBoard:
+    """As a worker has it."""
+    multiprocessing.context.set_spawning_popen(object())
+    try:
+        return pickle.loads(pickle.dumps(board))
+    finally:
+        multiprocessing.context.set_spawning_popen(None)
+
+
+def test_threads_do_not_lose_each_others_rotations(board: WorkerBoard) -> None:
+    def rotate() -> None:
+        for _ in range(100):
+            board.rotate()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=rotate) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(board.rotations()) == 400
+
+
+@pytest.fixture
+def holder(board: WorkerBoard, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the board locked, as one that was stopped has."""
+    board.reset(0, ())
+    [path] = tmp_path.glob("genesis-workers-*")
+    program = (
+        "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+
+
+def test_a_board_that_stays_locked_is_an_error_that_names_the_holder(
+    board: WorkerBoard, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loader.shared_stream._LOCK_TIMEOUT_S", 0.1)
+    with pytest.raises(LoaderError, match=f"locked by (process {holder.pid}|another process);"):
+        board.look()
+    waiting = threading.Thread(target=_swallow, args=(board,))
+    waiting.start()
+    with pytest.raises(LoaderError, match="to be free within"):
+        board.look()
+    waiting.join()
+    holder.communicate("")
+    assert board.look().furthest == -1
+
+
+def _swallow(board: WorkerBoard) -> None:
+    with pytest.raises(LoaderError):
+        board.look()
+
+
+def test_a_fork_while_a_thread_waits_with_the_lock(board: WorkerBoard, holder: subprocess.Popen[str]) -> None:
+    """The child has the threads' lock, but not the thread that would give it back."""
+    began = threading.Event()
+
+    def wait() -> None:
+        began.set()
+        board.look()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    began.wait()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            board.look()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    holder.communicate("")
+    thread.join()
+
+
 @pytest.mark.slow
-def test_another_process(six_shards: TokenStore, make_dataset: Make, shared_cache: Path, tmp_path: Path) -> None:
-    expected = take(make_dataset(six_shards), 20)
-    loader = stateful(make_dataset(six_shards), 2)
-    take(loader, 9)
-    (tmp_path / "state").write_bytes(pickle.dumps(loader.state_dict()))
-    program = f"""
-import pickle, pathlib
-from torchdata.stateful_dataloader import StatefulDataLoader
-from loader import GenesisDataset
-from tests.support.batches import take
-dataset = GenesisDataset({six_shards.url!r}, "node-a", seq_len=64, batch_size=4, cache_dir={str(shared_cache)!r})
-loader = StatefulDataLoader(dataset, batch_size=None, num_workers=2)
-loader.load_state_dict(pickle.loads(pathlib.Path({str(tmp_path / "state")!r}).read_bytes()))
-print(*take(loader, 11))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
-    assert done.stdout.split() == expected[9:]
+def test_no_file_is_left(tmp_path: Path) -> None:
+    program = (
+        "import os, pickle; from loader.shared_stream import WorkerBoard\n"
+        "board = WorkerBoard(); board.look(); other = pickle.loads(pickle.dumps(board)); other.reset(3, (1,))\n"
+        "print(len(os.listdir(os.environ['TMPDIR'])))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60, capture_output=True)
+    assert done.stdout == b"2\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pass_that_begins_again_is_told_once(board: WorkerBoard, caplog: pytest.LogCaptureFixture) -> None:
+    for worker in (0, 1):
+        assert board.join_pass(worker, 77, 30, resumed=False) == 30
+    again = _spawned_copy(board), _spawned_copy(board)
+    assert [each.join_pass(worker, 78, 30, resumed=False) for worker, each in enumerate(again)] == [30, 30]
+    assert not caplog.records  # Nothing had been made of that pass.
+    again[0].announce(30, 0)
+    third = _spawned_copy(board), _spawned_copy(board)
+    assert [each.join_pass(worker, 79, 30, resumed=False) for worker, each in enumerate(third)] == [30, 30]
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "batches from step 30 come again; to go on call load_state_dict(state_dict(step=N))" in record.message
+    third[0].announce(30, 0)
+    third[0].end_pass(31)
+    fourth = _spawned_copy(board)
+    assert fourth.join_pass(0, 80, 30, resumed=False) == 31
+    assert len(caplog.records) == 1

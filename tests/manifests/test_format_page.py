@@ -69,16 +69,16 @@ def test_the_example_is_what_the_code_makes() -> None:
     assert PEM.decode() in PAGE
 
 
-def test_the_example_is_true() -> None:
+def test_the_example_is_true_and_a_sound_store(folder: Path) -> None:
     tokenizer = NeuroTokenizer.from_bytes(example_files()[TOKENIZER_KEY])
     ids = [number for text in DOCUMENTS for number in [*tokenizer.encode(text).tolist(), 2]]
     assert tuple(ids) == IDS + LEFTOVER
-
-
-def test_the_example_is_a_sound_store(folder: Path) -> None:
     report = verify_store(FolderStore(folder), public_key=EXAMPLE_KEY.public_key())
     assert report.ok, report.problems
     assert report.notes == ()
+    files = example_files()
+    manifest = Manifest.from_json(files[MANIFEST_KEY]).model_copy(update={"signature": None})
+    assert Checkpoints.from_json(files[CHECKPOINTS_KEY]).manifest == manifest
 
 
 def programs() -> dict[str, Callable[..., Any]]:
@@ -88,11 +88,8 @@ def programs() -> dict[str, Callable[..., Any]]:
     return namespace
 
 
-def test_the_pages_reader_reads_a_shard(folder: Path) -> None:
+def test_the_pages_readers_read_a_shard_and_a_packed_one(folder: Path) -> None:
     assert tuple(programs()["read_shard"](str(folder / shard_key(0)))) == IDS
-
-
-def test_the_pages_reader_reads_a_packed_shard() -> None:
     read = programs()["read_packed"]
     assert tuple(read(example_files()[packed_key(0)], len(IDS), 270)) == IDS
     ids = np.random.default_rng(1).integers(0, 70_000, 5_000)
@@ -121,13 +118,10 @@ def test_the_pages_verifier_verifies(folder: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"archive", b"Archive"))
     with pytest.raises(ValueError, match=r"shard_0\.pt"):
         verify(folder, PEM)
-
-
-def test_the_pages_verifier_refuses_a_changed_manifest(folder: Path) -> None:
     path = folder / MANIFEST_KEY
     path.write_bytes(path.read_bytes().replace(b'"sequence":3', b'"sequence":4'))
     with pytest.raises(InvalidSignature):
-        programs()["verify_store"](folder, PEM)
+        verify(folder, PEM)
 
 
 MANIFEST_PARTS = [Manifest, SourceTotals, TokenizerRef, SegmentRef, Signature]
@@ -144,9 +138,3 @@ def test_every_field_is_described(model: type[Any]) -> None:
 def test_every_field_of_the_packed_form_is_described_as_such() -> None:
     for name in PackedEntry.model_fields:
         assert f"| `shards[].packed.{name}` |" in PAGE
-
-
-def test_the_checkpoint_stands_for_the_manifest() -> None:
-    files = example_files()
-    manifest = Manifest.from_json(files[MANIFEST_KEY]).model_copy(update={"signature": None})
-    assert Checkpoints.from_json(files[CHECKPOINTS_KEY]).manifest == manifest

@@ -13,15 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests import (
-    ShardFormatError,
-    ShardImage,
-    encode_shard,
-    max_packed_bytes,
-    pack_ids,
-    packed_dtype,
-    unpack_ids,
-)
+from manifests import ShardFormatError, ShardImage, encode_shard, max_packed_bytes, pack_ids, packed_dtype, unpack_ids
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = st.integers(1, 300) | st.integers(1, 70_000)
@@ -91,30 +83,24 @@ def test_the_zstd_command_expands_it(tmp_path: Path) -> None:
     assert done.stdout == CONTENT
 
 
-def test_it_expands_to_the_very_shard() -> None:
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint16, np.dtype(">i4")])
+def test_any_integer_type_gives_the_same_file_which_expands_to_the_very_shard(dtype: type) -> None:
+    assert pack_ids(SOUND_IDS.astype(dtype), 32_000) == SOUND
+    assert pack_ids(np.repeat(SOUND_IDS, 3).astype(dtype)[::3], 32_000) == SOUND
     image = ShardImage.empty(COUNT)
     unpack_ids(memoryview(SOUND), image.ids, 32_000)
     image.seal()
     assert image.buffer == encode_shard(SOUND_IDS)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint16, np.dtype(">i4")])
-def test_any_integer_type_gives_the_same_file(dtype: type) -> None:
-    assert pack_ids(SOUND_IDS.astype(dtype), 32_000) == SOUND
-    assert pack_ids(np.repeat(SOUND_IDS, 3).astype(dtype)[::3], 32_000) == SOUND
-
-
-def test_the_width_changes_behind_65536_ids() -> None:
+def test_the_width_changes_behind_65536_ids_and_some_ids_have_no_packed_form() -> None:
     assert packed_dtype(65_536) == np.dtype("<u2")
     assert packed_dtype(65_537) == np.dtype("<u4")
     assert max_packed_bytes(2_500_000, 65_536) == 5_019_531
     assert max_packed_bytes(2_500_000, 65_537) == 10_039_062
-
-
-@pytest.mark.parametrize("ids", [[], [-1], [32_000], [5, 2**40], [[1, 2]]])
-def test_ids_that_have_no_packed_form(ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="to pack"):
-        pack_ids(np.array(ids, dtype=np.int64), 32_000)
+    for ids in ([], [-1], [32_000], [5, 2**40], [[1, 2]]):
+        with pytest.raises(ValueError, match="to pack"):
+            pack_ids(np.array(ids, dtype=np.int64), 32_000)
 
 
 def streamed(content: bytes, window_log: int) -> bytes:
@@ -162,10 +148,16 @@ HOSTILE = {
 }
 
 
-def test_the_tests_own_headers_are_sound() -> None:
-    """Else the frames above would be refused for another reason."""
+def test_other_writers_frames_are_read_but_none_that_needs_a_dictionary() -> None:
+    # Else the frames above would be refused for another reason.
     assert np.array_equal(unpacked(relabelled(SOUND)), SOUND_IDS)
     assert np.array_equal(unpacked(relabelled(SOUND, window_byte=0x19)), SOUND_IDS)
+    for data in (frame(CONTENT, write_checksum=True), streamed(CONTENT, 10), streamed(CONTENT, 13), frame(CONTENT)):
+        assert np.array_equal(unpacked(data), SOUND_IDS)
+    samples = [np.random.default_rng(seed).integers(0, 50, 300).astype("<u2").tobytes() for seed in range(200)]
+    dictionary = zstandard.train_dictionary(2000, samples)
+    with pytest.raises(ShardFormatError, match="without a dictionary"):
+        unpacked(zstandard.ZstdCompressor(dict_data=dictionary).compress(CONTENT))
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -191,18 +183,6 @@ def test_hostile_files_are_refused(what: str) -> None:
 def test_a_refusal_says_why(what: str, message: str) -> None:
     with pytest.raises(ShardFormatError, match=message):
         unpacked(HOSTILE[what])
-
-
-def test_a_frame_that_needs_a_dictionary_is_refused() -> None:
-    samples = [np.random.default_rng(seed).integers(0, 50, 300).astype("<u2").tobytes() for seed in range(200)]
-    dictionary = zstandard.train_dictionary(2000, samples)
-    with pytest.raises(ShardFormatError, match="without a dictionary"):
-        unpacked(zstandard.ZstdCompressor(dict_data=dictionary).compress(CONTENT))
-
-
-def test_other_writers_frames_are_read() -> None:
-    for data in (frame(CONTENT, write_checksum=True), streamed(CONTENT, 10), streamed(CONTENT, 13), frame(CONTENT)):
-        assert np.array_equal(unpacked(data), SOUND_IDS)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_any_integer_type_gives_the_same_file(dtype: type) -> None:
     assert encode_shard(ids.astype(dtype)) == encode_shard(ids)
 
 
-def test_torch_reads_it_without_unpickling(tmp_path: Path) -> None:
+def test_torch_and_zip_read_it(tmp_path: Path) -> None:
     ids = np.arange(5_000)
     (tmp_path / "shard_0.pt").write_bytes(encode_shard(ids))
     tensor = torch.load(tmp_path / "shard_0.pt", weights_only=True)
@@ -80,9 +80,6 @@ def test_torch_reads_it_without_unpickling(tmp_path: Path) -> None:
     assert torch.equal(tensor, torch.from_numpy(ids))
     mapped = torch.load(tmp_path / "shard_0.pt", weights_only=True, mmap=True)
     assert torch.equal(mapped, tensor)
-
-
-def test_it_is_a_sound_zip_file() -> None:
     with zipfile.ZipFile(io.BytesIO(encode_shard(np.arange(1000)))) as archive:
         assert archive.testzip() is None
         assert len(archive.namelist()) == 7
@@ -108,15 +105,6 @@ def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:
         decode_shard(body, expected_tokens=length)
     with pytest.raises(ShardFormatError):
         decode_shard(body)
-
-
-def test_every_changed_byte_of_a_shard_is_refused() -> None:
-    sound = bytes(encode_shard(np.arange(20)))
-    for position in range(len(sound)):
-        body = bytearray(sound)
-        body[position] ^= 0x01
-        with pytest.raises(ShardFormatError):
-            decode_shard(body)
 
 
 @settings(deadline=None)
@@ -158,12 +146,14 @@ def test_a_view_may_be_written_to_exactly_if_its_buffer_may(tmp_path: Path) -> N
     assert torch.from_numpy(ids)[7] == 1
 
 
-def test_a_view_refuses_every_changed_byte_but_the_ids_and_their_crc() -> None:
+def test_every_changed_byte_is_refused_but_by_a_view_those_of_ids_and_their_crc() -> None:
     sound, length = bytes(encode_shard(np.arange(20))), 20
     behind = SHARD_DATA_OFFSET + 8 * length
     for position in range(len(sound)):
         body = bytearray(sound)
         body[position] ^= 0x01
+        with pytest.raises(ShardFormatError):
+            decode_shard(body)
         if SHARD_DATA_OFFSET <= position < behind:
             assert view_shard(body, length)[(position - SHARD_DATA_OFFSET) // 8] != (position - SHARD_DATA_OFFSET) // 8
         else:
@@ -180,18 +170,13 @@ def test_a_view_of_another_length_is_refused(length: int) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=4000), st.integers(1, 300))
-def test_a_view_of_any_other_bytes_is_refused(data: bytes, length: int) -> None:
+def test_any_other_bytes_are_refused(data: bytes, length: int) -> None:
+    with pytest.raises(ShardFormatError):
+        decode_shard(data)
     with pytest.raises(ShardFormatError):
         view_shard(data, length)
     with pytest.raises(ShardFormatError):
         view_shard(data.ljust(shard_file_bytes(length), b"P")[: shard_file_bytes(length)], length)
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=4000))
-def test_any_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ShardFormatError):
-        decode_shard(data)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +209,10 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("length", [0, -1, 2**28])
-def test_lengths_that_have_no_form(length: int) -> None:
-    with pytest.raises(ValueError, match="ids in a shard"):
-        ShardImage.empty(length)
-
-
-def test_golden_digests() -> None:
+def test_golden_digests_and_lengths_that_have_no_form() -> None:
+    for length in (0, -1, 2**28):
+        with pytest.raises(ValueError, match="ids in a shard"):
+            ShardImage.empty(length)
     full = encode_shard(np.arange(2_500_000))
     assert len(full) == shard_file_bytes(2_500_000) == 20_001_577
     assert sha256_hex(full) == GOLDEN_FULL

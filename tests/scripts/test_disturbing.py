@@ -1,11 +1,16 @@
-"""The schedule by which a swarm is disturbed, how it is carried out, and the curve it is judged by."""
+"""How a swarm is disturbed and judged; and each part of bench_swarm.py runs at the least size."""
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +18,8 @@ from hypothesis import strategies as st
 
 from scripts.swarm_bench.disturbing import KINDS, SLOWED, Disturbance, Disturber, is_at_work, schedule
 from scripts.swarm_bench.losses import LossCurve, curve_of
+from scripts.trainer_bench.network import can_make_networks
+from tests.support.text_store import text_store
 from trainer.monitor import Event
 
 TICK_S = 0.01
@@ -98,15 +105,12 @@ def test_what_nobody_could_bear_is_put_off() -> None:
     assert disturber.is_over
 
 
-def test_who_is_at_work_says_so_and_not_that_it_lost_touch_since() -> None:
+def test_who_is_at_work_and_the_curve_of_losses() -> None:
     serves, lost = "INFO head.0.40 serves version 3 at x\n", "WARNING lost touch with the other workers of head\n"
     assert not is_at_work("INFO node answers\n")
     assert is_at_work(serves)
     assert not is_at_work(serves + lost)
     assert is_at_work(serves + lost + serves)
-
-
-def test_losses_of_drivers_are_one_curve_by_time() -> None:
     begun = datetime(2026, 1, 1, tzinfo=UTC)
     events = [
         Event(begun + timedelta(seconds=at_s), "driver", "step", {"loss": loss, "num_tokens": tokens})
@@ -118,3 +122,64 @@ def test_losses_of_drivers_are_one_curve_by_time() -> None:
     assert curve.parts(20, 1) == [4.0]
     with pytest.raises(ValueError, match="steps in each"):
         LossCurve([100], [1.0]).parts(100, 2)
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SMALL = ("--pipeline-preset", "tiny", "--pipeline-seq-len", "32", "--micro-batch", "2", "--micro-batches", "3")
+
+
+def reported(part: str, *options: str, timeout_s: float) -> dict[str, Any]:
+    """What one part says in JSON."""
+    command = [sys.executable, str(_ROOT / "scripts" / "bench_swarm.py"), part, "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)[part]
+    return found
+
+
+@pytest.mark.slow
+def test_churn() -> None:
+    rows = reported("churn", "--churn-seeds", "1", "--churn-s", "30", "--churn-live-s", "0", timeout_s=60)["rows"]
+    assert all(row["ours_over_swarm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_an_unknown_part_is_named() -> None:
+    command = [sys.executable, str(_ROOT / "scripts" / "bench_swarm.py"), "speed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "unknown part 'speed'; known are call, pipeline" in done.stderr
+
+
+@pytest.mark.slow
+def test_call() -> None:
+    rows = reported("call", "--call-mb", "1", "--call-turns", "1", "--call-turn-mb", "8", timeout_s=110)["rows"]
+    assert [row["in_flight"] for row in rows] == [1, 4]
+    for row in rows:
+        assert list(row["contestants"]) == [
+            "ours, TLS",
+            "ours, plain",
+            "gRPC alone, TLS",
+            "gRPC alone, plain",
+            "hivemind",
+        ]
+        assert all(each["mb_s"] > 0 for each in row["contestants"].values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_pipeline() -> None:
+    options = (*_SMALL, "--pipeline-s", "1", "--store", str(text_store()))
+    rows = reported("pipeline", *options, timeout_s=380)["rows"]
+    assert {"one process", "gloo, GPipe", "gloo, 1F1B", "ours, hub", "ours, chain"} <= rows.keys()
+    assert all(5 < row["loss"] < 8 for row in rows.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(can_make_networks()), reason=can_make_networks() or "there are networks")
+def test_links() -> None:
+    options = ("--links-mbit", "40", "--links-s", "1", "--links-seq-len", "32", "--links-micro-batch", "2")
+    (row,) = reported("links", *options, "--store", str(text_store()), timeout_s=380)["rows"]
+    assert row["ratio"] > 2
+    assert row["fp32"]["bytes_per_token"] > 4 * 128 * 4  # Four times an activation or gradient of tiny.

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "genesis_ctl.sh"
@@ -65,10 +66,7 @@ class Control:
         """Starts a source and waits until the stand-in is at work."""
         started = self("start", source, *(["--", *options] if options else []))
         assert started.returncode == 0, started.stderr
-        deadline = time.monotonic() + 30
-        while "called: populate" not in self.log(source):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: "called: populate" in self.log(source))
 
     def log(self, source: str) -> str:
         return (self.logs / f"genesis_{source}.log").read_text()
@@ -91,13 +89,6 @@ def started_at(pid: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while started_at(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def control(tmp_path: Path) -> Iterator[Control]:
     control = Control(tmp_path, STAND_IN)
@@ -109,29 +100,17 @@ def control(tmp_path: Path) -> Iterator[Control]:
 def test_start_status_stop(control: Control) -> None:
     control.start("alpha", "--store", "a folder")
     assert "called: populate --source alpha --store a folder" in control.log("alpha")
-    os.kill(control.pid("alpha"), 0)
+    pid = control.pid("alpha")
+    assert os.getsid(pid) == pid != os.getsid(0), "it survives the terminal that started it"
+    second = control("start", "alpha")
+    assert second.returncode == 1
+    assert str(pid) in second.stderr
+    assert control.pid("alpha") == pid
     assert control("status", "alpha").returncode == 0
     stopped = control("stop", "alpha")
     assert (stopped.returncode, stopped.stdout) == (0, "alpha has stopped\n")
     assert "stopping" in control.log("alpha")
     assert control("status", "alpha").returncode == 3
-
-
-@pytest.mark.slow
-def test_the_populator_survives_the_terminal_that_started_it(control: Control) -> None:
-    control.start("alpha")
-    pid = control.pid("alpha")
-    assert os.getsid(pid) == pid != os.getsid(0)
-
-
-@pytest.mark.slow
-def test_a_second_start_is_refused_and_names_the_first(control: Control) -> None:
-    control.start("alpha")
-    first = control.pid("alpha")
-    second = control("start", "alpha")
-    assert second.returncode == 1
-    assert str(first) in second.stderr
-    assert control.pid("alpha") == first
 
 
 @pytest.mark.slow
@@ -149,7 +128,7 @@ def test_of_many_starts_at_once_one_goes_on(control: Control) -> None:
 def test_a_stale_pid_file_is_detected(control: Control) -> None:
     control.start("alpha")
     os.kill(control.pid("alpha"), signal.SIGKILL)
-    wait_until_gone(control.pid("alpha"))
+    wait_until(lambda: started_at(control.pid("alpha")) is None)
     status = control("status", "alpha")
     assert status.returncode == 3
     assert "gone" in status.stdout
@@ -166,21 +145,18 @@ def test_a_pid_that_another_program_was_given_is_left_alone(control: Control) ->
     assert control("start", "alpha").returncode == 0
 
 
-@pytest.mark.parametrize("content", ["", "17", "17\n", "word\nword\n", "\0\n"])
-def test_a_damaged_pid_file_means_not_running(control: Control, content: str) -> None:
+def test_a_damaged_pid_file_means_not_running(control: Control) -> None:
     control.logs.mkdir()
-    (control.logs / "genesis_alpha.pid").write_text(content)
-    assert control("status", "alpha").returncode == 3
+    for content in ("", "17", "17\n", "word\nword\n", "\0\n"):
+        (control.logs / "genesis_alpha.pid").write_text(content)
+        assert control("status", "alpha").returncode == 3
 
 
-def test_a_run_that_fails_at_once_is_told(control: Control) -> None:
+def test_a_run_that_fails_or_has_nothing_to_do_is_told(control: Control) -> None:
     failed = control("start", "alpha", "--", "--fails")
     assert failed.returncode == 1
     assert "no such store" in failed.stderr
     assert not list(control.logs.glob("*.pid"))
-
-
-def test_a_run_that_has_nothing_to_do_is_no_failure(control: Control) -> None:
     finished = control("start", "alpha", "--", "--finished")
     assert finished.returncode == 0
     assert "ended already" in finished.stdout
@@ -222,22 +198,10 @@ def test_logs_prints_the_end_and_follows(control: Control) -> None:
         follower.terminate()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "dance",
-        "start",
-        "start ../x",
-        "start Alpha",
-        "start alpha --store x",
-        "stop",
-        "stop alpha beta",
-        "status a/b",
-    ],
-)
-def test_a_wrong_command_line_does_nothing(control: Control, line: str) -> None:
-    assert control(*line.split()).returncode == 2
+def test_a_wrong_command_line_does_nothing(control: Control) -> None:
+    lines = ("", "dance", "start", "start ../x", "start Alpha", "start alpha --store x", "stop", "stop alpha beta")
+    for line in (*lines, "status a/b"):
+        assert control(*line.split()).returncode == 2
     assert not control.logs.exists()
 
 
@@ -252,8 +216,7 @@ def test_the_real_populate_is_stopped_cleanly_and_goes_on(tmp_path: Path) -> Non
         stopped = control("stop", "python-docs")
         assert stopped.returncode == 0, stopped.stderr
         control("start", "python-docs", "--", *options, "--max-shards", "9")
-        while control("status", "python-docs").returncode == 0:
-            time.sleep(0.2)
+        wait_until(lambda: control("status", "python-docs").returncode)
     finally:
         kill_all(control)
     assert "Traceback" not in control.log("python-docs")

@@ -23,7 +23,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from loader.cache import CachedFile, ShardCache
 from loader.errors import CorruptObjectError
@@ -33,19 +32,9 @@ __all__ = ["CacheActor", "Opened", "check", "content", "name_of", "produced_by"]
 SIZE_BYTES = 40_000
 ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_S = 60
-_CALLS = frozenset(
-    {
-        "open",
-        "os.mkdir",
-        "os.truncate",
-        "os.scandir",
-        "os.remove",
-        "os.rename",
-        "os.utime",
-        "fcntl.flock",
-        "mmap.__new__",
-    }
-)
+_CALLS = {"open", "fcntl.flock", "mmap.__new__"} | {
+    f"os.{call}" for call in ("mkdir", "truncate", "scandir", "remove", "rename", "utime")
+}
 """Audit events of Python: places to die."""
 
 
@@ -83,30 +72,24 @@ class CacheActor:
     """The handle of such a process."""
 
     def __init__(self, folder: Path, log: Path, *, max_bytes: int, wait_timeout_s: float = 30.0) -> None:
-        arguments = [
-            sys.executable,
-            "-m",
-            "tests.support.cache_actor",
-            folder,
-            log,
-            str(max_bytes),
-            str(wait_timeout_s),
-        ]
+        module = [sys.executable, "-m", "tests.support.cache_actor"]
+        arguments = [*module, folder, log, str(max_bytes), str(wait_timeout_s)]
         self.process = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._unread = b""
 
     def __enter__(self) -> CacheActor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate(timeout=_DEADLINE_S)
 
-    def tell(self, line: str) -> None:
+    def tell(self, line: str, *, answer: str | None = None) -> None:
+        """Tells it a line, and holds what it says next against ``answer``."""
         self.process.stdin.write(line.encode() + b"\n")
         self.process.stdin.flush()
+        if answer is not None:
+            assert self.hears() == answer
 
     def hears(self, timeout_s: float = _DEADLINE_S) -> str:
         """The next line that it says; empty when it has ended.
@@ -137,6 +120,15 @@ class CacheActor:
         assert self.process.wait(_DEADLINE_S) == -signal.SIGKILL
 
 
+_write = os.pwrite
+
+
+def _write_half(descriptor: int, data: memoryview, offset: int) -> int:
+    _write(descriptor, data[: len(data) // 2], offset)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -160,7 +152,7 @@ class _Script:
     def _open(self, name: str, *options: str) -> None:
         for option in options:
             if option == "die=write":
-                self._die_writing()
+                os.pwrite = _write_half
             elif option.startswith("die="):
                 self._calls_left = int(option.removeprefix("die="))
         try:
@@ -220,17 +212,6 @@ class _Script:
         if self._calls_left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self._calls_left -= 1
-
-    @staticmethod
-    def _die_writing() -> None:
-        write = os.pwrite
-
-        def half(descriptor: int, data: memoryview, offset: int) -> int:
-            write(descriptor, data[: len(data) // 2], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-            return 0
-
-        os.pwrite = half
 
 
 if __name__ == "__main__":

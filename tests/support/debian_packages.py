@@ -104,12 +104,8 @@ def _ways(work: Path) -> Iterator[list[str]]:
         (folder / "partial").mkdir(parents=True)
         (folder / "archives" / "partial").mkdir(parents=True)
     # Without a sandbox user: that one cannot write below a home folder.
-    options = [
-        "-q",
-        "-o",
-        "APT::Sandbox::User=",
-        *(part for key in folders for part in ("-o", f"{key}={folders[key]}")),
-    ]
+    settings = ["APT::Sandbox::User=", *(f"{key}={folder}" for key, folder in folders.items())]
+    options = ["-q", *(part for setting in settings for part in ("-o", setting))]
     _run(["apt-get", *options, "update"], work)
     yield options
 

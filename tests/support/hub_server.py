@@ -56,29 +56,24 @@ class Request:
     authorized: bool
 
 
-@dataclass
 class SeededFaults:
     """A fault now and then, the same ones for the same seed and order of requests."""
 
-    seed: int
-    probability: float
-    kinds: tuple[Fault, ...] = (
+    KINDS = (
         Fault(status=429, headers=(("Retry-After", "0"),)),
         Fault(status=500),
         Fault(status=503),
         Fault(cut_after=1000),
         Fault(cut_after=0),
     )
-    places: tuple[str, ...] = ("api", "resolve", "cdn")
-    _random: random.Random = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+    def __init__(self, seed: int, probability: float, kinds: tuple[Fault, ...] = KINDS) -> None:
+        self._random = random.Random(seed)
+        self._probability = probability
+        self._kinds = kinds
 
-    def next(self, place: str) -> Fault | None:
-        if place not in self.places or self._random.random() >= self.probability:
-            return None
-        return self._random.choice(self.kinds)
+    def next(self) -> Fault | None:
+        return self._random.choice(self._kinds) if self._random.random() < self._probability else None
 
 
 @dataclass
@@ -124,7 +119,7 @@ class HubServer:
                 if at == place:
                     del self._scripted[number]
                     return fault
-            return self.seeded.next(place) if self.seeded is not None else None
+            return self.seeded.next() if self.seeded is not None else None
 
     def record(self, request: Request) -> None:
         with self._lock:
@@ -152,15 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._handle()
-
-    def do_HEAD(self) -> None:
-        self._handle()
-
-    def do_POST(self) -> None:
-        self._handle()
-
-    def _handle(self) -> None:
         url = urlsplit(self.path)
         self.place = "cdn" if url.path.startswith("/cdn/") else "resolve" if "/resolve/" in url.path else "api"
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -177,6 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._resolve(url.path)
         else:
             self._api(url.path, parse_qs(url.query), body)
+
+    do_HEAD = do_POST = do_GET
 
     def _authorized(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {self.hub.gated_token}"
@@ -302,11 +290,9 @@ def _entry(folder: Path, path: Path) -> dict[str, object]:
         return {"type": "directory", "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0, "path": name}
     data = path.read_bytes()
     oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    entry: dict[str, object] = {"type": "file", "oid": oid, "size": len(data), "path": name}
-    if path.suffix != ".md":
-        large = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
-        entry["lfs"] = large
-    return entry
+    large = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+    entry = {"type": "file", "oid": oid, "size": len(data), "path": name}
+    return entry if path.suffix == ".md" else {**entry, "lfs": large}
 
 
 class _Server(ThreadingHTTPServer):

@@ -94,6 +94,18 @@ def moto_s3(*buckets: str) -> Iterator[Server]:
         yield server
 
 
+@contextmanager
+def speaking_to(server: Server) -> Iterator[None]:
+    """Sets the AWS variables of ``server`` in this process for a while."""
+    before = dict(os.environ)
+    os.environ.update(server.environment())
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def s3_client(server: Server) -> Any:
     """A plain boto3 client, to look at a store from outside."""
     return boto3_client(server, "s3")

@@ -121,10 +121,11 @@ class RawClient:
     def send(self, text: bytes) -> None:
         self.socket.sendall(text)
 
-    def ask(self, target: bytes, *headers: bytes, method: bytes = b"GET") -> None:
-        """Sends a whole request for ``target``, as it is spelt."""
+    def ask(self, target: bytes, *headers: bytes, method: bytes = b"GET") -> RawClient:
+        """Sends a whole request for ``target``, as it is spelt; returns itself."""
         lines = [method + b" " + target + b" HTTP/1.1", b"Host: localhost", *headers, b"", b""]
         self.send(b"\r\n".join(lines))
+        return self
 
     def head(self) -> tuple[int, dict[str, str]]:
         """Status and headers of the next answer."""
@@ -174,14 +175,7 @@ class RawClient:
 def genesis_serve(
     folder: Path, *options: str, log_level: str = "INFO", open_files: int | None = None
 ) -> Iterator[ServeProcess]:
-    """``genesis serve`` over ``folder`` on a free port; stopped at the end if the test has not done so.
-
-    Args:
-        folder: the store's.
-        options: further ones of the command.
-        log_level: ``GENESIS_LOG``.
-        open_files: how many files the process may have open at most.
-    """
+    """``genesis serve`` over ``folder`` on a free port; stopped at the end if the test has not done so."""
     command = [sys.executable, "-m", "genesis", "serve", "--store", str(folder), "--port", "0", *options]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh", *command]

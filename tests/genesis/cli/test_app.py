@@ -1,9 +1,42 @@
-"""How a command line ends: one line and the right exit code, never a traceback."""
+"""The command line: how it ends, what its commands print and write, and commands that other packages bring."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import typer
+from tokenizers import Tokenizer
 
 from genesis.cli.app import app, run
-from tests.support.populating import genesis
+from genesis.cli.app import app as genesis_app
+from genesis.cli.plugins import GROUP, add_plugins
+from genesis.cli.status import render
+from genesis.cli.tables import compact, printable, table
+from genesis.snapshot import read_vocabulary
+from genesis.status import StoreStatus
+from genesis.store import FolderStore
+from genesis.tokenizer import NeuroTokenizer
+from genesis.verification import VerifyReport
+from manifests import (
+    builtin_sources,
+    generate_private_key,
+    key_id,
+    load_private_key,
+    load_public_key,
+    packed_key,
+    public_key_pem,
+    shard_key,
+)
+from tests.support.populating import ROOT, command, genesis
+from tests.support.small_store import PRIVATE_KEY, copy_small_store, manifest_of
 
 
 @pytest.mark.parametrize(
@@ -31,28 +64,363 @@ def test_wrong_usage_ends_with_two(line, said, capsys, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("command", [[], *([name.name or ""] for name in app.registered_commands)])
-def test_help_is_there(command, capsys):
-    assert run([*command, "--help"]) == 0
+@pytest.mark.parametrize("words", [[], *([name.name or ""] for name in app.registered_commands)])
+def test_help_is_there(words, capsys):
+    assert run([*words, "--help"]) == 0
     assert "Usage" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_what_a_user_can_mend_ends_with_one(tmp_path):
+def test_what_a_user_can_mend_and_readers_that_close_early(tmp_path):
     done = genesis("status", "--store", tmp_path / "absent", expect=1)
     assert done.stdout == ""
     assert done.stderr.startswith("genesis: ")
     assert len(done.stderr.splitlines()) == 1
+    line = f"{' '.join(command('sources'))} | head -n 1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_keygen_makes_a_pair_private_from_the_start_whatever_the_umask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+    opened = os.open
+
+    def spy(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        descriptor = opened(path, flags, mode)
+        modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        return descriptor
+
+    path = tmp_path / "keys" / "genesis.pem"
+    before = os.umask(0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", spy)
+            assert run(["keygen", "--output", str(path)]) == 0
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o644]
+    private = load_private_key(path.read_bytes())
+    public = load_public_key(path.with_name("genesis.pem.pub").read_bytes())
+    assert key_id(private.public_key()) == key_id(public)
+    assert key_id(public) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", ["k", "k.pub"])
+def test_keygen_overwrites_nothing(tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / there).write_text("precious")
+    assert run(["keygen", "--output", str(tmp_path / "k")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+    assert (tmp_path / there).read_text() == "precious"
+    assert there in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert run(["keygen", "--output", str(tmp_path / "file" / "k")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_export_to_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = copy_small_store(tmp_path / "store")
+    target = tmp_path / "out"
+    assert run(["export", "tokenizer", "--to", "hf", "--store", store.url, "--output", str(target)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        str(target / "tokenizer.json"),
+        str(target / "tokenizer_config.json"),
+    ]
+    text = "the list of items, é漢 <|eos|>"
+    expected = NeuroTokenizer.from_file(read_vocabulary(store, manifest_of(tmp_path / "store"))).encode(text)
+    assert Tokenizer.from_file(str(target / "tokenizer.json")).encode(text).ids == expected.tolist()
+    monkeypatch.chdir(tmp_path)
+    assert run(["export", "tokenizer", "--to", "tiktoken", "--store", store.url]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(path.parent == Path("tokenizer-tiktoken") and path.is_file() for path in written)
+
+
+def test_export_into_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = copy_small_store(tmp_path / "store")
+    for target in ("hf", "tiktoken"):
+        assert run(["export", "tokenizer", "--to", target, "--store", store.url, "--publish"]) == 0
+    assert json.loads(FolderStore(tmp_path / "store").get("hf/tokenizer.json").body)["model"]["type"] == "BPE"
+    assert [info.key for info in store.list("tiktoken/")] == ["tiktoken/genesis.json", "tiktoken/genesis.tiktoken"]
+    capsys.readouterr()
+    assert run(["verify", "--store", store.url]) == 0
+    assert run(["export", "tokenizer", "--to", "hf", "--store", str(tmp_path)]) == 1
+    options = ["--publish", "--output", str(tmp_path)]
+    assert run(["export", "tokenizer", "--to", "hf", "--store", str(tmp_path), *options]) == 2
+    assert "--publish" in capsys.readouterr().err
+
+
+COMMANDS = """
+import typer
+app = typer.Typer(help="Of another package.")
+
+@app.command()
+def say() -> None:
+    typer.echo("said")
+
+@app.command()
+def fail() -> None:
+    typer.echo("genesis: cannot", err=True)
+    raise typer.Exit(3)
+"""
+BROKEN = {
+    "raises": ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+    "needs": ("import a_package_that_is_not_here", "ModuleNotFoundError"),
+    "lacks": ("", "AttributeError"),
+    "other": ("app = 3", "expected a typer.Typer, found int"),
+}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Makes a distribution with a plug-in, as pip would."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    groups, commands = list(genesis_app.registered_groups), list(genesis_app.registered_commands)
+
+    def distribution(name, source):
+        module = f"plugin_of_test_{name}"
+        (tmp_path / f"{module}.py").write_text(source)
+        metadata = tmp_path / f"{module}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {module}:app\n")
+        return module
+
+    yield distribution
+    genesis_app.registered_groups[:], genesis_app.registered_commands[:] = groups, commands
+    for module in [module for module in sys.modules if module.startswith("plugin_of_test_")]:
+        del sys.modules[module]
+
+
+def test_a_plugin_is_a_command_like_any_other(install, capsys):
+    install("another", COMMANDS)
+    assert run(["another", "say"]) == 0
+    assert capsys.readouterr().out == "said\n"
+    assert run(["another", "fail"]) == 3
+    assert capsys.readouterr().err == "genesis: cannot\n"
+    assert run(["--help"]) == 0
+    assert "Of another package." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_plugin_costs_one_line(install, capsys, kind):
+    source, said = BROKEN[kind]
+    module = install("broken", source)
+    install("another", COMMANDS)
+    assert run(["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert "populate" in out and "another" in out and "broken" not in out
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"genesis: the command 'broken' of {module}:app is left out: ") and said in err
+    assert run(["broken"]) == 2
+    assert "No such command 'broken'" in capsys.readouterr().err
+
+
+def test_only_what_the_command_line_needs_is_imported(install):
+    module = install("another", COMMANDS)
+    broken = install("broken", "raise RuntimeError")
+    application = typer.Typer()
+    application.command("populate")(lambda: None)
+    add_plugins(application, ["populate", "--help"])
+    assert not {module, broken} & set(sys.modules)
+    add_plugins(application, ["another"])
+    add_plugins(application, ["another"])
+    assert module in sys.modules and broken not in sys.modules
+    assert [group.name for group in application.registered_groups] == ["another"]
+
+
+def test_a_plugin_does_not_replace_a_command(install, capsys):
+    install("status", COMMANDS)
+    assert run(["--help"]) == 0
+    assert "Of another package." not in capsys.readouterr().out
+
+
+GENESIS = [sys.executable, "-c", "from genesis.cli import main; main()"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    copy_small_store(tmp_path / "store", signed=True)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    (tmp_path / "key.pub").write_bytes(public_key_pem(PRIVATE_KEY.public_key()))
+    return str(tmp_path / "key.pub")
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int = 0) -> str:
+    code = run([*arguments])
+    captured = capsys.readouterr()
+    assert code == expected, captured.err
+    return captured.out
+
+
+def test_status(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = output_of(capsys, "status", "--store", str(folder))
+    lines = text.splitlines()
+    assert lines[0] == str(folder)
+    assert "23 shards, 46,000 tokens" in lines[1]
+    assert any(line.startswith("alpha ") and "18,000" in line and "ended" in line for line in lines)
+    assert "merges by source: alpha 300, beta 40" in lines
+    assert "\x1b" not in text
+    status = StoreStatus.model_validate_json(output_of(capsys, "status", "--store", str(folder), "--json"))
+    assert status.totals.shards == manifest_of(folder).total_shards
+    for path in (tmp_path, tmp_path / "missing"):
+        assert run(["status", "--store", str(path)]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert len(captured.err.splitlines()) == 1
+        assert str(path) in captured.err
+
+
+def test_status_of_large_figures_fits_the_screen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = StoreStatus.model_validate_json(output_of(capsys, "status", "--store", str(folder), "--json"))
+    large = {
+        "name": "a-source-with-a-very-long-name",
+        "shards": 599_999,
+        "target_shards": 600_000,
+        "tokens": 1_499_997_500_000,
+        "documents": 1_999_999_999,
+        "text_bytes": 5_999_999_999_999,
+        "tokens_per_s": 123_456_789.0,
+        "eta_s": 86_400.0 * 99,
+        "last_commit_age_s": 86_399.0,
+        "ended": False,
+    }
+    source = status.sources[0].model_copy(update=large)
+    names = {f"source-{number}": 123_456 for number in range(20)}
+    assert status.vocabulary is not None
+    vocabulary = status.vocabulary.model_copy(update={"sources_contributed": names})
+    lines = render(status.model_copy(update={"sources": (source,), "vocabulary": vocabulary, "url": "s3://b/p"}))
+    assert max(map(len, lines)) <= 100, lines
 
 
 @pytest.mark.slow
-def test_a_reader_that_closes_early_is_no_error(tmp_path):
-    import subprocess
+def test_watch_prints_again_and_ends_well_with_ctrl_c(folder: Path) -> None:
+    command = [*GENESIS, "status", "--store", str(folder), "--watch", "--json", "--interval-s", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 0
+    assert [StoreStatus.model_validate_json(line).totals.shards for line in lines] == [23, 23, 23]
 
-    from tests.support.populating import ROOT, command
 
-    done = subprocess.run(
-        f"{' '.join(command('sources'))} | head -n 1", shell=True, cwd=ROOT, capture_output=True, text=True, check=False
+@pytest.mark.slow
+def test_watch_redraws_on_a_terminal_and_survives_a_store_that_is_gone(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [*GENESIS, "status", "--store", str(folder), "--watch", "--interval-s", "0.1"]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+        os.close(theirs)
+        shown = read_until(ours, b"23 shards")
+        assert shown.startswith(b"\x1b[H\x1b[2J")
+        folder.rename(folder.with_name("moved"))
+        read_until(ours, b"genesis: ")
+        folder.with_name("moved").rename(folder)
+        read_until(ours, b"\x1b[J\x1b[H")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        os.close(ours)
+
+
+def read_until(descriptor: int, wanted: bytes) -> bytes:
+    shown = b""
+    while wanted not in shown:
+        shown += os.read(descriptor, 65536)
+    return shown
+
+
+def test_verify(folder: Path, key_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = output_of(capsys, "verify", "--store", str(folder), "--public-key", key_file)
+    assert "verified" in text
+    assert "23 of 23 shards sound" in text
+    assert text.endswith("no problem found\n")
+    text = output_of(capsys, "verify", "--store", str(folder), "--json", "--sample", "3", "--seed", "7")
+    report = VerifyReport.model_validate_json(text)
+    assert (report.seed, report.counts.shards_verified, report.signature) == (7, 3, "not checked")
+    other = tmp_path / "other.pub"
+    other.write_bytes(public_key_pem(generate_private_key().public_key()))
+    assert "SIGNATURE INVALID" in output_of(
+        capsys, "verify", "--store", str(folder), "--public-key", str(other), expected=1
     )
-    assert done.returncode == 0
-    assert done.stderr == ""
+    (folder / shard_key(3)).unlink()
+    (folder / shard_key(5)).write_bytes(b"")
+    text = output_of(capsys, "verify", "--store", str(folder), expected=1)
+    problems = sorted(line for line in text.splitlines() if line.startswith("problem: "))
+    assert [line.split(": ")[1] for line in problems] == [shard_key(3), shard_key(5)]
+    assert text.endswith("2 problems\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--sample", "half"), ("--public-key", "/nowhere/key.pub"), ("--sample", "0%")]
+)
+def test_verify_with_options_that_make_no_sense(
+    folder: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", "--store", str(folder), option, value]) == 2
+    assert option in capsys.readouterr().err
+
+
+def test_inspect_shard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, "inspect", "shard", "4", "--store", str(folder), "--documents", "2", "--tokens")
+    assert text.startswith(f"{folder}/shard_4.pt\nsource alpha")
+    assert text.count("--- document ") == 2
+    assert "begins in an earlier shard" in text
+    size_bytes = (folder / packed_key(4)).stat().st_size
+    assert f"\npacked {size_bytes:,} bytes, {size_bytes / 2_000:.2f} a token, in packed/shard_4.zst\n" in text
+    assert "2:'<|eos|>'" in text
+    assert run(["inspect", "shard", "23", "--store", str(folder)]) == 2
+    found = json.loads(output_of(capsys, "inspect", "shard", "4", "--store", str(folder), "--json"))
+    assert found["entry"]["id"] == 4
+    assert len(found["documents"]) == 1
+
+
+def test_inspect_others(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for what, expected in {
+        "manifest": "23 shards of 2,000 int64 ids",
+        "checkpoint": "stands for manifest",
+        "vocabulary": "606 ids",
+    }.items():
+        assert expected in output_of(capsys, "inspect", what, "--store", str(folder))
+        assert json.loads(output_of(capsys, "inspect", what, "--store", str(folder), "--json"))["format"] == 1
+        assert run(["inspect", what, "--store", str(tmp_path)]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    command = ["inspect", "vocabulary", "--store", str(folder), "--encode", "a list"]
+    encoded = json.loads(output_of(capsys, *command, "--json"))
+    assert "".join(token["text"] for token in encoded["tokens"]) == "a list"
+    pieces = [f"{token['id']}:{token['text']!r}" for token in encoded["tokens"]]
+    assert output_of(capsys, *command) == " ".join(pieces) + "\n"
+
+
+def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = output_of(capsys, "sources")
+    for spec in builtin_sources().sources:
+        assert any(line.startswith(spec.name) and str(spec.hf_path) in line for line in text.splitlines())
+    assert "python-docs" in text
+    own = tmp_path / "sources.json"
+    own.write_text('{"format": 1, "sources": [{"name": "mine", "target_shards": 7}]}')
+    listed = json.loads(output_of(capsys, "sources", "--sources-file", str(own), "--json"))
+    assert [spec["name"] for spec in listed["sources"]] == ["mine", "python-docs"]
+    assert listed["file"] == str(own)
+
+
+def test_figures_tables_and_control_characters() -> None:
+    assert [compact(number) for number in (None, 0, 999_999, 1e6, 320e6, 1.5e12)] == [
+        "-",
+        "0",
+        "999,999",
+        "1.00 M",
+        "320.00 M",
+        "1.50 T",
+    ]
+    assert table(("a", "b"), [("xx", "1"), ("y", "22")]) == ["a    b", "xx   1", "y   22"]
+    assert printable("a\x1b[2J\x07b\r\n\tc\x00é漢\x9b") == "a\\x1b[2J\\x07b\\r\n\tc\\x00é漢\\x9b"

@@ -59,6 +59,20 @@ def opened(store, **options):
     return commit_log
 
 
+def committed(store, *shard_ids):
+    """Commits shards one by one."""
+    commit_log = opened(store)
+    for shard_id in shard_ids:
+        commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+    commit_log.close()
+
+
+def learned(texts="banana bandana ", count=4):
+    tokenizer = NeuroTokenizer.empty()
+    tokenizer.learn_merges([texts * 20], count, source="s")
+    return tokenizer
+
+
 def published(store):
     return Manifest.from_json(store.get("manifest.json").body)
 
@@ -79,11 +93,7 @@ def test_commits_add_up_over_segments(store):
     manifest = published(store)
     assert (manifest.total_shards, manifest.total_tokens) == (2501, 2501 * TOKENS)
     spans = [(segment.first_shard, segment.shards) for segment in manifest.index]
-    assert spans == [
-        (0, 1000),
-        (1000, 1000),
-        (2000, 501),
-    ]
+    assert spans == [(0, 1000), (1000, 1000), (2000, 501)]
     found = [shard.id for segment in manifest.index for shard in Segment.from_json(store.get(segment.key).body).shards]
     assert found == list(range(2501))
     assert read_tail(store, manifest)[-1] == entry(2500)
@@ -105,25 +115,30 @@ def test_a_new_writer_goes_on_where_the_last_stopped(store):
     assert read_checkpoints(store)[0].sources["s"] == checkpoint(1)
 
 
-def test_manifests_are_chained_and_signed(store):
-    key = generate_private_key()
-    commit_log = opened(store, sign_key=key)
-    bodies = []
+def test_manifests_are_chained_and_signed_and_the_cdn_is_told_of_each(store):
+    told, bodies, key = [], [], generate_private_key()
+    commit_log = opened(store, sign_key=key, on_publish=lambda: told.append(published(store).sequence))
     for shard_id in range(3):
         commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
         bodies.append(store.get("manifest.json").body)
-    chain = [verify_manifest(body, key.public_key()) for body in bodies]
-    assert [manifest.sequence for manifest in chain] == [1, 2, 3]
-    assert [manifest.previous for manifest in chain[1:]] == [sha256_hex(body) for body in bodies[:-1]]
+    commit_log.renew()
     commit_log.close()
+    chain = [verify_manifest(body, key.public_key()) for body in bodies]
+    assert told == [manifest.sequence for manifest in chain] == [1, 2, 3]
+    assert [manifest.previous for manifest in chain[1:]] == [sha256_hex(body) for body in bodies[:-1]]
 
 
-def test_the_second_populator_is_told_who_the_first_is(store):
+def test_the_second_populator_is_told_who_the_first_is_and_the_token_only_grows(store):
     first = opened(store, source="s")
     with pytest.raises(LeaseHeldError, match=r"process \d+ on .* \(populating s\)"):
         opened(store)
     first.close()
-    opened(store).close()
+    tokens = [read_checkpoints(store)[0].writer.token]
+    for _ in range(2):
+        commit_log = opened(store)
+        tokens.append(read_checkpoints(store)[0].writer.token)
+        commit_log.close()
+    assert tokens == [1, 2, 3]
 
 
 def test_an_ousted_writer_changes_nothing(store):
@@ -146,23 +161,10 @@ def test_an_ousted_writer_changes_nothing(store):
     successor.close()
 
 
-def test_the_fencing_token_only_grows(store):
-    tokens = []
-    for _ in range(3):
-        commit_log = opened(store)
-        tokens.append(read_checkpoints(store)[0].writer.token)
-        commit_log.close()
-    assert tokens == [1, 2, 3]
-
-
 def test_a_manifest_lost_after_its_commit_is_published_at_the_next_start(store):
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
-    commit_log.close()
+    committed(store, 0)
     older = store.get("manifest.json").body
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(1)], "s", checkpoint(1))
-    commit_log.close()
+    committed(store, 1)
     newer = store.get("manifest.json").body
     store.put("manifest.json", older, cache=CachePolicy.SHORT)
     opened(store).close()
@@ -172,8 +174,7 @@ def test_a_manifest_lost_after_its_commit_is_published_at_the_next_start(store):
 def test_vocabularies_are_kept_and_the_newest_published(store):
     commit_log = opened(store)
     assert commit_log.read_tokenizer() is None
-    tokenizer = NeuroTokenizer.empty()
-    tokenizer.learn_merges(["banana bandana " * 20], 4, source="s")
+    tokenizer = learned()
     commit_log.commit_vocabulary(tokenizer)
     small = store.get("tokenizer.json").body
     tokenizer.learn_merges(["cabana cabaret " * 20], 4, source="t")
@@ -188,14 +189,10 @@ def test_vocabularies_are_kept_and_the_newest_published(store):
 
 def test_a_contradicting_tokenizer_is_refused_until_it_is_restored(store):
     commit_log = opened(store)
-    tokenizer = NeuroTokenizer.empty()
-    tokenizer.learn_merges(["banana bandana " * 20], 4, source="s")
-    commit_log.commit_vocabulary(tokenizer)
+    commit_log.commit_vocabulary(learned())
     commit_log.close()
     good = store.get("tokenizer.json").body
-    other = NeuroTokenizer.empty()
-    other.learn_merges(["zzz xxx " * 20], 2, source="s")
-    for bad in (b"garbage", other.to_file().to_json(), good.replace(b'"107_', b'"9107_')):
+    for bad in (b"garbage", learned("zzz xxx ", 2).to_file().to_json(), good.replace(b'"107_', b'"9107_')):
         store.put("tokenizer.json", bad, cache=CachePolicy.SHORT)
         with pytest.raises(TokenizerError, match=r"copy vocabulary/.* over tokenizer\.json"):
             opened(store)
@@ -203,51 +200,29 @@ def test_a_contradicting_tokenizer_is_refused_until_it_is_restored(store):
     opened(store).close()
 
 
-def test_other_shard_sizes_are_refused(store):
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
-    commit_log.close()
+def test_checkpoints_keep_the_layout_of_the_specification_and_are_not_begun_anew(store):
+    committed(store, 0)
+    value = Checkpoints.from_json(store.get("checkpoints.json").body).to_object()
+    assert value["s"]["leftover_tokens"] == [7, 8]
+    assert set(value) == {"format", "manifest", "s", "writer"}
+    assert "expires_at" not in value["writer"]
     with pytest.raises(UsageError, match=f"--shard-tokens {TOKENS}"):
         CommitLog(store, TOKENS + 1).open()
-
-
-def test_a_store_without_its_checkpoints_is_not_begun_anew(store):
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
-    commit_log.close()
+    store.put("checkpoints.json", b'{"s": {"last_shard_id"', cache=CachePolicy.NONE)
+    with pytest.raises(ContractError, match=r"checkpoints\.json"):
+        opened(store)
     store.delete("checkpoints.json")
     with pytest.raises(ContractError, match=r"restore checkpoints\.json"):
         opened(store)
 
 
-def test_damaged_checkpoints_are_refused(store):
-    opened(store).close()
-    store.put("checkpoints.json", b'{"s": {"last_shard_id"', cache=CachePolicy.NONE)
-    with pytest.raises(ContractError, match=r"checkpoints\.json"):
-        opened(store)
-
-
 def test_superseded_segments_go_once_nobody_reads_them(store):
-    commit_log = opened(store)
-    for shard_id in range(3):
-        commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
+    committed(store, 0, 1, 2)
     assert len(list(store.list("index/"))) == 3
-    commit_log.close()
     opened(store).close()
     assert len(list(store.list("index/"))) == 3
-    commit_log = opened(store, superseded_keep_s=0.0)
-    commit_log.close()
+    opened(store, superseded_keep_s=0.0).close()
     assert [info.key for info in store.list("index/")] == [published(store).index[-1].key]
-
-
-def test_checkpoints_keep_the_layout_of_the_specification(store):
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
-    commit_log.close()
-    value = Checkpoints.from_json(store.get("checkpoints.json").body).to_object()
-    assert value["s"]["leftover_tokens"] == [7, 8]
-    assert set(value) == {"format", "manifest", "s", "writer"}
-    assert "expires_at" not in value["writer"]
 
 
 def test_a_segment_made_again_after_a_kill_is_not_taken_for_a_leftover(store):
@@ -273,7 +248,7 @@ def test_a_failed_commit_deletes_nothing(store):
     assert [shard.id for shard in read_tail(store, published(store))] == [0]
 
 
-def test_what_was_replaced_just_now_is_kept_however_old_it_is(store, tmp_path):
+def test_a_superseded_segment_is_kept_a_while_however_old_it_is(store, tmp_path):
     commit_log = opened(store)
     commit_log.commit_shards([entry(0)], "s", checkpoint(0))
     old = published(store).index[0].key
@@ -295,22 +270,12 @@ def test_a_renewal_whose_acknowledgement_was_lost_does_not_end_the_run(store):
     assert published(store).total_shards == 1
 
 
-def test_the_cdn_is_told_of_every_publication(store):
-    told = []
-    commit_log = opened(store, on_publish=lambda: told.append(published(store).sequence))
-    for shard_id in range(3):
-        commit_log.commit_shards([entry(shard_id)], "s", checkpoint(shard_id))
-    commit_log.renew()
-    commit_log.close()
-    assert told == [1, 2, 3]
-
-
 def segment(key, at):
     moment = datetime.fromtimestamp(at, UTC) if at is not None else None
     return ObjectInfo(key=f"index/segment_{key}.json", size_bytes=1, etag="e", modified_at=moment)
 
 
-def test_each_counts_from_its_successor():
+def test_each_segment_counts_from_its_successor():
     found = [segment("00000-c", 30), segment("00000-a", 10), segment("00001-x", 40), segment("00000-b", 20)]
     assert replaced_at(found, now=99.0) == {
         "index/segment_00000-a.json": 20.0,
@@ -318,9 +283,6 @@ def test_each_counts_from_its_successor():
         "index/segment_00000-c.json": 30.0,
         "index/segment_00001-x.json": 40.0,
     }
-
-
-def test_a_store_that_tells_no_times_keeps_everything_for_now():
     assert replaced_at([segment("00000-a", None)], now=5.0) == {"index/segment_00000-a.json": 5.0}
     assert replaced_at([], now=5.0) == {}
 
@@ -341,12 +303,15 @@ def test_process_ids_round_trip(host, pid, started, boot):
     assert ProcessId.parse(str(process)) == process
 
 
-def test_ids_of_another_form_are_not_parsed():
+def test_process_ids_writers_and_live_leases():
     assert ProcessId.parse("somebody") is None
     assert not ProcessId("", 1, "", "").is_gone()
-
-
-def test_a_live_lease_names_its_holder():
+    here = this_process()
+    assert here.pid == os.getpid()
+    assert ProcessId(here.host, here.pid, "1", here.boot).is_gone()
+    assert not ELSEWHERE.is_gone()
+    assert describe_writer(Writer(id="x", token=1)) == "x"
+    assert lease_end(NOW, 60) == (NOW + timedelta(seconds=60)).strftime("%Y-%m-%dT%H:%M:%SZ")
     with pytest.raises(LeaseHeldError, match=r"process 1234 on gpu-7 \(populating c4\).*30 s"):
         check_free(writer(ELSEWHERE, 30), "./store", NOW)
 
@@ -367,18 +332,3 @@ def test_a_dead_process_of_this_machine_holds_nothing():
     child.communicate(b"\n", timeout=10)
     assert process.is_gone()
     check_free(writer(process, 30), "./store", NOW)
-
-
-def test_a_reused_process_number_is_not_taken_for_the_holder():
-    here = this_process()
-    assert here.pid == os.getpid()
-    assert ProcessId(here.host, here.pid, "1", here.boot).is_gone()
-
-
-def test_what_other_machines_run_cannot_be_known():
-    assert not ELSEWHERE.is_gone()
-
-
-def test_writers_are_described():
-    assert describe_writer(Writer(id="x", token=1)) == "x"
-    assert lease_end(NOW, 60) == (NOW + timedelta(seconds=60)).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -8,8 +8,9 @@ import pytest
 
 from genesis.store import open_readable
 from tests.support.documents import documents, write_json_lines, write_parquet
+from tests.support.mounts import mounted
 from tests.support.populating import ROOT, command, entries, genesis, populate_arguments, snapshot, stray_objects
-from tests.support.s3_servers import free_port, moto_s3
+from tests.support.s3_servers import Server, free_port, moto_s3
 
 
 def failure(*arguments, expect=1, **environment):
@@ -22,10 +23,13 @@ def failure(*arguments, expect=1, **environment):
 
 
 @pytest.mark.slow
-def test_an_unknown_source_names_the_known(tmp_path):
+def test_sources_inputs_and_stores_that_are_not_there(tmp_path, small_input):
     line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store", expect=2)
     assert "finewebedu" in line
     assert "fineweb-edu" in line
+    assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in failure(*populate_arguments(tmp_path / "file" / "store", small_input))
 
 
 @pytest.mark.slow
@@ -42,11 +46,6 @@ def test_an_unknown_source_names_the_known(tmp_path):
 )
 def test_options_out_of_range_are_named(options, said, small_input, tmp_path):
     assert said in failure(*populate_arguments(tmp_path / "store", small_input), *options, expect=2)
-
-
-@pytest.mark.slow
-def test_input_that_is_not_there(tmp_path):
-    assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
 
 
 @pytest.mark.slow
@@ -84,37 +83,22 @@ def test_a_truncated_file_stops_with_its_name_and_keeps_what_was_committed(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["not JSON", "unknown id"])
-def test_a_damaged_vocabulary(damage, small_input, undisturbed, tmp_path):
+def test_a_damaged_vocabulary_or_checkpoint(small_input, undisturbed, tmp_path):
     store = tmp_path / "store"
     arguments = populate_arguments(store, small_input)
     genesis(*arguments, "--max-shards", "3")
-    good = (store / "tokenizer.json").read_bytes()
-    if damage == "not JSON":
-        bad = good[:1000]
-    else:
-        value = json.loads(good)
-        first = next(iter(value["merges"]))
-        value["merges"]["999999_10"] = value["merges"].pop(first)
-        bad = json.dumps(value).encode()
-    (store / "tokenizer.json").write_bytes(bad)
-    line = failure(*arguments)
-    assert "tokenizer.json" in line
-    assert "vocabulary/" in line
+    good, checkpoints = ((store / name).read_bytes() for name in ("tokenizer.json", "checkpoints.json"))
+    unknown_id = json.loads(good)
+    unknown_id["merges"]["999999_10"] = unknown_id["merges"].pop(next(iter(unknown_id["merges"])))
+    for bad in (good[:1000], json.dumps(unknown_id).encode()):
+        (store / "tokenizer.json").write_bytes(bad)
+        line = failure(*arguments)
+        assert "tokenizer.json" in line
+        assert "vocabulary/" in line
     (store / "tokenizer.json").write_bytes(good)
-    genesis(*arguments)
-    assert snapshot(store) == undisturbed
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint(small_input, undisturbed, tmp_path):
-    store = tmp_path / "store"
-    arguments = populate_arguments(store, small_input)
-    genesis(*arguments, "--max-shards", "3")
-    good = (store / "checkpoints.json").read_bytes()
-    (store / "checkpoints.json").write_bytes(good[:-40])
+    (store / "checkpoints.json").write_bytes(checkpoints[:-40])
     assert "checkpoints.json" in failure(*arguments)
-    (store / "checkpoints.json").write_bytes(good)
+    (store / "checkpoints.json").write_bytes(checkpoints)
     genesis(*arguments)
     assert snapshot(store) == undisturbed
 
@@ -181,42 +165,23 @@ def test_a_signature_is_not_dropped_by_forgetting_the_key(small_input, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_closed_standard_error_does_not_hinder(small_input, undisturbed, tmp_path):
+def test_a_closed_standard_error_does_not_hinder_and_a_full_output_is_one_line(small_input, undisturbed, tmp_path):
     line = " ".join(command(*populate_arguments(tmp_path / "store", small_input)))
     done = subprocess.run(f"{line} 2>&-", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
     assert snapshot(tmp_path / "store") == undisturbed
-
-
-@pytest.mark.slow
-def test_a_full_standard_output_is_one_line(tmp_path, small_input):
-    store = tmp_path / "store"
-    genesis(*populate_arguments(store, small_input), "--max-shards", "1")
-    line = " ".join(command("status", "--store", store))
+    line = " ".join(command("status", "--store", tmp_path / "store"))
     done = subprocess.run(f"{line} > /dev/full", shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("genesis: cannot go on: No space left")
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_a_store_that_cannot_be_a_folder(small_input, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in failure(*populate_arguments(tmp_path / "file" / "store", small_input))
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 400 kB, and how to enlarge it."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
-    yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True, timeout=10)
-    subprocess.run(["umount", folder], check=True, timeout=10)
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=400k", "tmpfs") as folder:
+        yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True, timeout=10)
 
 
 @pytest.mark.slow
@@ -235,19 +200,11 @@ def test_a_full_disk(small_disk, small_input, undisturbed):
 
 
 @pytest.mark.slow
-def test_buckets_and_credentials(small_input, tmp_path):
+def test_buckets_credentials_and_hosts(small_input):
     with moto_s3("bucket") as moto:
         environment = moto.environment()
-        missing = failure(*populate_arguments("s3://absent/s", small_input), **environment)
-        assert "absent" in missing
+        assert "absent" in failure(*populate_arguments("s3://absent/s", small_input), **environment)
         none = {**environment, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
         assert "credentials" in failure(*populate_arguments("s3://bucket/s", small_input), **none)
-
-
-@pytest.mark.slow
-def test_a_host_that_does_not_answer(small_input):
-    from tests.support.s3_servers import Server
-
-    environment = Server(port=free_port(), pid=0).environment()
-    line = failure(*populate_arguments("s3://bucket/s", small_input), **environment)
-    assert environment["AWS_ENDPOINT_URL"] in line
+    nobody = Server(port=free_port(), pid=0).environment()
+    assert nobody["AWS_ENDPOINT_URL"] in failure(*populate_arguments("s3://bucket/s", small_input), **nobody)

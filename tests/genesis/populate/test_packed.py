@@ -100,21 +100,15 @@ def leave(store, key, body):
     store.put(key, body, cache=CachePolicy.IMMUTABLE)
 
 
-def test_an_entry_names_both_forms(store, writer):
+def test_an_entry_names_the_forms_there_are_and_the_same_again_is_success(store, writer):
+    plain = ShardWriter(writer.commit_log, "s", VOCABULARY, packed=False)
+    assert plain.write(7, filled()).packed is None
+    assert store.head(packed_key(7)) is None
     entry = writer.write(7, filled())
     assert entry.sha256 == sha256_hex(store.get(shard_key(7)).body)
     check_packed(store, entry)
     assert entry.packed.size_bytes < TOKENS
-
-
-def test_without_the_packed_form_nothing_is_written_of_it(store, writer):
-    plain = ShardWriter(writer.commit_log, "s", VOCABULARY, packed=False)
-    assert plain.write(7, filled()).packed is None
-    assert store.head(packed_key(7)) is None
-
-
-def test_the_same_again_is_success(writer):
-    assert writer.write(7, filled()) == writer.write(7, filled())
+    assert writer.write(7, filled()) == entry
 
 
 def test_an_equivalent_leftover_is_kept(store, writer):

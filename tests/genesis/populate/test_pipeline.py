@@ -1,20 +1,16 @@
-"""Populate from the command line: the shards hold the text, and nothing but the text decides their bytes."""
+"""Populate from the command line: nothing but the text decides the bytes, in a folder as through S3."""
 
 import json
 
 import pytest
 
 from genesis.sources import read_batches, resolve, tasks
+from genesis.store import open_readable
 from manifests import SourceSpec
 from tests.support.documents import documents, write_json_lines, write_parquet
-from tests.support.populating import (
-    decoded_documents,
-    entries,
-    genesis,
-    populate_arguments,
-    snapshot,
-    stray_objects,
-)
+from tests.support.fault_proxy import FAST_FAULTS, FaultProxy
+from tests.support.populating import decoded_documents, entries, genesis, populate_arguments, snapshot, stray_objects
+from tests.support.s3_servers import moto_s3, rclone_s3, s3_client, speaking_to
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def reference(inputs, tmp_path_factory):
     return store, json.loads(done.stdout), done.stderr
 
 
-def test_the_shards_hold_the_documents_in_order(reference, texts):
+def test_the_shards_hold_the_documents_in_order(reference, texts, inputs):
     store, result, _ = reference
     found = decoded_documents(store)
     assert found == texts[: len(found)]
@@ -49,6 +45,10 @@ def test_the_shards_hold_the_documents_in_order(reference, texts):
     assert len(texts) - len(found) == result["unsharded_documents"]
     assert 0 < result["unsharded_tokens"] < 2000
     assert stray_objects(store) == []
+    # The reference itself: the plan reads the very texts that the fixture wrote.
+    plan = resolve(SourceSpec(name="s"), [str(path) for path in inputs])
+    found = [text.decode() for task in tasks(plan, None) for batch in read_batches(task) for text in batch.texts]
+    assert found == texts
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_going_on_in_steps_gives_the_same_store(reference, inputs, tmp_path):
     arguments = populate_arguments(tmp_path / "store", *inputs)
     for limit in (1, 2, 7, 7):
         genesis(*arguments, "--max-shards", limit, "--workers", "2")
-        assert len(entries_of(tmp_path / "store")) == limit
+        assert len(entries(open_readable(str(tmp_path / "store")))) == limit
     genesis(*arguments, "--workers", "2")
     assert snapshot(tmp_path / "store") == snapshot(reference[0])
     again = json.loads(genesis(*arguments, "--json").stdout)
@@ -137,7 +137,7 @@ def test_a_second_source_adds_its_share_and_its_shards(reference, texts, tmp_pat
     assert {key: after["shards"][key] for key in before["shards"]} == before["shards"]
     tokenizer = json.loads((store / "tokenizer.json").read_bytes())
     assert tokenizer["sources_contributed"] == {"fineweb-edu": 200, "c4": 30}
-    assert {entry.source for entry in entries_of(store)} == {"fineweb-edu", "c4"}
+    assert {entry.source for entry in entries(open_readable(str(store)))} == {"fineweb-edu", "c4"}
     assert after["manifest"]["sources"]["c4"]["last_shard_id"] == after["manifest"]["total_shards"] - 1
     genesis(*arguments, "--workers", "1")
     assert json.loads((store / "tokenizer.json").read_bytes()) == tokenizer
@@ -162,35 +162,79 @@ def test_learning_from_all_gives_each_its_share(texts, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_inside_its_input_is_refused(inputs, tmp_path):
+def test_a_dry_run_and_a_store_inside_its_input_write_nothing(inputs, tmp_path):
+    done = genesis(*populate_arguments(tmp_path / "store", *inputs), "--dry-run")
+    assert "3 files" in done.stdout
+    assert "200 merges" in done.stdout
+    assert not (tmp_path / "store").exists()
     folder = inputs[0].parent
     done = genesis(*populate_arguments(folder / "store", folder), expect=2)
     assert "inside" in done.stderr
     assert not (folder / "store").exists()
 
 
-@pytest.mark.slow
-def test_a_dry_run_writes_nothing(inputs, tmp_path):
-    done = genesis(*populate_arguments(tmp_path / "store", *inputs), "--dry-run")
-    assert "3 files" in done.stdout
-    assert "200 merges" in done.stdout
-    assert not (tmp_path / "store").exists()
-
-
-def entries_of(store):
-    from genesis.store import open_readable
-
-    return entries(open_readable(str(store)))
-
-
-def test_reading_again_gives_what_was_written(inputs, texts):
-    """The reference itself: the plan reads the very texts that the fixture wrote."""
-    plan = resolve(SourceSpec(name="s"), [str(path) for path in inputs])
-    found = [text.decode() for task in tasks(plan, None) for batch in read_batches(task) for text in batch.texts]
-    assert found == texts
-
-
 GOLDEN_SHARDS = 95
 GOLDEN_FIRST = "ae7c49279e4774be4d0d287e59a73a860ee442f96fb8d5d4fd756e10257fd262"
 GOLDEN_SEGMENT = "9e3adfa5b6af96026c0b62c2d8d89a29e1a5f7ae18fdb408fd0e200ff7582d85"
 GOLDEN_TOKENIZER = "ce59d49bd21fd7275c85d29f505d2dc6abfc9d426d1880872d9171ef9d93ae31"
+
+
+URL = "s3://bucket/a/prefix"
+
+
+@pytest.fixture(scope="module")
+def moto():
+    with moto_s3("bucket", "faulty") as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_a_bucket_holds_what_a_folder_would(moto, small_input, undisturbed):
+    genesis(*populate_arguments(URL, small_input), "--workers", "2", **moto.environment())
+    with speaking_to(moto):
+        assert snapshot(URL) == undisturbed
+    client = s3_client(moto)
+    shard = client.head_object(Bucket="bucket", Key="a/prefix/shard_0.pt")
+    assert "immutable" in shard["CacheControl"]
+    manifest = client.head_object(Bucket="bucket", Key="a/prefix/manifest.json")
+    assert manifest["CacheControl"] == "public, max-age=60, must-revalidate"
+    assert manifest["ContentType"] == "application/json"
+    assert client.head_object(Bucket="bucket", Key="a/prefix/checkpoints.json")["CacheControl"] == "no-store"
+    status = json.loads(genesis("status", "--store", URL, "--json", **moto.environment()).stdout)
+    assert status
+    client.close()
+
+
+@pytest.mark.slow
+def test_a_gateway_that_ignores_conditions_is_named(small_input, undisturbed, tmp_path):
+    with rclone_s3(tmp_path, "bucket") as server:
+        done = genesis(*populate_arguments("s3://bucket/s", small_input), "--workers", "1", **server.environment())
+        assert "ignores conditions" in done.stderr
+        with speaking_to(server):
+            assert snapshot("s3://bucket/s") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_faults_change_nothing(moto, small_input, undisturbed):
+    """500, 503 SlowDown, cut connections, lost acknowledgements and late errors, two requests in five."""
+    with FaultProxy(moto.port, seed=3, rate=0.4, faults=FAST_FAULTS) as proxy:
+        genesis(*populate_arguments("s3://faulty/s", small_input), "--workers", "1", **moto.environment(proxy.port))
+        assert all(proxy.injected[fault] for fault in FAST_FAULTS)
+    with speaking_to(moto):
+        assert snapshot("s3://faulty/s") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_faults_and_kills_together_change_nothing(moto, small_input, undisturbed):
+    arguments = [*populate_arguments("s3://faulty/killed", small_input), "--workers", "1"]
+    points = ("vocabulary-stored:1", "shard-stored:2", "segment-stored:1", "checkpoint-stored:1")
+    with FaultProxy(moto.port, seed=4, rate=0.15, faults=FAST_FAULTS) as proxy:
+        environment = moto.environment(proxy.port)
+        for point in points:
+            genesis(*arguments, expect=-9, GENESIS_CRASH_AT=point, **environment)
+        genesis(*arguments, **environment)
+        assert sum(proxy.injected.values()) > 20
+    with speaking_to(moto):
+        assert snapshot("s3://faulty/killed") == undisturbed

@@ -1,4 +1,4 @@
-"""Starting and stopping ``genesis serve``."""
+"""Starting and stopping ``genesis serve``, and its pages for operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from genesis.cli.app import run
 from genesis.store import CachePolicy, FolderStore
+from manifests import MANIFEST_KEY, Manifest
 from tests.genesis.serve.conftest import make_store
 from tests.support.serve_process import genesis_serve
 
@@ -42,10 +43,7 @@ def _announced_as_json(server, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "options", "is_announced"),
-    [
-        (signal.SIGTERM, 143, (), _announced_in_words),
-        (signal.SIGINT, 130, ("--json",), _announced_as_json),
-    ],
+    [(signal.SIGTERM, 143, (), _announced_in_words), (signal.SIGINT, 130, ("--json",), _announced_as_json)],
 )
 def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, code, options, is_announced):
     with (
@@ -54,10 +52,8 @@ def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, cod
         server.connect() as idle,
     ):
         is_announced(server, large)
-        idle.ask(b"/manifest.json")
-        idle.answer()
-        client.ask(b"/shard_0.pt")
-        client.head()
+        idle.ask(b"/manifest.json").answer()
+        client.ask(b"/shard_0.pt").head()
         begun = client.read(100_000)
         server.process.send_signal(number)
         assert idle.is_closed()
@@ -69,20 +65,14 @@ def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, cod
 
 
 @pytest.mark.slow
-def test_answers_that_do_not_end_are_cut(large):
+def test_answers_that_do_not_end_are_cut_and_at_once_by_a_second_signal(large):
     with genesis_serve(large, "--grace-s", "0.5") as server, server.connect(receive_buffer_bytes=4096) as client:
-        client.ask(b"/shard_0.pt")
-        client.head()
+        client.ask(b"/shard_0.pt").head()
         assert server.stop() == 143
         assert len(client.read(LARGE_BYTES)) < LARGE_BYTES
     assert not any("Traceback" in line for line in server.errors)
-
-
-@pytest.mark.slow
-def test_a_second_signal_cuts_them_at_once(large):
     with genesis_serve(large, "--grace-s", "3600") as server, server.connect(receive_buffer_bytes=4096) as client:
-        client.ask(b"/shard_0.pt")
-        client.head()
+        client.ask(b"/shard_0.pt").head()
         server.process.send_signal(signal.SIGINT)
         server.wait_until_closed()
         assert server.stop(signal.SIGTERM) == 130  # What the first one was.
@@ -121,18 +111,13 @@ def test_options_that_make_no_sense(store_folder, options, words, capsys):
 
 
 def test_a_folder_that_is_not_there(tmp_path, capsys):
-    for missing in (tmp_path / "none", _a_file(tmp_path)):
+    (tmp_path / "file").write_text("x")
+    for missing in (tmp_path / "none", tmp_path / "file"):
         assert run(["serve", "--store", str(missing), "--port", "0"]) == 1
         said = capsys.readouterr()
         assert said.out == ""
         assert str(missing) in said.err
         assert "check --store" in said.err
-
-
-def _a_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("x")
-    return path
 
 
 @pytest.mark.slow
@@ -172,10 +157,86 @@ def test_requests_are_logged_when_asked_for(store_folder):
     with genesis_serve(store_folder, log_level="DEBUG") as talking:
         talking.get("/manifest.json")
         with talking.connect() as client:
-            client.ask(b"/%0aFAKE")
-            client.answer()
+            client.ask(b"/%0aFAKE").answer()
         talking.stop()
     assert not any("manifest.json" in line for line in quiet.errors)
     logged = [line for line in talking.errors if "GET" in line]
     assert any("127.0.0.1 GET '/manifest.json' 200" in line for line in logged)
     assert any("'/%0aFAKE' 404" in line for line in logged)
+
+
+@pytest.fixture
+def fresh(tmp_path, contents):
+    make_store(tmp_path / "store", contents)
+    with genesis_serve(tmp_path / "store") as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_requests_and_bytes(fresh, contents):
+    etag = fresh.get("/manifest.json").headers["etag"]
+    fresh.get("/manifest.json", if_none_match=etag)
+    fresh.request("HEAD", "/shard_7.pt")
+    fresh.get("/shard_7.pt")
+    fresh.get("/shard_7.pt", range="bytes=0-9")
+    fresh.get("/shard_7.pt", range="bytes=99999999-")
+    fresh.get("/nothing")
+    fresh.get("/shard_12.pt")
+    fresh.get("/healthz")
+    counted = {
+        (labels["method"], labels["status"], labels["kind"]): value
+        for (name, found), value in fresh.metrics().items()
+        if name == "genesis_serve_requests_total" and (labels := dict(found))
+    }
+    assert counted == {
+        ("GET", "200", "manifest"): 1,
+        ("GET", "304", "manifest"): 1,
+        ("HEAD", "200", "shard"): 1,
+        ("GET", "200", "shard"): 1,
+        ("GET", "206", "shard"): 1,
+        ("GET", "416", "shard"): 1,
+        ("GET", "404", "none"): 1,
+        ("GET", "404", "shard"): 1,
+        ("GET", "200", "healthz"): 1,
+    }
+    assert fresh.metric("genesis_serve_sent_bytes_total", kind="manifest") == len(contents["manifest.json"])
+    assert fresh.metric("genesis_serve_sent_bytes_total", kind="shard") >= len(contents["shard_7.pt"]) + 10
+    assert fresh.metric("genesis_serve_request_seconds_count", kind="shard") == 5
+    assert fresh.metric("genesis_serve_request_seconds_bucket", kind="shard", le="+Inf") == 5
+    assert fresh.metric("genesis_serve_requests_in_flight") == 1  # The one that asks.
+    assert fresh.metric("genesis_serve_connections") >= 1
+    page = fresh.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=")
+    assert page.headers["cache-control"] == "no-store"
+    assert fresh.request("HEAD", "/metrics").content == b""
+
+
+@pytest.mark.slow
+def test_clients_add_no_series_and_the_figures_follow_the_manifest(fresh, tmp_path, contents):
+    for number in range(12):
+        fresh.request(f"METHOD{number}", f"/path{number}")
+        fresh.get(f"/path{number}.pt?x={number}", x_header=str(number))
+        fresh.get(f"/shard_{number + 100}.pt")
+    series = {labels for name, labels in fresh.metrics() if name == "genesis_serve_requests_total"}
+    assert series == {
+        frozenset({("method", "other"), ("status", "405"), ("kind", "none")}),
+        frozenset({("method", "GET"), ("status", "404"), ("kind", "none")}),
+        frozenset({("method", "GET"), ("status", "404"), ("kind", "shard")}),
+    }
+    manifest = Manifest.from_json(contents[MANIFEST_KEY])
+    assert _figures(fresh) == (manifest.total_shards, manifest.total_tokens, manifest.total_size_bytes, 3)
+    store = FolderStore(tmp_path / "store")
+    grown = manifest.model_copy(update={"sequence": 4, "signature": None})
+    store.put(MANIFEST_KEY, grown.to_json(), cache=CachePolicy.SHORT)
+    assert _figures(fresh) == (manifest.total_shards, manifest.total_tokens, manifest.total_size_bytes, 4)
+    (tmp_path / "store" / MANIFEST_KEY).write_bytes(b"{broken")
+    for _ in range(3):
+        assert fresh.metric("genesis_store_published") == 0
+    assert fresh.get("/manifest.json").content == b"{broken"  # Readers refuse it with a better message.
+    fresh.stop()
+    assert sum(MANIFEST_KEY in line for line in fresh.errors) == 1
+
+
+def _figures(server):
+    names = ("total_shards", "total_tokens", "total_size_bytes", "manifest_sequence")
+    return tuple(server.metric(f"genesis_store_{name}") for name in names)

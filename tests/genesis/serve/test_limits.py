@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.genesis.serve.conftest import make_store
 from tests.support.serve_process import RawClient, ServeProcess, genesis_serve
+from tests.support.waiting import wait_until
 
 DEAF_BYTES = 12_000_000
 """More than the buffers of a connection on loopback hold."""
@@ -35,8 +35,7 @@ def test_a_hundred_slow_clients_keep_nobody_waiting(folder, contents):
     with genesis_serve(folder) as server, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(server.connect(receive_buffer_bytes=4096)) for _ in range(100)]
         for client in slow:
-            client.ask(b"/shard_0.pt")
-            assert client.head()[0] == 200
+            assert client.ask(b"/shard_0.pt").head()[0] == 200
         assert server.metric("genesis_serve_requests_in_flight") >= 100
         for key in ("manifest.json", "shard_7.pt"):
             assert server.get(f"/{key}").content == contents[key]
@@ -52,21 +51,18 @@ def test_one_too_many_is_told_so(folder, contents):
         clients = []
         for _ in range(3):
             clients.append(stack.enter_context(server.connect()))
-            clients[-1].ask(b"/manifest.json")
-            assert clients[-1].answer()[0] == 200
+            assert clients[-1].ask(b"/manifest.json").answer()[0] == 200
         clients.append(stack.enter_context(server.connect()))
-        clients[3].ask(b"/manifest.json")
-        status, headers, _ = clients[3].answer()
+        status, headers, _ = clients[3].ask(b"/manifest.json").answer()
         assert (status, headers["retry-after"], headers["connection"]) == (503, "2", "close")
         assert headers["cache-control"] == "no-store"
         assert clients[3].is_closed()
         # Those that are in go on, and the operator can look.
-        clients[0].ask(b"/shard_7.pt")
-        assert clients[0].answer()[2] == contents["shard_7.pt"]
+        assert clients[0].ask(b"/shard_7.pt").answer()[2] == contents["shard_7.pt"]
         assert server.get("/healthz").status_code == 200
         assert server.metric("genesis_serve_requests_total", method="GET", status="503", kind="none") == 1
         clients[0].socket.close()
-        _until(lambda: server.get("/manifest.json").status_code == 200)
+        wait_until(lambda: server.get("/manifest.json").status_code == 200)
         # One that says nothing gives way to the next one.
         mute = [stack.enter_context(server.connect()) for _ in range(5)]
         assert all(client.is_closed() for client in mute[:4])
@@ -87,17 +83,26 @@ def test_half_requests_keep_nobody_out(folder, contents):
 
 
 @pytest.mark.slow
-def test_a_client_that_says_nothing(impatient):
-    with impatient.connect() as client:
+def test_clients_that_say_or_read_nothing_and_one_that_reads_slowly(impatient):
+    with impatient.connect() as mute, impatient.connect() as client:
+        assert client.ask(b"/manifest.json").answer()[0] == 200
         assert client.is_closed()
-
-
-@pytest.mark.slow
-def test_a_client_that_is_kept_alive_and_says_nothing_more(impatient):
-    with impatient.connect() as client:
-        client.ask(b"/manifest.json")
-        assert client.answer()[0] == 200
-        assert client.is_closed()
+        assert mute.is_closed()
+    before = impatient.metric("genesis_serve_cut_connections_total", reason="stalled")
+    with impatient.connect(receive_buffer_bytes=4096) as client:
+        client.ask(b"/shard_0.pt").head()
+        impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="stalled")
+        assert len(client.read(DEAF_BYTES)) < DEAF_BYTES
+    wait_until(lambda: impatient.metric("genesis_serve_requests_in_flight") == 1)  # The one that asks.
+    # A second and a half for every 256 KiB would be too slow; a fiftieth of a second, for more than that, is not.
+    with impatient.connect(receive_buffer_bytes=65_536) as client:
+        client.ask(b"/shard_0.pt").head()
+        pause, got = threading.Event(), 0
+        while got < DEAF_BYTES:
+            part = client.read(min(400_000, DEAF_BYTES - got))
+            assert part
+            got += len(part)
+            pause.wait(0.02)
 
 
 @pytest.mark.slow
@@ -106,10 +111,9 @@ def test_a_request_that_comes_drop_by_drop(impatient, answered_before):
     before = impatient.metric("genesis_serve_cut_connections_total", reason="idle")
     with impatient.connect() as client:
         if answered_before:
-            client.ask(b"/manifest.json")
-            client.answer()
+            client.ask(b"/manifest.json").answer()
         client.send(b"GET /manifest.json HTTP/1.1\r\n")
-        _until(lambda: _is_cut_while_dripping(client))
+        wait_until(lambda: _is_cut_while_dripping(client))
     impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="idle")
 
 
@@ -122,43 +126,17 @@ def _is_cut_while_dripping(client: RawClient) -> bool:
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_nothing(impatient):
-    before = impatient.metric("genesis_serve_cut_connections_total", reason="stalled")
-    with impatient.connect(receive_buffer_bytes=4096) as client:
-        client.ask(b"/shard_0.pt")
-        client.head()
-        impatient.wait_for_metric("genesis_serve_cut_connections_total", before + 1, reason="stalled")
-        assert len(client.read(DEAF_BYTES)) < DEAF_BYTES
-    _until(lambda: impatient.metric("genesis_serve_requests_in_flight") == 1)  # The one that asks.
-
-
-@pytest.mark.slow
-def test_a_client_that_reads_slowly_gets_all_of_it(impatient):
-    # A second and a half for every 256 KiB would be too slow; a fiftieth of a second, for more than that, is not.
-    with impatient.connect(receive_buffer_bytes=65_536) as client:
-        client.ask(b"/shard_0.pt")
-        client.head()
-        pause, got = threading.Event(), 0
-        while got < DEAF_BYTES:
-            part = client.read(min(400_000, DEAF_BYTES - got))
-            assert part
-            got += len(part)
-            pause.wait(0.02)
-
-
-@pytest.mark.slow
 def test_descriptors_and_connections_are_given_back(impatient, contents):
     def leave() -> None:
         with impatient.connect(receive_buffer_bytes=4096) as client:
-            client.ask(b"/shard_0.pt")
-            client.head()
+            client.ask(b"/shard_0.pt").head()
 
     leave()
-    _until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    wait_until(lambda: impatient.metric("genesis_serve_connections") == 1)
     before = impatient.metric("process_open_fds")
     for _ in range(40):
         leave()
-    _until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    wait_until(lambda: impatient.metric("genesis_serve_connections") == 1)
     assert impatient.metric("process_open_fds") <= before + 1
     assert impatient.get("/shard_7.pt").content == contents["shard_7.pt"]
 
@@ -168,10 +146,3 @@ def test_fewer_open_files_than_connections_need(folder):
     with genesis_serve(folder, "--max-connections", "600", open_files=300) as server:
         assert server.get("/manifest.json").status_code == 200
     assert any("serving 86" in line for line in server.errors)
-
-
-def _until(holds, within_s=20.0) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "did not come about"
-        time.sleep(0.05)

@@ -1,7 +1,8 @@
-"""Which paths name public objects."""
+"""Which paths name public objects, and conditional requests."""
 
 from __future__ import annotations
 
+from email.utils import formatdate
 from urllib.parse import quote
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.serve import ObjectKind, public_object
+from genesis.serve.preconditions import Precondition, UnsatisfiableRangeError, evaluate, parse_range, range_applies
 from genesis.store import CachePolicy
 from manifests import check_key, packed_key, segment_key, shard_key, vocabulary_key
 
@@ -34,53 +36,22 @@ def test_the_layout_is_public(key, kind):
     assert (found.key, found.kind) == (key, kind)
 
 
-def test_what_is_overwritten_is_cached_briefly():
+def test_caching_absolute_urls_and_long_paths():
     brief = {key for key in PUBLIC if public_object(f"/{key}".encode()).cache is CachePolicy.SHORT}
     assert brief == {"manifest.json", "tokenizer.json", "hf/tokenizer.json", "tiktoken/genesis.tiktoken"}
     assert all(public_object(f"/{key}".encode()).cache is CachePolicy.IMMUTABLE for key in PUBLIC.keys() - brief)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "",
-        "/",
-        "manifest.json",
-        "//manifest.json",
-        "/manifest.json/",
-        "/./manifest.json",
-        "/index/../manifest.json",
-        "/checkpoints.json",
-        "/%63heckpoints.json",
-        "/.genesis.lock",
-        "/.tmp-1-2",
-        "/shard_0.pt.part",
-        "/shard_00.pt",
-        "/shard_-1.pt",
-        "/shard_.pt",
-        "/shard_1.pt\n",
-        "/shard_1.pt%0a",
-        "/shard_1.pt%00",
-        "/shard_%d9%a1.pt",
-        "/Manifest.json",
-        "/..%2fstore/manifest.json",
-        "/index%5csegment_00000-0123456789abcdef.json",
-        "/index/segment_00000-0123456789ABCDEF.json",
-        "/hf/a/b.json",
-        "/hf/.secret.json",
-        "/hf/model.safetensors",
-        "http://host",
-        "http://host/checkpoints.json",
-        "*",
-    ],
-)
-def test_nothing_else_is(path):
-    assert public_object(path.encode()) is None
-
-
-def test_an_absolute_url_counts_by_its_path():
     assert public_object(b"http://localhost:8080/manifest.json").key == "manifest.json"
     assert public_object(b"HTTPS://h/shard_3.pt").key == "shard_3.pt"
+    assert public_object(b"/shard_" + b"1" * 1_000_000 + b".pt") is None
+
+
+def test_nothing_else_is():
+    """Nor what `test_http` asks a server for."""
+    names = ("", "manifest.json", "http://host", "/Manifest.json", "/hf/a/b.json", "/hf/model.safetensors")
+    shards = ("/shard_00.pt", "/shard_-1.pt", "/shard_.pt", "/shard_1.pt\n", "/shard_1.pt%0a", "/shard_%d9%a1.pt")
+    segments = ("/index%5csegment_00000-0123456789abcdef.json", "/index/segment_00000-0123456789ABCDEF.json")
+    for path in (*names, *shards, *segments):
+        assert public_object(path.encode()) is None, path
 
 
 @pytest.mark.slow
@@ -101,5 +72,136 @@ def test_whatever_is_let_through_is_a_key_of_the_layout(path):
         assert not any(part.startswith(".") for part in found.key.split("/"))
 
 
-def test_a_very_long_path_is_none():
-    assert public_object(b"/shard_" + b"1" * 1_000_000 + b".pt") is None
+ETAG = '"a-b-c"'
+AT_S = 1_700_000_000
+BEFORE, SAME, AFTER = (formatdate(AT_S + shift, usegmt=True) for shift in (-1, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("headers", "outcome"),
+    [
+        ({}, Precondition.SEND),
+        ({"if-none-match": ETAG}, Precondition.NOT_MODIFIED),
+        ({"if-none-match": f"W/{ETAG}"}, Precondition.NOT_MODIFIED),
+        ({"if-none-match": f'"x", W/"y" ,{ETAG}'}, Precondition.NOT_MODIFIED),
+        ({"if-none-match": "*"}, Precondition.NOT_MODIFIED),
+        ({"if-none-match": '"x"'}, Precondition.SEND),
+        ({"if-none-match": "a-b-c"}, Precondition.SEND),
+        ({"if-none-match": '"x"', "if-modified-since": SAME}, Precondition.SEND),
+        ({"if-modified-since": BEFORE}, Precondition.SEND),
+        ({"if-modified-since": SAME}, Precondition.NOT_MODIFIED),
+        ({"if-modified-since": AFTER}, Precondition.NOT_MODIFIED),
+        ({"if-modified-since": "yesterday"}, Precondition.SEND),
+        ({"if-match": ETAG}, Precondition.SEND),
+        ({"if-match": "*"}, Precondition.SEND),
+        ({"if-match": f"W/{ETAG}"}, Precondition.FAILED),
+        ({"if-match": '"x"'}, Precondition.FAILED),
+        ({"if-match": '"x"', "if-none-match": ETAG}, Precondition.FAILED),
+        ({"if-match": ETAG, "if-unmodified-since": BEFORE}, Precondition.SEND),
+        ({"if-unmodified-since": BEFORE}, Precondition.FAILED),
+        ({"if-unmodified-since": SAME}, Precondition.SEND),
+        ({"if-unmodified-since": SAME, "if-none-match": ETAG}, Precondition.NOT_MODIFIED),
+        ({"if-unmodified-since": "1 Jan 99999999999 00:00:00 GMT"}, Precondition.SEND),
+    ],
+)
+def test_the_order_of_the_rfc(headers, outcome):
+    assert evaluate(headers, ETAG, AT_S) is outcome
+
+
+@pytest.mark.parametrize(
+    ("if_range", "applies"),
+    [
+        (None, True),
+        (ETAG, True),
+        (f"W/{ETAG}", False),
+        ('"x"', False),
+        (SAME, True),
+        (BEFORE, False),
+        (AFTER, False),
+        ("nonsense", False),
+        ("", False),
+    ],
+)
+def test_if_range(if_range, applies):
+    assert range_applies(if_range, ETAG, AT_S, now_s=AT_S + 3600) is applies
+
+
+def test_young_times_and_units_in_capitals():
+    assert not range_applies(SAME, ETAG, AT_S, now_s=AT_S + 1)
+    assert parse_range("Bytes= 3-5 ", 100).length == 3
+
+
+@given(st.text(max_size=60))
+def test_no_header_breaks_it(text):
+    for name in ("if-match", "if-none-match", "if-modified-since", "if-unmodified-since"):
+        assert evaluate({name: text}, ETAG, AT_S) in Precondition
+    assert range_applies(text, ETAG, AT_S, now_s=AT_S) in (True, False)
+
+
+sizes = st.integers(0, 300)
+positions = st.integers(0, 400)
+
+
+def _slice(part, body):
+    return body[part.first : part.last + 1]
+
+
+@given(sizes, positions, positions)
+def test_from_and_to(size, first, last):
+    body = bytes(index % 251 for index in range(size))
+    header = f"bytes={first}-{last}"
+    if last < first:
+        assert parse_range(header, size) is None
+    elif first >= size:
+        with pytest.raises(UnsatisfiableRangeError):
+            parse_range(header, size)
+    else:
+        part = parse_range(header, size)
+        assert _slice(part, body) == body[first : last + 1]
+        assert part.length == len(body[first : last + 1])
+        assert part.content_range == f"bytes {first}-{min(last, size - 1)}/{size}"
+
+
+@given(sizes, positions)
+def test_from_somewhere_on(size, first):
+    body = bytes(size)
+    if first >= size:
+        with pytest.raises(UnsatisfiableRangeError):
+            parse_range(f"bytes={first}-", size)
+    else:
+        assert _slice(parse_range(f"bytes={first}-", size), body) == body[first:]
+
+
+@pytest.mark.slow
+@given(sizes, positions)
+def test_the_last_so_many(size, length):
+    body = bytes(index % 251 for index in range(size))
+    if length == 0 or size == 0:
+        with pytest.raises(UnsatisfiableRangeError):
+            parse_range(f"bytes=-{length}", size)
+    else:
+        assert _slice(parse_range(f"bytes=-{length}", size), body) == body[-length:]
+
+
+def test_what_is_no_single_range_is_ignored():
+    several = ("bytes=1-2,4-5", "bytes=1-2, bytes=3-4")
+    numbers = (
+        "bytes=a-b",
+        "bytes=+1-2",
+        "bytes=1--2",
+        "bytes=0x1-2",
+        "bytes=" + "9" * 5000 + "-",
+        "bytes=\u0661-\u0662",
+    )
+    for header in (None, "", "bytes", "bytes=", "bytes=-", "items=0-1", *several, *numbers):
+        assert parse_range(header, 100) is None, header
+
+
+@given(st.text(max_size=60))
+def test_no_range_header_breaks_it(header):
+    for text in (header, f"bytes={header}"):
+        try:
+            part = parse_range(text, 100)
+        except UnsatisfiableRangeError:
+            continue
+        assert part is None or 0 <= part.first <= part.last < 100

@@ -28,6 +28,7 @@ from tests.support.hub_server import COMMIT, Fault, HubServer, SeededFaults
 from tests.support.source_documents import read_on, read_until_error
 
 Serve = Callable[..., HubServer]
+Texts = dict[str, list[bytes]]
 
 
 def write_repository(folder: Path, seed: int = 0) -> dict[str, list[bytes]]:
@@ -57,14 +58,25 @@ EVERYTHING = spec_of("data/*.parquet", "train/*.jsonl.zst", "*.json.gz")
 
 
 @pytest.fixture
+def texts(tmp_path: Path) -> Texts:
+    """The texts of a dataset in `tmp_path`."""
+    return write_repository(tmp_path)
+
+
+@pytest.fixture
+def hub(texts: Texts, tmp_path: Path, serve: Serve) -> HubServer:
+    """A Hub that has it."""
+    return serve(tmp_path)
+
+
+@pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits of milliseconds where the server does not say how long."""
     policy = HubRetryPolicy(deadline_s=20.0, unreachable_s=0.3, timeout_s=5.0, first_wait_s=0.001, max_wait_s=0.01)
     monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
 
 
-def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(tmp_path: Path, serve: Serve):
-    texts = write_repository(tmp_path)
+def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(texts: Texts, tmp_path: Path, serve: Serve):
     hub = serve(tmp_path, page_size=2)
     plan = resolve(EVERYTHING)
     names = ["data/p0.parquet", "data/p1.parquet", "train/z2.jsonl.zst", "train/z10.jsonl.zst", "g.json.gz"]
@@ -79,9 +91,7 @@ def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(tmp_path: Path, ser
 
 
 @pytest.mark.slow
-def test_reading_on_from_a_cursor_is_skipping(tmp_path: Path, serve: Serve):
-    write_repository(tmp_path)
-    serve(tmp_path)
+def test_reading_on_from_a_cursor_is_skipping(hub: HubServer):
     plan = resolve(EVERYTHING)
     whole = read_on(plan)
     for count in (1, 70, 71, 299, 300, 450, 600, 601, 1199, 1400, 1500):
@@ -103,9 +113,7 @@ def test_a_pinned_revision_is_read_whatever_the_branch_holds(tmp_path: Path, ser
         list(tasks(resolve(spec), reading.cursors[5]))
 
 
-def test_only_the_text_columns_ranges_travel(tmp_path: Path, serve: Serve):
-    texts = write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_only_the_text_columns_ranges_travel(texts: Texts, hub: HubServer):
     plan = resolve(spec_of("data/*.parquet"))
     text_bytes = sum(map(len, read_on(plan).documents))
     assert all(request.range for request in [*hub.requests("resolve"), *hub.requests("cdn")])
@@ -119,9 +127,7 @@ def test_only_the_text_columns_ranges_travel(tmp_path: Path, serve: Serve):
     assert len(hub.requests("cdn")) == 2 * groups + footers, "footers of the files opened last are kept"
 
 
-def test_a_plan_of_many_files_reads_no_footer_before_its_turn(tmp_path: Path, serve: Serve):
-    write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_a_plan_of_many_files_reads_no_footer_before_its_turn(hub: HubServer):
     given = tasks(resolve(spec_of("data/*.parquet")))
     assert not hub.requests("cdn")
     first = next(given)
@@ -133,12 +139,11 @@ def test_a_plan_of_many_files_reads_no_footer_before_its_turn(tmp_path: Path, se
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("seed", range(6))
 def test_documents_are_the_same_through_a_storm_of_faults(
-    tmp_path: Path, serve: Serve, seed: int, monkeypatch: pytest.MonkeyPatch
+    texts: Texts, hub: HubServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(hub_file, "HUB_WINDOW_BYTES", 20_000)
     monkeypatch.setattr(parquet, "_HUB_BUFFER_BYTES", 3_000)
-    texts = write_repository(tmp_path)
-    hub = serve(tmp_path, seeded=SeededFaults(seed, probability=0.35))
+    hub.seeded = SeededFaults(seed, probability=0.35)
     reading = read_on(resolve(EVERYTHING))
     assert reading.documents == [text for name in ("p0", "p1", "z2", "z10", "g") for text in texts[name]]
     answers = {request.status for request in hub.log}
@@ -146,21 +151,13 @@ def test_documents_are_the_same_through_a_storm_of_faults(
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_cut_connection_goes_on_at_the_byte(tmp_path: Path, serve: Serve):
-    texts = write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_cut_connections_and_expired_addresses_are_gone_on_with(texts: Texts, hub: HubServer, tmp_path: Path):
     hub.inject("cdn", Fault(cut_after=10_000), Fault(cut_after=5_000))
     assert read_on(resolve(spec_of("train/z2.jsonl.zst"))).documents == texts["z2"]
     size = (tmp_path / "train/z2.jsonl.zst").stat().st_size
     starts = [int(request.range.removeprefix("bytes=").split("-")[0]) for request in hub.requests("cdn")]
     assert starts == [0, 10_000, 15_000]
     assert hub.sent_bytes("cdn") == size
-
-
-@pytest.mark.usefixtures("fast")
-def test_a_signed_address_that_expires_is_asked_for_again(tmp_path: Path, serve: Serve):
-    texts = write_repository(tmp_path)
-    hub = serve(tmp_path)
     found: list[bytes] = []
     for task in tasks(resolve(spec_of("data/p0.parquet"))):
         hub.expire_addresses()
@@ -171,11 +168,7 @@ def test_a_signed_address_that_expires_is_asked_for_again(tmp_path: Path, serve:
 
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("place", ["api", "resolve", "cdn"])
-def test_what_the_server_says_to_wait_is_waited(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, place: str
-):
-    write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_what_the_server_says_to_wait_is_waited(hub: HubServer, monkeypatch: pytest.MonkeyPatch, place: str):
     waits: list[float] = []
     monkeypatch.setattr("tenacity.nap.time.sleep", waits.append)
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=15), usegmt=True)
@@ -196,9 +189,7 @@ def test_what_the_server_says_to_wait_is_waited(
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(tmp_path: Path, serve: Serve):
-    write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(hub: HubServer):
     hub.inject("api", *[Fault(status=429, headers=(("Retry-After", "86400"),))] * 2)
     with pytest.raises(SourceError, match=r"someone/texts@main: still HTTP 429.*run the same command again"):
         resolve(EVERYTHING)
@@ -207,12 +198,10 @@ def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(tmp_p
 
 @pytest.mark.slow
 def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    texts: Texts, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ):
     policy = HubRetryPolicy(deadline_s=0.4, unreachable_s=0.3, timeout_s=0.2, first_wait_s=0.05, max_wait_s=0.1)
     monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
-    texts = write_repository(tmp_path)
-    hub = serve(tmp_path)
     plan = resolve(spec_of("data/p0.parquet"))
     given = tasks(plan)
     first = next(given)
@@ -226,20 +215,19 @@ def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
         list(read_batches(next(given)))
 
 
-def test_a_host_that_is_not_there_is_one_line(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: None
+def test_a_host_that_is_not_there_and_offline_mode_are_one_line(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, fast: None
 ):
-    write_repository(tmp_path)
-    serve(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(SourceError, match=r"http://127\.0\.0\.1:1 cannot be reached.*HF_ENDPOINT") as failure:
         resolve(EVERYTHING)
     assert "\n" not in str(failure.value)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceError, match="HF_HUB_OFFLINE"):
+        resolve(EVERYTHING)
 
 
-def test_what_does_not_exist_is_not_retried(tmp_path: Path, serve: Serve):
-    write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_what_does_not_exist_is_not_retried(hub: HubServer):
     for spec in (
         spec_of("data/*.parquet", hf_path="someone/else"),
         spec_of("data/*.parquet", revision="no-such-branch"),
@@ -254,9 +242,8 @@ def test_what_does_not_exist_is_not_retried(tmp_path: Path, serve: Serve):
         resolve(EVERYTHING, pinned_revision="c" * 40)
 
 
-def test_a_gated_dataset_asks_for_a_token_and_takes_it(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    texts = write_repository(tmp_path)
-    hub = serve(tmp_path, gated_token="hf_secret")
+def test_a_gated_dataset_asks_for_a_token_and_takes_it(texts: Texts, hub: HubServer, monkeypatch: pytest.MonkeyPatch):
+    hub.gated_token = "hf_secret"
     spec = spec_of("data/p0.parquet")
     with pytest.raises(SourceError, match=r"accept the dataset's terms.*HF_TOKEN"):
         resolve(spec)
@@ -266,29 +253,14 @@ def test_a_gated_dataset_asks_for_a_token_and_takes_it(tmp_path: Path, serve: Se
     assert not any(request.authorized for request in hub.requests("cdn")), "the token stays with the Hub"
 
 
-def test_a_server_that_ignores_ranges_is_refused(tmp_path: Path, serve: Serve):
-    write_repository(tmp_path)
-    hub = serve(tmp_path)
+def test_files_that_are_not_what_the_hub_lists_are_refused(hub: HubServer, tmp_path: Path):
     hub.inject("cdn", Fault(ignore_range=True))
     with pytest.raises(SourceError, match=r"HTTP 206.*found HTTP 200.*--input"):
         list(tasks(resolve(spec_of("data/p0.parquet"))))
-
-
-def test_a_file_of_another_length_than_listed_is_refused(tmp_path: Path, serve: Serve):
-    write_repository(tmp_path)
-    serve(tmp_path)
     plan = resolve(spec_of("train/*.zst"))
     path = tmp_path / "train" / "z2.jsonl.zst"
     path.write_bytes(path.read_bytes() + b"more")
     assert "z2.jsonl.zst" in str(read_until_error(plan, CorruptInputError).error)
-
-
-def test_offline_mode_is_said(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    write_repository(tmp_path)
-    serve(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match="HF_HUB_OFFLINE"):
-        resolve(EVERYTHING)
 
 
 def test_deadlines_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):

@@ -87,16 +87,6 @@ def test_documents_are_those_of_a_plain_reading(tmp_path: Path, suffix: str):
     assert [cursor.row for cursor in reading.cursors] == [1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20]
 
 
-def test_bytes_that_are_not_utf8_skip_their_row_only(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b", "url": "\xff"}\n')
-    assert read_on(plan_of(path)).documents == [b"a", b"b"]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n')
-    assert read_on(plan_of(path)).documents == [b"a"]
-
-
 @compressed
 def test_all_frames_and_members_of_a_file_are_read(tmp_path: Path, suffix: str):
     texts = noise(200, seed=1)
@@ -107,12 +97,17 @@ def test_all_frames_and_members_of_a_file_are_read(tmp_path: Path, suffix: str):
     assert read_on(plan_of(path)).documents == [text.encode() for text in texts]
 
 
-def test_zeros_behind_the_last_gzip_member_are_padding_and_other_bytes_damage(tmp_path: Path):
+def test_padding_behind_gzip_and_a_field_that_no_row_has(tmp_path: Path):
     data = gzip.compress(as_lines(["a", "b"]))
     path = write(tmp_path / "a.json.gz", data + bytes(1024))
     assert read_on(plan_of(path)).documents == [b"a", b"b"]
     write(path, data + b"garbage")
     assert read_until_error(plan_of(path), CorruptInputError).documents == [b"a", b"b"]
+    path = write(tmp_path / "a.jsonl", as_lines(noise(20, seed=4)))
+    with pytest.raises(SourceError, match=r"a\.jsonl: none of the first 20 lines has the field 'content'.*meta, text"):
+        read_on(plan_of(path, text_field="content"))
+    late = b'{"other": 1}\n' * 999 + b'{"content": "here"}\n'
+    assert read_on(plan_of(write(path, late), text_field="content")).documents == [b"here"]
 
 
 @compressed
@@ -153,21 +148,17 @@ def test_a_line_that_is_not_an_object_stops_with_its_number(tmp_path: Path, suff
         assert reading.batch_ends[-1][1].row == 3
 
 
-def test_a_field_no_row_has_is_an_error_not_an_empty_store(tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", as_lines(noise(20, seed=4)))
-    with pytest.raises(SourceError, match=r"a\.jsonl: none of the first 20 lines has the field 'content'.*meta, text"):
-        read_on(plan_of(path, text_field="content"))
-    late = b'{"other": 1}\n' * 999 + b'{"content": "here"}\n'
-    assert read_on(plan_of(write(path, late), text_field="content")).documents == [b"here"]
-
-
-def test_an_empty_file_and_one_of_blank_lines_have_no_documents(tmp_path: Path):
+def test_bytes_that_are_not_utf8_byte_order_marks_and_files_without_text(tmp_path: Path):
     write(tmp_path / "a.jsonl", b"")
     write(tmp_path / "b.jsonl", b"\n\n  \n")
     write(tmp_path / "c.jsonl.gz", gzip.compress(b""))
     write(tmp_path / "d.jsonl.zst", zstd(b""))
     reading = read_on(plan_of(tmp_path))
     assert (reading.documents, reading.rows) == ([], 3)
+    path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b", "url": "\xff"}\n')
+    assert read_on(plan_of(path)).documents == [b"a", b"b"]
+    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n')
+    assert read_on(plan_of(path)).documents == [b"a"]
 
 
 @every_format
@@ -230,41 +221,27 @@ def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path: Path, suffix: s
     assert 3 <= len(blocks) <= 4
 
 
-def test_pieces_come_in_order_and_one_is_fetched_ahead():
-    second = threading.Event()
+def test_pieces_come_in_order_with_one_fetched_ahead_and_the_error_last():
+    second, closed = threading.Event(), threading.Event()
 
-    def pieces() -> Iterator[int]:
-        yield 0
-        second.set()
-        yield from range(1, 100)
-
-    given = read_ahead(pieces())
-    assert next(given) == 0
-    assert second.wait(timeout=30)
-    assert list(given) == list(range(1, 100))
-
-
-def test_an_error_comes_after_the_pieces_before_it():
-    def pieces() -> Iterator[int]:
-        yield from range(3)
-        raise OSError("gone")
-
-    found: list[int] = []
-    with pytest.raises(OSError, match="gone"):
-        found.extend(read_ahead(pieces()))
-    assert found == [0, 1, 2]
-
-
-def test_giving_up_early_ends_the_thread():
-    closed = threading.Event()
-
-    def pieces() -> Iterator[int]:
+    def pieces(count: int) -> Iterator[int]:
         try:
-            yield from range(1_000_000)
+            yield 0
+            second.set()
+            yield from range(1, count)
+            raise OSError("gone")
         finally:
             closed.set()
 
-    given = read_ahead(pieces())
+    given, found = read_ahead(pieces(100)), []
+    assert next(given) == 0
+    assert second.wait(timeout=30)
+    with pytest.raises(OSError, match="gone"):
+        found.extend(given)
+    assert found == list(range(1, 100))
+    # Giving up early ends the thread.
+    closed.clear()
+    given = read_ahead(pieces(1_000_000))
     assert next(given) == 0
     given.close()
     assert closed.wait(timeout=30)
@@ -305,7 +282,13 @@ def test_mixed_formats_are_read_in_the_order_of_the_plan(tmp_path: Path):
         assert read_on(plan, cursor).documents == reading.documents[count:]
 
 
-def test_a_file_too_large_for_one_document_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_that_change_or_are_too_large_for_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "1.txt").write_text("before")
+    (task,) = tasks(resolve(SPEC, [str(tmp_path)]))
+    (tmp_path / "1.txt").write_text("after, and longer")
+    assert isinstance(task, WholeFilesTask)
+    with pytest.raises(InputChangedError, match=r"1\.txt: expected 6 bytes, found 17"):
+        list(read_batches(task))
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 1 << 20)
     (tmp_path / "1.txt").write_text("before")
     (tmp_path / "2.txt").write_bytes(b"x" * (3 << 20))
@@ -313,12 +296,3 @@ def test_a_file_too_large_for_one_document_says_what_to_do(tmp_path: Path, monke
     assert next(batch.texts for batch in read_batches(next(given))) == [b"before"]
     with pytest.raises(SourceError, match=r"2\.txt: 3 MiB.*\.jsonl"):
         next(given)
-
-
-def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path):
-    (tmp_path / "1.txt").write_text("before")
-    (task,) = tasks(resolve(SPEC, [str(tmp_path)]))
-    (tmp_path / "1.txt").write_text("after, and longer")
-    assert isinstance(task, WholeFilesTask)
-    with pytest.raises(InputChangedError, match=r"1\.txt: expected 6 bytes, found 17"):
-        list(read_batches(task))

@@ -1,17 +1,24 @@
+"""Local files in one order, the patterns of sources.json, and the corpus's real text where it is there."""
+
 from __future__ import annotations
 
+import gzip
+import json
 import random
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.errors import InputChangedError, InputNotFoundError, SourceError, UnknownSourceError
 from genesis.sources import PYTHON_DOCS, find_source, resolve, tasks
 from genesis.sources.base import fixed_folder, matches, natural_key
-from manifests import SourceSpec, builtin_sources
+from genesis.sources.opening import format_of
+from manifests import TOTAL_MERGES, SourceSpec, builtin_sources
 from tests.support.source_documents import read_on
 
 SPEC = SourceSpec(name="mine")
@@ -60,16 +67,13 @@ def test_a_folder_leaves_out_hidden_files_and_what_is_not_text(tmp_path: Path):
     assert names(SPEC, tmp_path / "b*low") == ["c.txt"]
 
 
-def test_what_matches_nothing_is_named(tmp_path: Path):
+def test_what_matches_nothing_or_is_not_read_is_named(tmp_path: Path):
     write(tmp_path, "a.jsonl", "empty/x.csv")
     for text in (f"{tmp_path}/*.parquet", f"{tmp_path}/b.jsonl", f"{tmp_path}/none/*.jsonl"):
         with pytest.raises(InputNotFoundError, match=text.replace("*", r"\*")):
             resolve(SPEC, [f"{tmp_path}/a.jsonl", text])
     with pytest.raises(InputNotFoundError, match="empty"):
         resolve(SPEC, [f"{tmp_path}/empty"])
-
-
-def test_an_unknown_extension_is_refused_with_what_is_read(tmp_path: Path):
     write(tmp_path, "table.csv")
     for text in (f"{tmp_path}/table.csv", f"{tmp_path}/*"):
         with pytest.raises(SourceError, match=r"table\.csv.*\.parquet, \.jsonl.*'\.csv'"):
@@ -114,17 +118,17 @@ def test_a_change_at_either_end_of_a_large_file_is_seen(tmp_path: Path):
     assert len(set(digests)) == 4
 
 
-def test_sources_are_found_by_name_and_known_ones_listed():
+def test_sources_are_found_by_name_and_share_the_vocabulary():
     sources = builtin_sources()
     assert find_source("c4", sources).hf_path == "allenai/c4"
     assert find_source("python-docs", sources) is PYTHON_DOCS
     with pytest.raises(UnknownSourceError, match=r"'fineweb-edo'.*c4, fineweb, fineweb-edu, python-docs"):
         find_source("fineweb-edo", sources)
-
-
-def test_a_source_without_files_says_so():
     with pytest.raises(InputNotFoundError, match="--input"):
         resolve(SPEC)
+    sources = builtin_sources()
+    assert sum(source.merges for source in sources.sources) == TOTAL_MERGES
+    assert [source.name for source in sources.enabled()] == list(KNOWN)
 
 
 def test_python_docs_is_the_standard_library_in_a_fixed_order():
@@ -140,7 +144,7 @@ def test_python_docs_is_the_standard_library_in_a_fixed_order():
     assert read_on(plan, reading.cursors[99]).documents == reading.documents[100:]
 
 
-def test_digits_count_as_numbers_and_folders_stay_together():
+def test_patterns_and_the_order_of_names():
     names = [
         "train/chunk1/example_train_0.jsonl.zst",
         "train/chunk1/example_train_2.jsonl.zst",
@@ -151,6 +155,16 @@ def test_digits_count_as_numbers_and_folders_stay_together():
     ]
     shuffled = random.Random(3).sample(names, len(names))
     assert sorted(shuffled, key=natural_key) == names
+    assert matches("en/c4-train.00000-of-01024.json.gz", "en/c4-train.*.json.gz")
+    assert not matches("en.noclean/en/c4-train.00000-of-01024.json.gz", "en/c4-train.*.json.gz")
+    assert not matches("en/c4-validation.00000-of-00008.json.gz", "en/c4-train.*.json.gz")
+    assert not matches("data/a/b.parquet", "data/*.parquet")
+    assert matches("data/a/b.parquet", "data/**/*.parquet")
+    assert matches("data/b.parquet", "data/**/*.parquet")
+    assert matches("a/b/c.txt", "**")
+    assert fixed_folder("train/chunk*/*.jsonl.zst") == "train"
+    assert fixed_folder("sample/10BT/*.parquet") == "sample/10BT"
+    assert fixed_folder("*.jsonl") == ""
 
 
 @given(st.lists(st.text(alphabet="ab01²/.-_", min_size=1, max_size=8), unique=True))
@@ -160,17 +174,71 @@ def test_every_two_names_have_one_order(names: list[str]):
     assert len({natural_key(name) for name in names}) == len(names)
 
 
-def test_a_star_stays_within_its_folder_and_two_cross_folders():
-    assert matches("en/c4-train.00000-of-01024.json.gz", "en/c4-train.*.json.gz")
-    assert not matches("en.noclean/en/c4-train.00000-of-01024.json.gz", "en/c4-train.*.json.gz")
-    assert not matches("en/c4-validation.00000-of-00008.json.gz", "en/c4-train.*.json.gz")
-    assert not matches("data/a/b.parquet", "data/*.parquet")
-    assert matches("data/a/b.parquet", "data/**/*.parquet")
-    assert matches("data/b.parquet", "data/**/*.parquet")
-    assert matches("a/b/c.txt", "**")
+KNOWN = {
+    "fineweb-edu": (
+        ["sample/10BT/000_00000.parquet"],
+        ["sample/100BT/000_00000.parquet", "data/CC-MAIN-2024-10/a.parquet"],
+    ),
+    "fineweb": (["sample/100BT/001_00005.parquet"], ["sample/10BT/001_00005.parquet"]),
+    "redpajama": (
+        ["arxiv_sample.jsonl", "cc_2019-30_sample.jsonl", "cc_2023-06_sample.jsonl", "wikipedia_sample.jsonl"],
+        ["book_sample.jsonl", "RedPajama-Data-1T-Sample.py"],
+    ),
+    "slimpajama": (
+        ["train/chunk1/example_train_0.jsonl.zst", "train/chunk10/example_train_5910.jsonl.zst"],
+        ["validation/chunk1/example_holdout_0.jsonl.zst", "test/chunk1/example_holdout_0.jsonl.zst"],
+    ),
+    "c4": (
+        ["en/c4-train.00000-of-01024.json.gz"],
+        ["en/c4-validation.00000-of-00008.json.gz", "en.noblocklist/c4-train.00000-of-01024.json.gz"],
+    ),
+}
 
 
-def test_only_the_fixed_folder_is_listed():
-    assert fixed_folder("train/chunk*/*.jsonl.zst") == "train"
-    assert fixed_folder("sample/10BT/*.parquet") == "sample/10BT"
-    assert fixed_folder("*.jsonl") == ""
+@pytest.mark.parametrize("name", KNOWN)
+def test_patterns_take_the_training_files_and_no_others(name: str):
+    spec = builtin_sources().get(name)
+    assert spec is not None
+    taken, left = KNOWN[name]
+    for path in taken:
+        assert sum(matches(path, pattern) for pattern in spec.data_files) == 1
+        assert format_of(path) is not None
+    for path in left:
+        assert not any(matches(path, pattern) for pattern in spec.data_files)
+
+
+CORPUS = Path(__file__).parents[4] / "shared" / "corpus"
+
+with_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason=f"no corpus in {CORPUS}")
+
+
+def plain_reading(path: Path) -> list[str]:
+    if path.suffix == ".parquet":
+        return pq.read_table(path, columns=["text"]).column("text").to_pylist()
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        return [json.loads(line)["text"] for line in gzip.decompress(data).splitlines()]
+    plain = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    return [json.loads(line)["text"] for line in plain.decode().split("\n") if line]
+
+
+@pytest.mark.slow
+@with_corpus
+@pytest.mark.parametrize("name", ["fineweb-edu", "slimpajama", "c4", "multilingual"])
+def test_documents_are_those_of_a_plain_reading(name: str):
+    plan = resolve(SourceSpec(name="mine"), [str(CORPUS / name)])
+    path = Path(plan.files[0].location)
+    reading = read_on(resolve(SourceSpec(name="mine"), [str(path)]))
+    assert reading.documents == [text.encode() for text in plain_reading(path)]
+    assert reading.rows == len(reading.documents)
+
+
+@pytest.mark.slow
+@with_corpus
+def test_the_counts_are_those_the_corpus_states():
+    plan = resolve(SourceSpec(name="mine"), [f"{CORPUS}/fineweb-edu/*.parquet"])
+    reading = read_on(plan)
+    assert len(reading.documents) == 9715 + 9716 + 9715 + 9716
+    assert sum(map(len, reading.documents)) == 37874461 + 38384462 + 38153951 + 38534386
+    for count in (9716, 38_000):
+        assert read_on(plan, reading.cursors[count - 1]).documents == reading.documents[count:]

@@ -60,15 +60,12 @@ def _dictionary(kind: pa.DataType) -> pa.Array:
     return pa.DictionaryArray.from_arrays(encoded.indices.cast(kind.index_type), encoded.dictionary)
 
 
-def test_rows_that_are_not_unicode_are_skipped(tmp_path: Path):
+def test_rows_that_are_no_text_are_skipped_and_files_without_rows_give_nothing(tmp_path: Path):
     invalid = pa.array([b"good", b"\xff\xfe", b"\xed\xa0\x80", b"also good"])
     for kind in (pa.binary(), pa.string()):
         column = invalid if kind == pa.binary() else pa.Array.from_buffers(kind, 4, invalid.buffers())
         reading = read_on(plan_of(write(tmp_path / "a.parquet", column)))
         assert (reading.documents, reading.rows) == ([b"good", b"also good"], 4)
-
-
-def test_a_column_of_nulls_and_files_without_rows_give_nothing(tmp_path: Path):
     write(tmp_path / "a.parquet", pa.nulls(5))
     write(tmp_path / "b.parquet", pa.array([], pa.string()))
     write(tmp_path / "c.parquet", pa.array(["c"]))
@@ -158,17 +155,14 @@ def test_batches_stay_near_four_megabytes(tmp_path: Path):
     assert max(sum(map(len, batch.texts)) for batch in read_batches(task)) <= 2 * BATCH_BYTES
 
 
-def test_a_replaced_file_is_not_read_from_the_kept_footer(tmp_path: Path):
+def test_tasks_hold_no_text_and_no_footer_of_a_replaced_file(tmp_path: Path):
+    path = write(tmp_path / "a.parquet", pa.array(ROWS), row_group_size=4)
+    found = list(tasks(plan_of(path)))
+    assert [(task.row_group, task.first_row) for task in found if isinstance(task, RowGroupTask)] == [(0, 0), (1, 0)]
     path = write(tmp_path / "a.parquet", pa.array(["old"]))
     assert read_on(plan_of(path)).documents == [b"old"]
     write(path, pa.array(["new", "longer"]))
     assert read_on(plan_of(path)).documents == [b"new", b"longer"]
-
-
-def test_tasks_name_their_text_and_do_not_hold_it(tmp_path: Path):
-    path = write(tmp_path / "a.parquet", pa.array(ROWS), row_group_size=4)
-    found = list(tasks(plan_of(path)))
-    assert [(task.row_group, task.first_row) for task in found if isinstance(task, RowGroupTask)] == [(0, 0), (1, 0)]
 
 
 @pytest.mark.slow

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ import pytest
 from genesis.store import CachePolicy, FolderStore, ReadableStore, Store, Throttle, open_readable
 from genesis.store.policy import RetryPolicy
 from genesis.store.s3 import S3Store
+from tests.support.fault_proxy import FaultProxy
+from tests.support.mounts import mounted
 from tests.support.s3_servers import Server, moto_s3, rclone_s3, serving
 
 BUCKET = "bucket"
@@ -59,15 +61,19 @@ def fresh_url() -> Callable[[], str]:
 @pytest.fixture
 def s3_store(fresh_url: Callable[[], str]) -> Iterator[Callable[..., S3Store]]:
     """Makes S3 stores that are closed after the test."""
-    made: list[S3Store] = []
+    with ExitStack() as stack:
 
-    def make(url: str | None = None, policy: RetryPolicy = QUICK, **options: int) -> S3Store:
-        made.append(S3Store(url or fresh_url(), policy=policy, **options))
-        return made[-1]
+        def make(url: str | None = None, policy: RetryPolicy = QUICK, **options: int) -> S3Store:
+            return stack.enter_context(closing(S3Store(url or fresh_url(), policy=policy, **options)))
 
-    yield make
-    for store in made:
-        store.close()
+        yield make
+
+
+@pytest.fixture
+def start_proxy() -> Iterator[Callable[..., FaultProxy]]:
+    """Starts proxies before a port that end with the test."""
+    with ExitStack() as stack:
+        yield lambda port, **options: stack.enter_context(FaultProxy(port, **options))
 
 
 def _opened(kind: str, request: pytest.FixtureRequest) -> Store:
@@ -88,22 +94,6 @@ def store(request: pytest.FixtureRequest) -> Store:
 def exact_store(request: pytest.FixtureRequest) -> Store:
     """An empty store of every kind that honours conditional writes."""
     return _opened(request.param, request)
-
-
-@contextmanager
-def mounted(target: Path, *options: str) -> Iterator[Path]:
-    """A mount for the duration of a test; skips the test where mounting is not permitted."""
-    target.mkdir(exist_ok=True)
-    try:
-        done = subprocess.run(["mount", *options, str(target)], capture_output=True, text=True, timeout=10)
-    except OSError as error:
-        pytest.skip(f"cannot mount here: {error}")
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-    try:
-        yield target
-    finally:
-        subprocess.run(["umount", str(target)], check=True, timeout=10)
 
 
 @pytest.fixture
@@ -157,28 +147,24 @@ class Origin:
 @pytest.fixture(scope="session")
 def direct_writer() -> Iterator[Callable[[Server], S3Store]]:
     """Gives a store on an S3 server, connected to the server itself whatever boto3 is told later; one a server."""
-    made: dict[int, S3Store] = {}
+    with ExitStack() as stack:
 
-    def connected(server: Server) -> S3Store:
-        if server.port not in made:
-            store = S3Store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}", policy=QUICK)
+        @cache
+        def connected(server: Server) -> S3Store:
+            store = stack.enter_context(closing(S3Store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}", policy=QUICK)))
             with pytest.MonkeyPatch.context() as environment:
                 for name, value in server.environment().items():
                     environment.setenv(name, value)
                 store.head("connect")
-            made[server.port] = store
-        return made[server.port]
+            return store
 
-    yield connected
-    for store in made.values():
-        store.close()
+        yield connected
 
 
 @pytest.fixture(params=["serve", "moto", "rclone"])
 def origin(request: pytest.FixtureRequest) -> Iterator[Origin]:
     """Each kind of server that is read over a network."""
     kind = request.param
-    opened: list[ReadableStore] = []
     server: Server = request.getfixturevalue("web_server" if kind == "serve" else kind)
     writer: Store = (
         FolderStore(request.getfixturevalue("web_folder"))
@@ -186,15 +172,14 @@ def origin(request: pytest.FixtureRequest) -> Iterator[Origin]:
         else request.getfixturevalue("direct_writer")(server)
     )
 
-    def open_at(
-        port: int | None = None, policy: RetryPolicy = QUICK, throttle: Throttle | None = None
-    ) -> ReadableStore:
-        if kind != "serve":
-            request.getfixturevalue("s3_env")(server, port)
-        url = f"http://127.0.0.1:{port or server.port}" if kind == "serve" else writer.url
-        opened.append(open_readable(url, policy=policy, throttle=throttle))
-        return opened[-1]
+    with ExitStack() as stack:
 
-    yield Origin(kind, server, writer, open_at)
-    for store in opened:
-        store.close()
+        def open_at(
+            port: int | None = None, policy: RetryPolicy = QUICK, throttle: Throttle | None = None
+        ) -> ReadableStore:
+            if kind != "serve":
+                request.getfixturevalue("s3_env")(server, port)
+            url = f"http://127.0.0.1:{port or server.port}" if kind == "serve" else writer.url
+            return stack.enter_context(closing(open_readable(url, policy=policy, throttle=throttle)))
+
+        yield Origin(kind, server, writer, open_at)

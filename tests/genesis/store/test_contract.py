@@ -1,15 +1,20 @@
-"""What every store keeps, on every kind of store."""
+"""What every store keeps, on every kind of store, in threads, in processes, forked and pickled."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import pickle
 import random
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, UsageError
-from genesis.store import CachePolicy, FolderStore, Store
+from genesis.store import CachePolicy, FolderStore, Store, Throttle, open_readable
+from genesis.store.per_process import PerProcess
 from manifests import InvalidDocumentError
+from tests.genesis.store.conftest import QUICK
+from tests.support.fault_proxy import FaultProxy, Request
 
 ROOT = Path(__file__).parents[3]
 NONE = CachePolicy.NONE
@@ -26,7 +34,7 @@ NONE = CachePolicy.NONE
 
 def actor(store: Store, action: str, key: str, number: int) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("actor.py")), store.url, action, key, str(number)],
+        [sys.executable, str(Path(__file__).with_name("actor.py")), action, store.url, key, str(number)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -48,51 +56,23 @@ def together(processes: list[subprocess.Popen[str]]) -> list[str]:
     return outputs
 
 
-@pytest.mark.slow
-def test_what_was_put_is_got(store: Store):
-    etag = store.put("index/a.json", b"one", cache=CachePolicy.IMMUTABLE)
-    found = store.get("index/a.json")
-    assert (found.body, found.etag) == (b"one", etag)
-    info = store.head("index/a.json")
-    assert info is not None
-    assert (info.key, info.size_bytes, info.etag) == ("index/a.json", 3, etag)
-    assert info.modified_at is not None
-    assert abs(info.modified_at.timestamp() - time.time()) < 3600
-
-
-def test_an_etag_changes_with_the_object(store: Store):
-    etags = [store.put("k", body, cache=NONE) for body in (b"one", b"two", b"six")]
-    assert len(set(etags)) == 3
-
-
-def test_nothing_there(store: Store):
+def test_objects_come_and_go(store: Store):
     assert store.head("none") is None
     assert store.head("none/at-all") is None
     with pytest.raises(ObjectNotFoundError, match="none"):
         store.get("none")
     assert list(store.list()) == []
     store.delete("none")
-
-
-def test_delete(store: Store):
     store.put("a/b", b"1", cache=NONE)
     store.delete("a/b")
     store.delete("a/b")
     assert store.head("a/b") is None
     assert list(store.list()) == []
-
-
-@pytest.mark.parametrize("body", [bytearray(b"abc"), memoryview(b"xabcx")[1:4], np.array([97, 98, 99], np.uint8)])
-def test_any_buffer(store: Store, body):
-    store.put("k", body, cache=NONE)
-    assert store.get("k").body == b"abc"
-
-
-@pytest.mark.slow
-def test_a_shard_sized_body(store: Store):
-    body = random.Random(5).randbytes(20 << 20)
-    store.put("shard_0.pt", memoryview(bytearray(body)), cache=CachePolicy.IMMUTABLE, if_absent=True)
-    assert store.get("shard_0.pt").body == body
+    etags = [store.put("k", body, cache=NONE) for body in (b"one", b"two", b"six")]
+    assert len(set(etags)) == 3
+    for buffer in (bytearray(b"abc"), memoryview(b"xabcx")[1:4], np.array([97, 98, 99], np.uint8)):
+        store.put("k", buffer, cache=NONE)
+        assert store.get("k").body == b"abc"
 
 
 @pytest.mark.slow
@@ -116,16 +96,13 @@ def test_a_key_stays_in_the_store(store: Store, key: str):
             use(key)
 
 
-def test_an_object_larger_than_expected(store: Store):
+def test_what_is_read_is_bounded_sent_if_changed_and_counted(store: Store):
     etag = store.put("k", b"12345", cache=NONE)
     assert store.get("k", max_bytes=5).body == b"12345"
     for read in (lambda: store.get("k", max_bytes=4), lambda: store.get_if_changed("k", '"0"', max_bytes=4)):
         with pytest.raises(StoreError, match="at most 4 bytes, found 5"):
             read()
     assert store.get_if_changed("k", etag, max_bytes=4) is None
-
-
-def test_an_object_read_only_if_it_changed(store: Store):
     first = store.put("k", b"1", cache=NONE)
     assert store.get_if_changed("k", first) is None
     second = store.put("k", b"2", cache=NONE)
@@ -135,9 +112,6 @@ def test_an_object_read_only_if_it_changed(store: Store):
     store.delete("k")
     with pytest.raises(ObjectNotFoundError):
         store.get_if_changed("k", second)
-
-
-def test_what_is_received_is_counted(store: Store):
     store.put("k", bytes(1000), cache=NONE)
     before = store.received_bytes
     store.get("k")
@@ -145,7 +119,7 @@ def test_what_is_received_is_counted(store: Store):
 
 
 @pytest.mark.slow
-def test_list_is_in_key_order_and_by_prefix(store: Store):
+def test_lists_and_heads(store: Store):
     keys = ["a-b", "a.b", "a/b", "a/c/d", "a0", "aa", "B", "shard_1.pt", "shard_10.pt", "shard_2.pt"]
     for key in random.Random(1).sample(keys, len(keys)):
         store.put(key, key.encode(), cache=NONE)
@@ -156,80 +130,66 @@ def test_list_is_in_key_order_and_by_prefix(store: Store):
     assert list(store.list("nothing")) == []
     sizes = {info.key: (info.size_bytes, info.etag) for info in store.list()}
     assert sizes["a/c/d"] == (5, store.get("a/c/d").etag)
+    etag = store.put("index/a.json", b"one", cache=CachePolicy.IMMUTABLE)
+    found = store.get("index/a.json")
+    assert (found.body, found.etag) == (b"one", etag)
+    info = store.head("index/a.json")
+    assert info is not None
+    assert (info.key, info.size_bytes, info.etag) == ("index/a.json", 3, etag)
+    assert info.modified_at is not None
+    assert abs(info.modified_at.timestamp() - time.time()) < 3600
+    etag = store.put("k", b"1", cache=NONE)
+    store.delete("k")
+    with pytest.raises(PreconditionFailedError, match="found no object"):
+        store.put("k", b"2", cache=NONE, if_match=etag)
+    assert store.head("k") is None
+    body = random.Random(5).randbytes(20 << 20)
+    store.put("shard_0.pt", memoryview(bytearray(body)), cache=CachePolicy.IMMUTABLE, if_absent=True)
+    assert store.get("shard_0.pt").body == body
 
 
-def test_if_absent(store: Store):
+def test_conditions(store: Store):
     etag = store.put("k", b"mine", cache=NONE, if_absent=True)
     assert store.put("k", b"mine", cache=NONE, if_absent=True) == etag, "an earlier attempt of one's own is success"
     with pytest.raises(PreconditionFailedError, match="expected no object"):
         store.put("k", b"other", cache=NONE, if_absent=True)
     assert store.get("k").body == b"mine"
-
-
-def test_if_match(store: Store):
     first = store.put("k", b"1", cache=NONE)
     second = store.put("k", b"2", cache=NONE, if_match=first)
     assert store.put("k", b"2", cache=NONE, if_match=first) == second, "an earlier attempt of one's own is success"
     with pytest.raises(PreconditionFailedError, match="expected ETag"):
         store.put("k", b"3", cache=NONE, if_match=first)
     assert store.get("k").body == b"2"
-
-
-@pytest.mark.slow
-def test_if_match_of_an_object_that_is_gone(store: Store):
-    etag = store.put("k", b"1", cache=NONE)
-    store.delete("k")
-    with pytest.raises(PreconditionFailedError, match="found no object"):
-        store.put("k", b"2", cache=NONE, if_match=etag)
-    assert store.head("k") is None
-
-
-def test_one_condition_only(store: Store):
     with pytest.raises(UsageError):
         store.put("k", b"", cache=NONE, if_absent=True, if_match="x")
 
 
 @pytest.mark.slow
-def test_conditions_are_known_to_be_honoured(exact_store: Store):
+def test_threads_racing(exact_store: Store):
     assert exact_store.conditional_writes
     assert list(exact_store.list()) == [], "the probe leaves nothing behind"
-
-
-@pytest.mark.slow
-def test_threads_racing_on_if_absent(exact_store: Store):
     barrier = threading.Barrier(4)
 
-    def attempt(thread: int, key: str) -> bool:
-        barrier.wait(30)
-        try:
-            exact_store.put(key, f"{thread}".encode(), cache=NONE, if_absent=True)
-        except PreconditionFailedError:
-            return False
-        return True
+    def race(key: str, number: int, **condition: Any) -> str:
+        """The ETag of what the only thread wrote that got through."""
+
+        def attempt(thread: int) -> str | None:
+            barrier.wait(30)
+            try:
+                return exact_store.put(key, f"{number}/{thread}".encode(), cache=NONE, **condition)
+            except PreconditionFailedError:
+                return None
+
+        ((won, etag),) = [(thread, tag) for thread, tag in enumerate(pool.map(attempt, range(4))) if tag is not None]
+        found = exact_store.get(key)
+        assert (found.body, found.etag) == (f"{number}/{won}".encode(), etag)
+        return etag
 
     with ThreadPoolExecutor(4) as pool:
+        etag = exact_store.put("k", b"start", cache=NONE)
         for number in range(10):
-            won = list(pool.map(attempt, range(4), [f"k{number}"] * 4))
-            assert sum(won) == 1
-            assert exact_store.get(f"k{number}").body == f"{won.index(True)}".encode()
-
-
-@pytest.mark.slow
-def test_threads_racing_on_if_match(exact_store: Store):
-    etag = exact_store.put("k", b"start", cache=NONE)
-    barrier = threading.Barrier(4)
-
-    def attempt(thread: int, name: str, expected: str) -> str | None:
-        barrier.wait(30)
-        try:
-            return exact_store.put("k", f"{name}/{thread}".encode(), cache=NONE, if_match=expected)
-        except PreconditionFailedError:
-            return None
-
-    with ThreadPoolExecutor(4) as pool:
-        for number in range(10):
-            (etag,) = [tag for tag in pool.map(attempt, range(4), [f"{number}"] * 4, [etag] * 4) if tag is not None]
-            assert exact_store.get("k").etag == etag
+            race(f"k{number}", number, if_absent=True)
+            etag = race("k", number, if_match=etag)
 
 
 @pytest.mark.slow
@@ -283,3 +243,117 @@ def test_readers_never_see_a_part(store: Store):
             assert len(set(body)) == 1
             assert len(body) == sizes[body[0] % 2]
         writing.result(30)
+
+
+BODY = random.Random(4).randbytes(100_000)
+DIGEST = hashlib.sha256(BODY).hexdigest()
+
+
+def acted(*arguments: str, stdin: bytes = b"") -> dict:
+    script = Path(__file__).with_name("actor.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", script, *arguments],
+        input=stdin,
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr == b""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_fork_shares_no_connection(origin):
+    """Answers on a shared connection would be mixed up; a lock held by a thread of the parent would never be free."""
+    key = origin.put(BODY)
+    requests: list[Request] = []
+    with FaultProxy(origin.server.port) as proxy:
+        proxy.watch = requests.append
+        store = origin.open(proxy.port)  # Points boto3 at the proxy, for the actor too.
+        url = store.url
+        found = acted("fork", url, key)
+    assert found["before"] == found["after"] == [DIGEST] * 3
+    expected = {"status": 0, "received": 0, "digests": [DIGEST] * 3, "received_after": 3 * len(BODY)}
+    assert found["children"] == [expected] * 2
+    if origin.kind != "moto":  # Which closes after every answer.
+        # The parent's, and at least one of each child.
+        assert len({request.client_port for request in requests}) > 2
+
+
+def test_a_folder_forked_and_pickled(tmp_path):
+    FolderStore(tmp_path).put("k", BODY, cache=CachePolicy.NONE)
+    found = acted("fork", str(tmp_path), "k")
+    assert [child["digests"] for child in found["children"]] == [[DIGEST] * 3] * 2
+    assert acted("pickled", "k", stdin=pickle.dumps(open_readable(tmp_path)))["digests"] == [DIGEST] * 3
+
+
+@pytest.mark.slow
+def test_a_store_pickled_and_closed(origin):
+    key = origin.put(BODY)
+    store = origin.open(policy=replace(QUICK, deadline_s=77), throttle=Throttle(1e9))
+    assert store.get(key).body == BODY
+    found = acted("pickled", key, stdin=pickle.dumps(store))
+    assert found == {"url": store.url, "received": 0, "digests": [DIGEST] * 3}
+    assert store.get(key).body == BODY
+    # Closed, it is opened again by its next call.
+    store.close()
+    store.close()
+    assert store.get(key).body == BODY
+
+
+@pytest.mark.parametrize("url", ["/data/store", "s3://bucket/prefix", "https://user:secret@host/prefix"])
+def test_a_pickle_of_a_store_never_used(url):
+    store = open_readable(url)
+    again = pickle.loads(pickle.dumps(store))
+    assert (type(again), again.url, again.received_bytes) == (type(store), store.url, 0)
+
+
+def test_a_value_is_made_once_a_process():
+    made: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def make() -> list[int]:
+        made.append(os.getpid())
+        return made
+
+    value = PerProcess(make)
+    assert value.peek() is None
+
+    def ask(_: int) -> list[int]:
+        barrier.wait(30)
+        return value.get()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(found is made for found in pool.map(ask, range(8)))
+    assert made == [os.getpid()]
+    assert value.peek() is made
+    assert value.take() is made
+    assert value.take() is None
+    value.get()
+    assert len(made) == 2
+
+
+def test_a_lock_held_at_the_fork_is_free_in_the_child():
+    """A thread is making its value while another forks: the child makes its own."""
+    code = """
+import os, signal, threading
+from genesis.store.per_process import PerProcess
+entered, go, parent = threading.Event(), threading.Event(), os.getpid()
+def make():
+    if os.getpid() == parent:
+        entered.set(); go.wait(30)
+    return os.getpid()
+value = PerProcess(make)
+thread = threading.Thread(target=value.get); thread.start(); entered.wait(30)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    os._exit(0 if value.get() == os.getpid() else 1)
+_, status = os.waitpid(pid, 0)
+go.set(); thread.join()
+assert value.get() == parent
+raise SystemExit(1 if status else 0)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, timeout=60)

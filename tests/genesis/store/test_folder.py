@@ -1,4 +1,4 @@
-"""What only a folder has: files, leftovers, links, a disk that is full or read-only, another process's lock."""
+"""What only a folder has: files, leftovers, links, a full or read-only disk, locks; and from an address to a store."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import (
-    ObjectNotFoundError,
-    StoreAccessError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreFullError, StoreUnavailableError, UsageError
 from genesis.file_lock import FileLock
-from genesis.store import CachePolicy, FolderStore
+from genesis.store import CachePolicy, FolderStore, open_readable, open_store
+from genesis.store.http import HttpStore
+from genesis.store.s3 import S3Store
 
 NONE = CachePolicy.NONE
 OLD = time.time() - 3600
@@ -28,26 +25,24 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob(".tmp-*"))
 
 
-def test_an_object_is_a_file_of_its_name(tmp_path):
+def test_objects_are_files_with_etags_of_their_own(tmp_path):
     FolderStore(tmp_path / "s").put("index/a.json", b"one", cache=NONE)
     assert (tmp_path / "s/index/a.json").read_bytes() == b"one"
     assert leftovers(tmp_path) == []
-
-
-def test_equal_bodies_put_at_once_have_distinct_etags(tmp_path):
     store = FolderStore(tmp_path)
     etags = [store.put("k", b"same", cache=NONE) for _ in range(50)]
     assert len(set(etags)) == 50
-
-
-def test_etags_hold_across_processes(tmp_path):
     etag = FolderStore(tmp_path).put("k", b"1", cache=NONE)
     code = f"from genesis.store import FolderStore; print(FolderStore({str(tmp_path)!r}).get('k').etag)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == etag
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+    FolderStore(tmp_path / "store").put("k", b"1", cache=NONE)
+    assert (tmp_path / "disk/k").read_bytes() == b"1"
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_folder_that_is_not_there_or_cannot_be(tmp_path):
     reader = FolderStore(tmp_path / "typo", must_exist=True)
     for use in (lambda: reader.get("k"), lambda: reader.head("k"), lambda: list(reader.list())):
         with pytest.raises(StoreAccessError, match=r"typo.*no such folder"):
@@ -58,6 +53,10 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert not (tmp_path / "new").exists(), "reading creates nothing"
     writer.put("k", b"", cache=NONE)
     assert FolderStore(tmp_path / "new/store", must_exist=True).get("k").body == b""
+    (tmp_path / "file").write_text("")
+    for root, key in ((tmp_path / "file" / "store", "k"), (tmp_path, "file/k")):
+        with pytest.raises(StoreAccessError, match=r"file|directory"):
+            FolderStore(root).put(key, b"", cache=NONE)
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path):
@@ -74,7 +73,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path):
         assert leftovers(tmp_path) == [".tmp-2-locked", ".tmp-3-young"]
 
 
-def test_foreign_files_are_no_objects(tmp_path):
+def test_what_is_no_object_of_the_store(tmp_path):
     store = FolderStore(tmp_path)
     store.put("k", b"", cache=NONE)
     (tmp_path / "a note.txt").write_text("hello")
@@ -85,9 +84,6 @@ def test_foreign_files_are_no_objects(tmp_path):
     assert store.head("empty") is None
     with pytest.raises(ObjectNotFoundError):
         store.get("empty")
-
-
-def test_links_do_not_lead_out_of_the_store(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("secret")
@@ -103,13 +99,6 @@ def test_links_do_not_lead_out_of_the_store(tmp_path):
         store.put("folder/new", b"", cache=NONE)
     assert list(store.list()) == []
     assert sorted(path.name for path in outside.iterdir()) == ["secret"]
-
-
-def test_the_store_itself_may_be_a_link(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "store").symlink_to(tmp_path / "disk")
-    FolderStore(tmp_path / "store").put("k", b"1", cache=NONE)
-    assert (tmp_path / "disk/k").read_bytes() == b"1"
 
 
 def test_a_full_disk(tiny_disk):
@@ -146,13 +135,6 @@ def test_a_read_only_disk(read_only_disk):
         FolderStore(read_only_disk).put("k", b"", cache=NONE)
 
 
-def test_a_file_in_the_way(tmp_path):
-    (tmp_path / "file").write_text("")
-    for root, key in ((tmp_path / "file" / "store", "k"), (tmp_path, "file/k")):
-        with pytest.raises(StoreAccessError, match=r"file|directory"):
-            FolderStore(root).put(key, b"", cache=NONE)
-
-
 def test_another_process_holding_the_lock(tmp_path):
     store = FolderStore(tmp_path, lock_timeout_s=0.05)
     store.put("k", b"1", cache=NONE)
@@ -170,3 +152,64 @@ def test_a_local_store_loads_no_client_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "shown"),
+    [
+        ("/data/store", FolderStore, "/data/store"),
+        (Path("/data/store"), FolderStore, "/data/store"),
+        ("file:///data/a%20b", FolderStore, "/data/a b"),
+        ("file://localhost/data", FolderStore, "/data"),
+        ("s3://bucket", S3Store, "s3://bucket"),
+        ("s3://bucket/", S3Store, "s3://bucket"),
+        ("S3://bucket/pre/fix/", S3Store, "s3://bucket/pre/fix"),
+    ],
+)
+def test_open_store(url, kind, shown):
+    store = open_store(url)
+    assert isinstance(store, kind)
+    assert store.url == shown
+
+
+def test_relative_and_home_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert open_store("store").url == str(tmp_path / "store")
+    assert open_store("~/store").url == "/home/someone/store"
+
+
+@pytest.mark.parametrize("url", ["https://host/prefix", "http://user:secret@host:8080/prefix/", "s3://bucket", "/data"])
+def test_open_readable(url):
+    store = open_readable(url)
+    try:
+        assert isinstance(store, HttpStore) == url.startswith("http")
+        assert "secret" not in store.url + repr(store)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("gs://bucket/x", "s3://bucket/prefix"),
+        ("ftp://host/x", "file:///path"),
+        ("https://host/x", "can only be read"),
+        ("file://otherhost/x", "names no other host"),
+        ("s3://", "s3://bucket/prefix"),
+        ("s3://bucket/../x", "s3://bucket/prefix"),
+        ("s3://bucket/a?b=c", "s3://bucket/prefix"),
+        ("s3://bucket/a b", "s3://bucket/prefix"),
+        ("", "empty"),
+    ],
+)
+def test_what_cannot_be_written(url, says):
+    with pytest.raises(UsageError, match=says):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "https://", "https://host/x?token=1", "https://u:secret@host/?x"])
+def test_what_cannot_be_read(url):
+    with pytest.raises(UsageError) as caught:
+        open_readable(url)
+    assert "secret" not in str(caught.value)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import gc
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from genesis.errors import ObjectNotFoundError, StoreError, StoreUnavailableError
-from genesis.store import CachePolicy, FolderStore, Throttle
+from genesis.store import CachePolicy, FolderStore, ReadableStore, RetryPolicy, Throttle
 from genesis.store.http import HttpStore
 from tests.genesis.store.conftest import QUICK, Origin
 from tests.support.fault_proxy import READ_FAULTS, Fault, FaultProxy, Reply, Request
 
 BODY = random.Random(8).randbytes(300_000)
 OTHER = random.Random(9).randbytes(280_000)
-IMPATIENT = replace(QUICK, deadline_s=0.3, slowest_bytes_per_s=1e9)
+IMPATIENT = replace(QUICK, deadline_s=1.0, slowest_bytes_per_s=1e9)
 
 
 class Answers:
@@ -67,25 +67,25 @@ def weakened(then=untouched):
 
 
 @pytest.fixture
-def proxied(origin: Origin) -> Iterator:
+def proxied(origin: Origin, start_proxy) -> Callable[..., FaultProxy]:
     """Starts a proxy before the origin."""
-    proxies: list[FaultProxy] = []
+    return lambda **options: start_proxy(origin.server.port, **options)
 
-    def start(**options: object) -> FaultProxy:
-        proxies.append(FaultProxy(origin.server.port, **options))  # type: ignore[arg-type]
-        proxies[-1].start()
-        return proxies[-1]
 
-    yield start
-    for proxy in proxies:
-        proxy.stop()
+@pytest.fixture
+def reading(origin: Origin, proxied) -> Callable[..., tuple[str, Answers, ReadableStore]]:
+    """Writes an object; gives its key, the changed answers of a proxy, and a store that reads through it."""
+
+    def start(*changes, body: bytes = BODY, policy: RetryPolicy = QUICK) -> tuple[str, Answers, ReadableStore]:
+        answers = Answers(*changes)
+        return origin.put(body), answers, origin.open(proxied(alter=answers).port, policy)
+
+    return start
 
 
 @pytest.mark.slow
-def test_a_cut_body_goes_on_where_it_ended(origin, proxied):
-    key = origin.put(BODY)
-    answers = Answers(cut(100_000), cut(50_000), untouched)
-    store = origin.open(proxied(alter=answers).port)
+def test_a_cut_body_goes_on_where_it_ended(reading):
+    key, answers, store = reading(cut(100_000), cut(50_000), untouched)
     found = store.get(key)
     assert found.body == BODY
     assert answers.ranges == [None, "bytes=100000-", "bytes=150000-"]
@@ -113,17 +113,15 @@ def test_bodies_are_not_kept(origin):
 
 
 @pytest.mark.slow
-def test_attempts_that_bring_something_do_not_tire(origin, proxied):
+def test_attempts_that_bring_something_do_not_tire(reading):
     """Fifteen cuts; were each a failure like any other, the waits would come to more than the deadline."""
     body = random.Random(7).randbytes(15 * 70_000)
-    key = origin.put(body)
-    answers = Answers(cut(70_000))
-    store = origin.open(proxied(alter=answers).port, replace(QUICK, first_wait_s=0.01, longest_wait_s=1000))
+    key, answers, store = reading(cut(70_000), body=body, policy=replace(QUICK, first_wait_s=0.01, longest_wait_s=1000))
     assert store.get(key).body == body
     assert len(answers.requests) == 15
 
 
-def test_an_object_replaced_meanwhile_is_read_whole(origin, proxied):
+def test_an_object_replaced_meanwhile(origin, proxied, reading):
     key = origin.put(BODY)
 
     def cut_and_replaced(request: Request, reply: Reply) -> Reply:
@@ -134,56 +132,13 @@ def test_an_object_replaced_meanwhile_is_read_whole(origin, proxied):
     store = origin.open(proxied(alter=answers).port)
     assert store.get(key).body == OTHER
     assert answers.ranges[:2] == [None, "bytes=100000-"]
-
-
-WRONG_RESTS = {
-    "refused": instead(416),
-    "another version": instead(412),
-    "range ignored": instead(200, BODY),
-    "another start": instead(206, BODY[99_999:], content_range="bytes 99999-299999/300000"),
-    "another length": instead(206, BODY[100_001:], content_range="bytes 100000-299999/300000"),
-    "another total": instead(206, BODY[100_000:] + b"?", content_range="bytes 100000-300000/300001"),
-    "no range named": instead(206, BODY[100_000:]),
-    "no total named": instead(206, BODY[100_000:], content_range="bytes 100000-299999/*"),
-    "another ETag": instead(206, OTHER[100_000:], content_range="bytes 100000-279999/280000", etag='"0"'),
-    "weakened meanwhile": weakened(),
-}
-
-
-@pytest.mark.slow
-def test_a_rest_that_is_not_the_rest(origin, proxied):
-    key = origin.put(BODY)
-    answers = Answers(untouched)
-    store = origin.open(proxied(alter=answers).port)
-    for name, wrong in WRONG_RESTS.items():
-        answers.left, answers.requests = [cut(100_000), wrong, untouched], []
-        assert store.get(key).body == BODY, name
-        assert answers.ranges[:2] == [None, "bytes=100000-"], name
-        assert set(answers.ranges[2:]) <= {None}, name
-
-
-def test_a_weak_etag_is_not_gone_on_with(origin, proxied):
-    key = origin.put(BODY)
-    answers = Answers(weakened(cut(100_000)), untouched)
-    store = origin.open(proxied(alter=answers).port)
-    assert store.get(key).body == BODY
-    assert answers.ranges == [None, None]
-
-
-def test_an_object_too_large_is_not_read(origin, proxied):
-    key = origin.put(BODY)
-    answers = Answers(untouched)
-    store = origin.open(proxied(alter=answers).port)
-    with pytest.raises(StoreError, match=r"at most 299,999 bytes, found 300,000"):
-        store.get(key, max_bytes=len(BODY) - 1)
-    with pytest.raises(StoreError, match=r"at most 5 bytes"):
-        store.get_if_changed(key, '"0"', max_bytes=5)
-    assert store.received_bytes == 0
-    assert len(answers.requests) == 2
-    assert store.get(key, max_bytes=len(BODY)).body == BODY
-
-
-def test_an_object_that_grows_too_large_meanwhile(origin, proxied):
+    key, answers, store = reading(untouched, cut(1_000), untouched)
+    etag = store.get(key).etag
+    origin.put(OTHER, key)
+    found = store.get_if_changed(key, etag)
+    assert found is not None
+    assert found.body == OTHER
+    assert answers.ranges == [None, None, "bytes=1000-"]
     key = origin.put(OTHER)
 
     def cut_and_replaced(request: Request, reply: Reply) -> Reply:
@@ -195,11 +150,42 @@ def test_an_object_that_grows_too_large_meanwhile(origin, proxied):
         store.get(key, max_bytes=290_000)
 
 
+WRONG_RESTS = {  # `test_resuming` has them all.
+    "refused": instead(416),
+    "range ignored": instead(200, BODY),
+    "another start": instead(206, BODY[99_999:], content_range="bytes 99999-299999/300000"),
+    "another ETag": instead(206, OTHER[100_000:], content_range="bytes 100000-279999/280000", etag='"0"'),
+    "weakened meanwhile": weakened(),
+}
+
+
 @pytest.mark.slow
-def test_an_unchanged_object_is_not_sent(origin, proxied):
-    key = origin.put(BODY)
-    answers = Answers(untouched)
-    store = origin.open(proxied(alter=answers).port)
+def test_a_rest_that_is_not_the_rest(reading):
+    key, answers, store = reading(untouched)
+    for name, wrong in WRONG_RESTS.items():
+        answers.left, answers.requests = [cut(100_000), wrong, untouched], []
+        assert store.get(key).body == BODY, name
+        assert answers.ranges[:2] == [None, "bytes=100000-"], name
+        assert set(answers.ranges[2:]) <= {None}, name
+
+
+def test_bodies_that_are_not_gone_on_with_or_not_read(reading):
+    key, answers, store = reading(weakened(cut(100_000)), untouched)
+    assert store.get(key).body == BODY
+    assert answers.ranges == [None, None]
+    key, answers, store = reading(untouched)
+    with pytest.raises(StoreError, match=r"at most 299,999 bytes, found 300,000"):
+        store.get(key, max_bytes=len(BODY) - 1)
+    with pytest.raises(StoreError, match=r"at most 5 bytes"):
+        store.get_if_changed(key, '"0"', max_bytes=5)
+    assert store.received_bytes == 0
+    assert len(answers.requests) == 2
+    assert store.get(key, max_bytes=len(BODY)).body == BODY
+
+
+@pytest.mark.slow
+def test_an_unchanged_object_is_not_sent_and_one_that_is_gone_is_told(origin, reading):
+    key, answers, store = reading(untouched)
     first = store.get(key)
     received = store.received_bytes
     assert store.get_if_changed(key, first.etag) is None
@@ -211,14 +197,15 @@ def test_an_unchanged_object_is_not_sent(origin, proxied):
     assert second is not None
     assert second.body == OTHER
     assert second.etag != first.etag
+    origin.writer.delete(key)
+    with pytest.raises(ObjectNotFoundError, match=key):
+        store.get_if_changed(key, second.etag)
 
 
-def test_a_connection_is_kept_over_unchanged_answers(origin, proxied):
+def test_a_connection_is_kept_over_unchanged_answers(origin, reading):
     if origin.kind == "moto":
         pytest.skip("moto's server closes after every answer")
-    key = origin.put(BODY)
-    answers = Answers(untouched)
-    store = origin.open(proxied(alter=answers).port)
+    key, answers, store = reading(untouched)
     etag = store.get(key).etag
     assert [store.get_if_changed(key, etag) for _ in range(5)] == [None] * 5
     assert len({request.client_port for request in answers.requests}) == 1
@@ -233,28 +220,6 @@ def test_a_server_that_ignores_if_none_match(is_weak, origin, proxied):
     received = store.received_bytes
     assert store.get_if_changed(key, etag) is None
     assert store.received_bytes == received
-
-
-@pytest.mark.slow
-def test_nothing_there_any_more(origin, proxied):
-    key = origin.put(BODY)
-    store = origin.open(proxied().port)
-    etag = store.get(key).etag
-    origin.writer.delete(key)
-    with pytest.raises(ObjectNotFoundError, match=key):
-        store.get_if_changed(key, etag)
-
-
-def test_a_change_found_out_is_read_through_a_cut(origin, proxied):
-    key = origin.put(BODY)
-    answers = Answers(untouched, cut(1_000), untouched)
-    store = origin.open(proxied(alter=answers).port)
-    etag = store.get(key).etag
-    origin.put(OTHER, key)
-    found = store.get_if_changed(key, etag)
-    assert found is not None
-    assert found.body == OTHER
-    assert answers.ranges == [None, None, "bytes=1000-"]
 
 
 @pytest.mark.slow
@@ -275,11 +240,9 @@ def test_a_drip_comes_to_an_end(ends_cut, origin, proxied):
 
 
 @pytest.mark.slow
-def test_a_body_cut_again_and_again_at_its_end_comes_to_an_end(origin, proxied):
+def test_a_body_cut_again_and_again_at_its_end_comes_to_an_end(reading):
     """Nothing can be gone on with, so the same bytes come each time: they are progress once."""
-    key = origin.put(BODY)
-    answers = Answers(weakened(cut(len(BODY) - 1)))
-    store = origin.open(proxied(alter=answers).port, replace(IMPATIENT, slowest_bytes_per_s=1e6))
+    key, answers, store = reading(weakened(cut(len(BODY) - 1)), policy=replace(IMPATIENT, slowest_bytes_per_s=1e6))
     store.head(key)
     with pytest.raises(StoreUnavailableError, match="attempts"):
         store.get(key)

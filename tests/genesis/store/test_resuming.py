@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,20 @@ from genesis.errors import StoreError
 from genesis.store import RetryPolicy, Throttle
 from genesis.store.download import Download
 from genesis.store.policy import Deadline
-from genesis.store.resuming import NOTHING, Answer, Held, Mismatch, place
+from genesis.store.resuming import (
+    NOTHING,
+    Answer,
+    ContentRange,
+    Held,
+    Mismatch,
+    opaque_etag,
+    parse_content_range,
+    parse_date,
+    parse_retry_after_s,
+    parse_size,
+    place,
+    strong_etag,
+)
 from genesis.store.retrying import TransientError
 from genesis.store.throttle import Meter
 
@@ -27,48 +42,35 @@ def fresh(max_bytes: int = 1 << 20, policy: RetryPolicy | None = None, throttle:
     )
 
 
-def test_the_rest_is_appended():
+def test_the_rest_is_appended_and_the_whole_starts_over():
     assert place(HELD, REST) == HELD
     assert place(Held(5, ETAG, None), REST) == HELD
     assert place(HELD, replace(REST, content_length="")) == HELD
     assert place(HELD, Answer(206, ETAG, "5", "bytes 5-9/20")) == HELD, "a server may send less than was asked for"
     assert place(HELD, replace(REST, status=200)) == HELD, "as rclone serve s3 has it"
-
-
-def test_the_whole_starts_over():
     for held in (HELD, NOTHING):
         assert place(held, Answer(200, '"v2"', "30")) == Held(0, '"v2"', 30)
         assert place(held, Answer(200, 'W/"v2"', "")) == Held(0, None, None)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        replace(REST, etag='"v2"'),
-        replace(REST, etag='W/"v1"'),
-        replace(REST, etag=""),
-        replace(REST, content_range=""),
-        replace(REST, content_range="bytes 4-19/20", content_length="16"),
-        replace(REST, content_range="bytes 6-19/20", content_length="14"),
-        replace(REST, content_range="bytes 5-20/21", content_length="16"),
-        replace(REST, content_range="bytes 5-19/*"),
-        replace(REST, content_range="bytes */20"),
-        replace(REST, content_range="bytes 5-20/20"),
-        replace(REST, content_range="bytes=5-19/20"),
-        replace(REST, content_length="14"),
-        replace(REST, status=200, content_range="bytes 0-4/20", content_length="5"),
-        replace(REST, status=412),
-        replace(REST, status=416),
-    ],
-)
-def test_anything_else_is_thrown_away(answer):
-    assert isinstance(place(HELD, answer), Mismatch)
+OTHERS: list[dict[str, str | int]] = [
+    *({"etag": etag} for etag in ('"v2"', 'W/"v1"', "")),
+    *({"content_range": found} for found in ("", "bytes 5-19/*", "bytes */20", "bytes 5-20/20", "bytes=5-19/20")),
+    {"content_range": "bytes 4-19/20", "content_length": "16"},
+    {"content_range": "bytes 6-19/20", "content_length": "14"},
+    {"content_range": "bytes 5-20/21", "content_length": "16"},
+    {"content_length": "14"},
+    {"status": 200, "content_range": "bytes 0-4/20", "content_length": "5"},
+    *({"status": status} for status in (412, 416)),
+]
 
 
-@pytest.mark.parametrize("held", [NOTHING, Held(5, None, 20), Held(0, ETAG, 20)])
-def test_a_part_nobody_asked_for(held):
-    assert isinstance(place(held, REST), Mismatch)
-    assert isinstance(place(held, replace(REST, status=200)), Mismatch)
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+def test_anything_else_is_thrown_away(fields):
+    assert isinstance(place(HELD, replace(REST, **fields)), Mismatch)
+    for held in (NOTHING, Held(5, None, 20), Held(0, ETAG, 20)):
+        assert isinstance(place(held, REST), Mismatch), "a part nobody asked for"
+        assert isinstance(place(held, replace(REST, status=200)), Mismatch)
 
 
 @given(
@@ -159,9 +161,6 @@ def test_lengths_are_held_to():
     with pytest.raises(TransientError, match="expected 5 bytes, 6 or more came"):
         download.append(b"456")
     assert download.held == NOTHING
-
-
-def test_a_shorter_object_after_a_longer_one():
     download = fresh()
     download.begin(Answer(200, ETAG, "100"))
     download.append(b"1" * 60)
@@ -169,9 +168,6 @@ def test_a_shorter_object_after_a_longer_one():
     download.append(b"abc")
     assert download.finish() == b"abc"
     assert download.moved_bytes == 60
-
-
-def test_the_largest_size():
     with pytest.raises(StoreError, match="at most 10 bytes, found 11"):
         fresh(10).begin(Answer(200, ETAG, "11"))
     download = fresh(10)
@@ -179,17 +175,14 @@ def test_the_largest_size():
     download.append(bytes(10))
     with pytest.raises(StoreError, match="at most 10 bytes, found 11"):
         download.append(b"1")
-
-
-def test_a_length_that_is_a_lie_takes_little_memory():
     download = fresh(1 << 60)
     download.begin(Answer(200, ETAG, str(1 << 59)))
     download.append(b"1")
     assert download.held == Held(1, ETAG, 1 << 59)
 
 
-def test_bytes_earn_time_once():
-    """At a byte a second: what comes again earns nothing."""
+def test_bytes_and_time_in_the_throttle_earn_time_once():
+    # At a byte a second: what comes again earns nothing.
     download = fresh(policy=RetryPolicy(slowest_bytes_per_s=0.001))
     start_s = download.remaining_s()
     for size, furthest in ((60, 60), (40, 60), (70, 70), (70, 70)):
@@ -197,10 +190,7 @@ def test_bytes_earn_time_once():
         download.append(bytes(size))
         assert download.moved_bytes == furthest
         assert download.remaining_s() - start_s == pytest.approx(furthest / 0.001, abs=900)
-
-
-def test_time_in_the_throttle_is_given_back_once():
-    """100 bytes/s: the slowest rate counted with is half of that, and 1,000 bytes wait 10 s."""
+    # 100 bytes/s: the slowest rate counted with is half of that, and 1,000 bytes wait 10 s.
     throttle = Throttle(100, burst_bytes=1e-9, clock=lambda: 0.0, sleep=lambda seconds: None)
     download = fresh(policy=RetryPolicy(slowest_bytes_per_s=1e9), throttle=throttle)
     start_s = download.remaining_s()
@@ -230,3 +220,62 @@ def test_a_body_costs_its_size_once():
         tracemalloc.stop()
     assert len(body) == size
     assert peak_bytes < 1.1 * size
+
+
+@given(first=st.integers(0, 10**17), size=st.integers(1, 10**6), more=st.integers(0, 10**6))
+def test_a_range_comes_back(first, size, more):
+    last = first + size - 1
+    part = parse_content_range(f"bytes {first}-{last}/{last + 1 + more}")
+    assert part == ContentRange(first, last, last + 1 + more)
+    assert part.size_bytes == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "bytes 0-9/*", "bytes */10", "bytes 5-4/10", "bytes 0-10/10", "bytes 0-1/2,3-4/5", "items 0-1/2",
+     "bytes 0-1/" + "9" * 5000, "bytes ٠-١/٢", "bytes -1-2/3"],
+)  # fmt: skip
+def test_no_range(value):
+    assert parse_content_range(value) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [("0", 0), ("300", 300), ("", None), ("-1", None), ("1e3", None), ("٣", None), ("9" * 5000, None)],
+)
+def test_sizes(value, size):
+    assert parse_size(value) == size
+
+
+@pytest.mark.parametrize(
+    ("value", "strong", "opaque"),
+    [
+        ('"a-1"', '"a-1"', '"a-1"'),
+        ('W/"a-1"', None, '"a-1"'),
+        ("a-1", None, '"a-1"'),
+        ('w/"a"', None, None),
+        ('""', None, None),
+        ('W/""', None, None),
+        ("", None, None),
+        ('"a" "b"', None, None),
+        ('"a', None, None),
+    ],
+)
+def test_etags(value, strong, opaque):
+    assert strong_etag(value) == strong
+    assert opaque_etag(value) == opaque
+
+
+def test_retry_after_in_both_forms():
+    assert parse_retry_after_s("120") == 120.0
+    later = datetime.now(UTC) + timedelta(hours=1)
+    assert parse_retry_after_s(format_datetime(later, usegmt=True)) == pytest.approx(3600, abs=600)
+    assert parse_retry_after_s(format_datetime(later - timedelta(days=1), usegmt=True)) == 0.0
+    for junk in ("", "soon", "-5", "Fri, 99 Foo 2026 99:99:99 GMT", "1" * 400):
+        assert parse_retry_after_s(junk) is None
+
+
+@given(st.text(max_size=40))
+def test_no_header_is_an_error(value):
+    for parse in (parse_content_range, parse_size, strong_etag, opaque_etag, parse_date, parse_retry_after_s):
+        parse(value)

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,24 +48,19 @@ def is_put(request: Request) -> bool:
 
 
 @pytest.fixture
-def proxied(moto, s3_env):
+def proxied(moto, s3_env, start_proxy):
     """Starts a proxy before moto's server and points boto3 at it."""
-    proxies: list[FaultProxy] = []
 
     def start(**options: object) -> FaultProxy:
-        proxy = FaultProxy(moto.port, **options)  # type: ignore[arg-type]
-        proxy.start()
-        proxies.append(proxy)
+        proxy = start_proxy(moto.port, **options)
         s3_env(moto, proxy.port)
         return proxy
 
-    yield start
-    for proxy in proxies:
-        proxy.stop()
+    return start
 
 
 @pytest.mark.slow
-def test_headers(moto, s3_env, s3_store):
+def test_headers_and_stores_of_one_bucket(moto, s3_env, s3_store, fresh_url):
     s3_env(moto)
     store = s3_store()
     store.put("shard_0.pt", b"1", cache=CachePolicy.IMMUTABLE)
@@ -82,11 +77,6 @@ def test_headers(moto, s3_env, s3_store):
         "manifest.json": ("public, max-age=60, must-revalidate", "application/json"),
         "big.zst": ("public, max-age=31536000, immutable", "application/zstd"),
     }
-
-
-@pytest.mark.slow
-def test_stores_of_one_bucket_are_apart(moto, s3_env, s3_store, fresh_url):
-    s3_env(moto)
     url = fresh_url()
     first, second = s3_store(url + "/a"), s3_store(url + "/ab")
     first.put("k", b"1", cache=NONE)
@@ -182,22 +172,6 @@ def test_faults_at_every_request_of_an_upload(condition, moto, proxied, s3_store
 
 
 @pytest.mark.slow
-def test_a_lost_acknowledgement_is_success(proxied, s3_store):
-    proxy = proxied(only=is_put)
-    store = s3_store()
-    assert store.conditional_writes
-    for fault in (Fault.LOST_ACK, Fault.LATE_500):
-        proxy.script([fault])
-        first = store.put(f"{fault.name}", b"1", cache=NONE, if_absent=True)
-        assert store.get(f"{fault.name}").etag == first
-        proxy.script([fault])
-        second = store.put(f"{fault.name}", b"2", cache=NONE, if_match=first)
-        found = store.get(f"{fault.name}")
-        assert (found.body, found.etag) == (b"2", second)
-    assert proxy.total_injected == 4
-
-
-@pytest.mark.slow
 def test_a_lost_acknowledgement_and_then_another_writer(moto, proxied, s3_store):
     """The retry must not overwrite what the other wrote on top of the write whose answer was lost."""
     proxy = proxied(only=is_put)
@@ -242,19 +216,8 @@ def test_a_conflict_is_tried_again(proxied, s3_store):
     assert next(conflicts, None) is None, "the conflict happened"
 
 
-@pytest.mark.parametrize("fault", [Fault.SHORT_BODY, Fault.CUT_BEFORE, Fault.ERROR_500, Fault.SLOW_DOWN])
-def test_reads_are_tried_again(fault, proxied, s3_store):
-    proxy = proxied()
-    store = s3_store()
-    body = random.Random(3).randbytes(300_000)
-    store.put("k", body, cache=NONE)
-    proxy.script([fault] * 3)
-    assert store.get("k").body == body
-    assert proxy.injected[fault] == 3
-
-
 @pytest.mark.slow
-def test_a_server_that_hangs(proxied, s3_store):
+def test_servers_that_hang_and_the_deadline(proxied, s3_store):
     proxy = proxied()
     store = s3_store(policy=replace(QUICK, read_timeout_s=0.2))
     proxy.script([None, Fault.HANG, None, Fault.LOST_ACK_HANG])
@@ -263,10 +226,6 @@ def test_a_server_that_hangs(proxied, s3_store):
     store.put("k", b"3", cache=NONE)
     assert store.get("k").body == b"3"
     assert proxy.total_injected == 2
-
-
-@pytest.mark.slow
-def test_the_deadline_holds(proxied, s3_store):
     proxied(rate=1.0, faults=[Fault.SLOW_DOWN]).script([None])
     store = s3_store(policy=replace(QUICK, deadline_s=1))
     store.head("k")  # Connected: making a client may take longer than the deadline.
@@ -295,49 +254,30 @@ def test_a_checksum_is_sent_and_given_up_for_gateways_that_refuse_it(proxied, s3
 
 
 @pytest.mark.slow
-def test_a_body_that_is_not_its_etags_is_read_again(proxied, s3_store):
+def test_a_body_that_is_not_its_etags_or_checksums_is_read_again(proxied, s3_store):
     """So is everything, once, on a gateway whose ETags look like an MD5 and are not."""
-    bodies = [b"right, but cut"[:5], b"right, but cut", b"another kind of ETag", b"another kind of ETag", b"once more"]
-    right = '"' + hashlib.md5(b"right, but cut").hexdigest() + '"'
-    left = [(body, right if number < 2 else '"' + "0" * 32 + '"') for number, body in enumerate(bodies)]
-
-    def reply(request: Request) -> Reply:
-        body, etag = left.pop(0)
-        return Reply(200, body, (("ETag", etag),))
-
-    proxied(answer=reply)
-    store = s3_store()
-    assert store.get("k").body == b"right, but cut"
-    assert store.get("k").body == b"another kind of ETag"
-    assert store.get("k").body == b"once more"
-    assert left == []
-
-
-def test_a_body_that_is_not_its_checksums_is_read_again(proxied, s3_store):
-    left = [b"126456789", b"123456789"]
-
-    def reply(request: Request) -> Reply:
-        return Reply(200, left.pop(0), (("ETag", '"opaque"'), ("x-amz-checksum-crc32", "y/Q5Jg==")))
-
-    proxied(answer=reply)
-    assert s3_store().get("k").body == b"123456789"
-    assert left == []
-
-
-@pytest.mark.slow
-def test_an_error_that_carries_a_checksum(proxied, s3_store):
+    cut, other = b"right, but cut", b"another kind of ETag"
+    right, wrong = '"' + hashlib.md5(cut).hexdigest() + '"', '"' + "0" * 32 + '"'
+    crc32 = ("x-amz-checksum-crc32", "y/Q5Jg==")
     replies = [
-        Reply(500, b"", (("x-amz-checksum-crc32", "y/Q5Jg=="),)),
-        Reply(200, b"123456789", (("ETag", '""'), ("x-amz-checksum-crc32", "y/Q5Jg=="))),
-        Reply(200, b"123456789", (("ETag", '"opaque"'), ("x-amz-checksum-crc32", "y/Q5Jg=="))),
+        *(Reply(200, cut[:5], (("ETag", right),)), Reply(200, cut, (("ETag", right),))),
+        *(Reply(200, other, (("ETag", wrong),)), Reply(200, other, (("ETag", wrong),))),
+        Reply(200, b"once more", (("ETag", wrong),)),
+        *(Reply(500, b"", (crc32,)), Reply(200, b"123456789", (("ETag", '""'), crc32))),
+        *(
+            Reply(200, b"126456789", (("ETag", '"opaque"'), crc32)),
+            Reply(200, b"123456789", (("ETag", '"opaque"'), crc32)),
+        ),
     ]
     proxied(answer=lambda request: replies.pop(0))
+    store = s3_store()
+    assert [store.get("k").body for _ in range(3)] == [cut, other, b"once more"]
     assert s3_store().get("k").body == b"123456789"
     assert replies == []
 
 
 @pytest.mark.slow
-def test_a_gateway_that_ignores_conditions_is_named(rclone, s3_env, s3_store, caplog):
+def test_a_gateway_that_ignores_conditions(rclone, s3_env, s3_store, caplog):
     s3_env(rclone)
     store = s3_store()
     with caplog.at_level(logging.WARNING):
@@ -346,26 +286,7 @@ def test_a_gateway_that_ignores_conditions_is_named(rclone, s3_env, s3_store, ca
     (record,) = caplog.records
     assert rclone.endpoint in record.getMessage()
     assert list(store.list()) == []
-
-
-def test_a_gateway_that_does_not_implement_conditions(proxied, s3_store):
-    def not_implemented(request: Request) -> Reply | None:
-        conditional = {"if-none-match", "if-match"} & {name.lower() for name in request.headers}
-        return Reply(501, b"<Error><Code>NotImplemented</Code></Error>") if conditional else None
-
-    proxied(answer=not_implemented)
-    store = s3_store()
-    assert not store.conditional_writes
-    etag = store.put("k", b"1", cache=NONE, if_absent=True)
-    with pytest.raises(PreconditionFailedError):
-        store.put("k", b"2", cache=NONE, if_absent=True)
-    store.put("k", b"3", cache=NONE, if_match=etag)
-    assert store.get("k").body == b"3"
-
-
-@pytest.mark.slow
-def test_emulation_sees_another_writer(rclone, s3_env, s3_store):
-    """On a server without conditions, what another writes between the write and the second look is noticed."""
+    # On a server without conditions, what another writes between the write and the second look is noticed.
     other = s3_client(rclone)
     with FaultProxy(rclone.port) as proxy:
         s3_env(rclone, proxy.port)
@@ -386,15 +307,19 @@ def test_emulation_sees_another_writer(rclone, s3_env, s3_store):
     assert len(heads) >= 2
 
 
-def every_call(store: S3Store) -> list[Callable[[], object]]:
-    return [
-        lambda: store.get("k"),
-        lambda: store.head("k"),
-        lambda: list(store.list()),
-        lambda: store.put("k", b"", cache=NONE),
-        lambda: store.put("k", b"", cache=NONE, if_absent=True),
-        lambda: store.delete("k"),
-    ]
+def test_a_gateway_that_does_not_implement_conditions(proxied, s3_store):
+    def not_implemented(request: Request) -> Reply | None:
+        conditional = {"if-none-match", "if-match"} & {name.lower() for name in request.headers}
+        return Reply(501, b"<Error><Code>NotImplemented</Code></Error>") if conditional else None
+
+    proxied(answer=not_implemented)
+    store = s3_store()
+    assert not store.conditional_writes
+    etag = store.put("k", b"1", cache=NONE, if_absent=True)
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", b"2", cache=NONE, if_absent=True)
+    store.put("k", b"3", cache=NONE, if_match=etag)
+    assert store.get("k").body == b"3"
 
 
 @pytest.mark.slow
@@ -402,7 +327,10 @@ def every_call(store: S3Store) -> list[Callable[[], object]]:
 def test_no_such_bucket(kind, request, s3_env, s3_store):
     s3_env(request.getfixturevalue(kind))
     store = s3_store("s3://no-such-bucket/x")
-    for call in every_call(store):
+    for call in (
+        *(lambda: store.get("k"), lambda: store.head("k"), lambda: list(store.list()), lambda: store.delete("k")),
+        *(lambda: store.put("k", b"", cache=NONE), lambda: store.put("k", b"", cache=NONE, if_absent=True)),
+    ):
         with pytest.raises(StoreAccessError, match=r"no-such-bucket.*NoSuchBucket"):
             call()
 
@@ -422,36 +350,29 @@ def test_wrong_credentials(variable, says, rclone, s3_env, s3_store, monkeypatch
         store.head("k")
 
 
-def test_no_credentials(moto, s3_env, s3_store, monkeypatch):
+def elsewhere(address: str, error: type[StoreError], **says: str):
+    return pytest.param({"AWS_ENDPOINT_URL": address}, error, says.get("says", address), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "says"),
+    [
+        (
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            StoreAccessError,
+            r"no usable AWS credentials.*AWS_PROFILE",
+        ),
+        ({"AWS_PROFILE": "nobody"}, StoreAccessError, r"nobody.*AWS_PROFILE"),
+        elsewhere("no address", UsageError, says="AWS_ENDPOINT_URL"),
+        elsewhere("http://127.0.0.1:9", StoreUnavailableError),
+        elsewhere("http://nowhere.invalid:9", StoreUnavailableError),
+    ],
+)
+def test_an_environment_that_leads_nowhere(environment, error, says, moto, s3_env, s3_store, monkeypatch):
     s3_env(moto)
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(StoreAccessError, match=r"no usable AWS credentials.*AWS_PROFILE"):
-        s3_store().get("k")
-
-
-def test_no_such_profile(moto, s3_env, s3_store, monkeypatch):
-    s3_env(moto)
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(StoreAccessError, match=r"nobody.*AWS_PROFILE"):
-        s3_store().get("k")
-
-
-@pytest.mark.slow
-def test_an_endpoint_that_makes_no_sense(moto, s3_env, s3_store, monkeypatch):
-    s3_env(moto)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "no address")
-    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL"):
-        s3_store().get("k")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
-def test_an_unreachable_host(host, moto, s3_env, s3_store, monkeypatch):
-    s3_env(moto)
-    endpoint = f"http://{host}:{free_port()}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(StoreUnavailableError, match=endpoint):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with pytest.raises(error, match=says):
         s3_store().get("k")
 
 
@@ -535,14 +456,6 @@ def test_two_hundred_calls_through_faults(proxied, s3_store):
     assert len(proxy.injected) == 6
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def cloudfront(moto, s3_env) -> Iterator[Any]:
     s3_env(moto)
@@ -575,17 +488,19 @@ def sent(cloudfront: Any, distribution: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution):
-    clock = Clock()
-    invalidator = Invalidator(distribution, clock=clock)
+    times_s = [100.0]
+    invalidator = Invalidator(distribution, clock=lambda: times_s[-1])
+    invalidator.flush()
+    assert sent(cloudfront, distribution) == []
     counts = []
     for now in (100, 101, 159.9, 160, 161, 300):
-        clock.now = now
+        times_s.append(now)
         invalidator.published()
         counts.append(len(sent(cloudfront, distribution)))
     assert counts == [1, 1, 1, 2, 2, 3]
     invalidator.flush()
     assert len(sent(cloudfront, distribution)) == 3, "nothing was pending"
-    clock.now = 301
+    times_s.append(301)
     invalidator.published()
     invalidator.flush()
     invalidator.flush()
@@ -600,15 +515,8 @@ def test_a_store_below_a_prefix(cloudfront, distribution):
 
 
 @pytest.mark.slow
-def test_nothing_published_nothing_sent(cloudfront, distribution):
-    Invalidator(distribution).flush()
-    assert sent(cloudfront, distribution) == []
-
-
-@pytest.mark.slow
-def test_a_failure_is_a_warning_and_stays_pending(cloudfront, distribution, moto, monkeypatch, caplog):
-    clock = Clock()
-    invalidator = Invalidator(distribution, clock=clock)
+def test_a_failure_is_a_warning_and_sent_later(cloudfront, distribution, moto, monkeypatch, caplog):
+    invalidator = Invalidator(distribution)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with caplog.at_level(logging.WARNING, "genesis"):
@@ -618,10 +526,6 @@ def test_a_failure_is_a_warning_and_stays_pending(cloudfront, distribution, moto
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
     Invalidator("NOSUCHID").published()
     assert len(caplog.records) == 2
-
-
-@pytest.mark.slow
-def test_what_failed_is_sent_later(cloudfront, distribution, monkeypatch):
     invalidator = Invalidator(distribution)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     invalidator.published()

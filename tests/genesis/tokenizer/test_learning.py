@@ -1,9 +1,10 @@
-"""Learning: the rule to the letter, growth that equals learning at once, and what happens when a process dies."""
+"""Counting words and learning: the rule to the letter, growth that equals learning at once, and processes that die."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,10 @@ from genesis.tokenizer import EncodedBatch, NeuroTokenizer
 from genesis.tokenizer import learning as learning_module
 from genesis.tokenizer.helper import pack, run_helper, unpack
 from genesis.tokenizer.learning import append_pairs, learn, symbolise
+from genesis.tokenizer.words import MAX_WORD_CHARACTERS, count_words
 from manifests import BYTE_OFFSET, PATTERN, VocabularyFile
+from tests.support.texts import FRAGMENTS, adversarial_strings
+from tests.support.waiting import wait_until
 
 EMPTY = VocabularyFile.from_pairs([], {})
 
@@ -71,9 +75,12 @@ def test_the_rule(texts: list[str], num_merges: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_rule_on_real_words(python_sources: list[bytes]) -> None:
+def test_the_rule_on_real_and_long_words(python_sources: list[bytes]) -> None:
     texts = [source.decode()[:4000] for source in python_sources[:4]]
     assert learn_at_once(texts, 150) == learned_naively(texts, 150)
+    rng = random.Random(6)
+    long = "".join(rng.choices("abcdefghij", k=1_000_000))
+    assert len(learn(EMPTY, [long.encode()], 2000)) == 2000
 
 
 @pytest.mark.parametrize(
@@ -147,24 +154,14 @@ def test_the_merges_of_a_text_are_pinned() -> None:
     assert tokenizer.sha256 == "5a3e8fcb7c67a9167e17fd238218a2986c12711493006f334b535f85631a81a2"
 
 
-def test_fewer_merges_than_asked_for_is_not_an_error() -> None:
+def test_fewer_merges_than_asked_for_and_min_frequency() -> None:
     assert len(learn_at_once(["ab ab"], 100)) == 1
     assert learn_at_once(["abc"], 100) == []
     assert learn_at_once(["a b c", ""], 100) == []
     assert learn_at_once([], 100) == []
-
-
-def test_min_frequency() -> None:
     texts = [b"ab " * 7]
     assert learn(EMPTY, texts, 10, min_frequency=8) == []
     assert len(learn(EMPTY, texts, 10, min_frequency=6)) == 2
-
-
-@pytest.mark.slow
-def test_a_long_word_does_not_make_learning_quadratic() -> None:
-    rng = random.Random(6)
-    long = "".join(rng.choices("abcdefghij", k=1_000_000))
-    assert len(learn(EMPTY, [long.encode()], 2000)) == 2000
 
 
 def test_a_pair_that_spells_an_existing_token_is_left_out_with_all_made_of_it() -> None:
@@ -177,7 +174,7 @@ def test_a_pair_that_spells_an_existing_token_is_left_out_with_all_made_of_it() 
     assert append_pairs(vocabulary, sample, pairs) == [(d, a), (d, 267)]
 
 
-def test_more_than_the_trainer_can_count_is_refused() -> None:
+def test_symbols_skip_the_surrogates_and_are_not_more_than_can_be_counted() -> None:
     words = EncodedBatch(np.array([20, 21, 20, 21], dtype=np.uint32), np.array([0, 2, 4]))
     many = np.array([2**30, 2**30], dtype=np.uint64)
     with pytest.raises(UsageError, match="found one 2,147,483,648 times; learn from fewer documents"):
@@ -185,9 +182,6 @@ def test_more_than_the_trainer_can_count_is_refused() -> None:
     # The same number of pairs, but no pair as often.
     apart = EncodedBatch(np.array([20, 21, 22, 23], dtype=np.uint32), np.array([0, 2, 4]))
     assert len(symbolise(apart, many).words) == 2
-
-
-def test_symbols_skip_the_surrogates_and_keep_their_order() -> None:
     ids = np.arange(10, 60_010, dtype=np.uint32)
     sample = symbolise(EncodedBatch(ids, np.array([0, len(ids)])), np.array([1], dtype=np.uint64))
     points = [ord(symbol) for symbol in sample.symbols]
@@ -198,27 +192,20 @@ def test_symbols_skip_the_surrogates_and_keep_their_order() -> None:
 
 
 @given(st.lists(st.binary()))
-def test_packed_strings_come_back(strings: list[bytes]) -> None:
+def test_packed_strings_come_back_and_a_part_is_refused(strings: list[bytes]) -> None:
     assert unpack(pack(strings)) == strings
+    for cut in (0, 7, 8, 30):
+        with pytest.raises(WorkerError, match="expected"):
+            unpack(pack([b"abc", b"defg"])[:cut])
 
 
-@pytest.mark.parametrize("cut", [0, 7, 8, 30])
-def test_a_part_of_an_answer_is_refused(cut: int) -> None:
-    with pytest.raises(WorkerError, match="expected"):
-        unpack(pack([b"abc", b"defg"])[:cut])
-
-
-def test_a_helper_that_fails_says_why() -> None:
+def test_a_helper_that_fails_takes_too_long_or_cannot_be_started_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(WorkerError, match="the merge process failed with status 1: ValueError"):
         run_helper("merge", [b"too", b"few"])
-
-
-def test_a_helper_that_takes_too_long_is_stopped() -> None:
     with pytest.raises(WorkerError, match="took more than 0 s and was stopped"):
         run_helper("merge", [b""], timeout_s=0)
-
-
-def test_a_helper_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(WorkerError, match=r"cannot start '.*/no-python': No such file"):
         run_helper("merge", [])
@@ -258,35 +245,80 @@ def test_learning_works_from_a_script_without_a_main_guard(tmp_path: Path) -> No
 
 
 def test_ctrl_c_is_left_to_the_process_that_asked() -> None:
+    program = "from genesis.tokenizer.helper import main; import sys; sys.argv[1:] = ['merge']; main()"
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from genesis.tokenizer.helper import main; import sys; sys.argv[1:] = ['merge']; main()",
-        ],
+        [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    status = Path(f"/proc/{process.pid}/status")
     with process:
         assert process.stdin is not None
         process.stdin.write(pack([b"ab", (2).to_bytes(8, sys.byteorder), b"ab", b"5", b"2"]))
         process.stdin.flush()
-        _wait_until_interrupts_are_ignored(process.pid)
+        wait_until(lambda: int(re.search(r"SigIgn:\s*(\w+)", status.read_text())[1], 16) & 1 << (signal.SIGINT - 1))
         process.send_signal(signal.SIGINT)
         answer, complaint = process.communicate(timeout=30)
     assert (unpack(answer), complaint) == ([b"a", b"b"], b"")
 
 
-def _wait_until_interrupts_are_ignored(pid: int) -> None:
-    import time
+find_words = regex.compile(PATTERN).findall
 
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        ignored = next(
-            line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:")
-        )
-        if int(ignored.split()[1], 16) & 1 << (signal.SIGINT - 1):
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"process {pid} does not ignore interrupts")
+fragments = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+
+
+def plainly_counted(texts: list[str]) -> Counter[str]:
+    return Counter(word for text in texts for word in find_words(text))
+
+
+@pytest.mark.slow
+@given(st.lists(fragments | st.text(st.characters(exclude_categories=["Cs"])), max_size=5))
+def test_the_words_are_the_matches_of_the_pattern(texts: list[str]) -> None:
+    assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
+
+
+@pytest.mark.slow
+def test_the_words_of_adversarial_strings_and_of_every_pair_of_bytes() -> None:
+    texts = adversarial_strings(10_000, seed=1)
+    assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
+    texts = [
+        f"a{chr(left)}{chr(right)}{tail}" for left in range(128) for right in range(128) for tail in ("b", " b", "")
+    ]
+    assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
+
+
+@pytest.mark.slow
+def test_real_text(corpus_texts: list[bytes]) -> None:
+    expected = plainly_counted([text.decode() for text in corpus_texts])
+    short = {word: count for word, count in expected.items() if len(word) <= MAX_WORD_CHARACTERS}
+    counted = count_words(corpus_texts)
+    # Pieces of over-long words add to the others, so those may count more, by no more than there are pieces.
+    pieces = sum(
+        (len(word) // MAX_WORD_CHARACTERS + 1) * count for word, count in expected.items() if word not in short
+    )
+    assert 0 <= sum(counted[word] - count for word, count in short.items()) <= 2 * pieces
+    assert all(counted[word] >= count for word, count in short.items())
+
+
+@pytest.mark.slow
+def test_neither_the_order_of_texts_nor_blocks_matter(
+    monkeypatch: pytest.MonkeyPatch, python_sources: list[bytes]
+) -> None:
+    whole = count_words(python_sources)
+    monkeypatch.setattr("genesis.tokenizer.words._BLOCK_BYTES", 50_000)
+    assert count_words(python_sources) == whole
+    assert count_words(python_sources) == count_words(reversed(python_sources))
+
+
+@pytest.mark.parametrize("character", ["a", "中", "😀", "\n", "!", " \n"])
+def test_a_megabyte_without_a_split_point_is_cut(character: str) -> None:
+    words = count_words([(character * (1_000_000 // len(character))).encode()])
+    assert max(map(len, words)) <= MAX_WORD_CHARACTERS
+    assert sum(len(word) * count for word, count in words.items()) == 1_000_000
+
+
+def test_words_that_are_not_utf8_count_for_nothing_and_no_text_has_none() -> None:
+    words = count_words([b"good \xff\xfe bad \xffword \xed\xa0\x80 good", b"\xff", "naïve".encode()])
+    assert words == Counter({"good": 1, " good": 1, " bad": 1, "word": 1, "naïve": 1})
+    assert count_words([]) == count_words([b"", b""]) == Counter()

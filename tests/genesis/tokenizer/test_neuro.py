@@ -1,19 +1,31 @@
-"""`NeuroTokenizer`: texts come back, ids keep their meaning, files are refused or loaded, one line for each error."""
+"""`NeuroTokenizer`: texts come back, ids keep their meaning, files are refused or loaded; exports give our ids."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+import tiktoken.load
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from genesis.errors import InvalidTextError, StoreAccessError, StoreError, UsageError, VocabularyMismatchError
-from genesis.tokenizer import NeuroTokenizer
-from manifests import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY, VocabularyFile
+from genesis.errors import (
+    InvalidTextError,
+    StoreAccessError,
+    StoreError,
+    TokenizerError,
+    UsageError,
+    VocabularyMismatchError,
+)
+from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_config, hf_tokenizer_json, tiktoken_ranks
+from manifests import BYTE_OFFSET, FIRST_MERGE_ID, SPECIAL_TOKENS, VocabularyFile
 from manifests.errors import ContractError, InvalidDocumentError, UnsupportedFormatError
+from tests.support.texts import adversarial_strings
 
 
 def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:
@@ -21,26 +33,19 @@ def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:
     return value
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_text_comes_back(trained: NeuroTokenizer, text: str) -> None:
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.binary())
+def test_text_and_bytes_come_back(trained: NeuroTokenizer, text: str, data: bytes) -> None:
     assert trained.decode(trained.encode(text)) == text
-
-
-@given(st.binary())
-def test_bytes_come_back(trained: NeuroTokenizer, data: bytes) -> None:
     ids = trained.encode(data)
     assert trained.decode_bytes(ids) == data
     assert trained.decode(ids) == data.decode(errors="replace")
 
 
-def test_a_string_and_its_bytes_have_the_same_ids(trained: NeuroTokenizer) -> None:
+def test_strings_bytes_and_batches_have_the_same_ids(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
     text = "naïve café 世界"
     np.testing.assert_array_equal(trained.encode(text), trained.encode(text.encode()))
     ids, offsets = trained.encode_batch([text, text.encode(), bytearray(text.encode())])
     assert offsets.tolist() == [0, len(ids) // 3, 2 * len(ids) // 3, len(ids)]
-
-
-def test_a_batch_is_its_texts_one_after_the_other(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
     ids, offsets = trained.encode_batch(python_sources[:20])
     for order, text in enumerate(python_sources[:20]):
         np.testing.assert_array_equal(ids[offsets[order] : offsets[order + 1]], trained.encode(text))
@@ -54,26 +59,25 @@ def test_a_lone_surrogate_is_refused(text: str, trained: NeuroTokenizer) -> None
         trained.learn_merges(["good", text], 10, source="s")
 
 
-def test_special_tokens_are_dropped_in_decoding(trained: NeuroTokenizer) -> None:
-    ids = [1, *trained.encode("a document").tolist(), 2, 0, 9]
-    assert trained.decode(ids) == "a document"
-    assert trained.decode([]) == ""
-
-
 @pytest.mark.parametrize("wrong", [-1, 266, 2**31])
 def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
     with pytest.raises(InvalidTextError, match=rf"expected ids of 0…265, found {wrong}"):
         NeuroTokenizer.empty().decode([107, wrong])
 
 
-def test_an_empty_vocabulary_is_the_bytes() -> None:
+def test_an_empty_vocabulary_is_the_bytes_and_special_tokens_are_dropped(trained: NeuroTokenizer) -> None:
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.current_vocab_size == tokenizer.next_merge_id == FIRST_MERGE_ID
     assert tokenizer.encode("é<").tolist() == [BYTE_OFFSET + byte for byte in "é<".encode()]
     assert tokenizer.merges == []
+    ids = [1, *trained.encode("a document").tolist(), 2, 0, 9]
+    assert trained.decode(ids) == "a document"
+    assert trained.decode([]) == ""
+    with pytest.raises(UnsupportedFormatError, match="install a newer release"):
+        NeuroTokenizer.from_bytes(b'{"format": 7}')
 
 
-def test_saved_is_loaded(trained: NeuroTokenizer, tmp_path: Path) -> None:
+def test_saved_is_loaded_replaced_and_a_failure_leaves_the_old_file(trained: NeuroTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "new" / "tokenizer.json"
     trained.save(path)
     loaded = NeuroTokenizer.load(path)
@@ -82,9 +86,6 @@ def test_saved_is_loaded(trained: NeuroTokenizer, tmp_path: Path) -> None:
     assert loaded.merges == trained.merges
     assert loaded.sources_contributed == {"python-docs": 1500}
     assert [entry.name for entry in path.parent.iterdir()] == ["tokenizer.json"]
-
-
-def test_saving_replaces_and_a_failure_leaves_the_old_file(trained: NeuroTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     NeuroTokenizer.empty().save(path)
     trained.save(path)
@@ -92,9 +93,6 @@ def test_saving_replaces_and_a_failure_leaves_the_old_file(trained: NeuroTokeniz
     with pytest.raises(StoreAccessError, match="cannot write"):
         trained.save(path / "below-a-file.json")
     assert NeuroTokenizer.load(path).next_merge_id == trained.next_merge_id
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot read .*/absent\.json: No such file"):
         NeuroTokenizer.load(tmp_path / "absent.json")
 
@@ -103,13 +101,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"merges": {"107_107": 266, "270_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
-        ({"merges": {"107_107": 266, "3_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
-        ({"merges": {"107_107": 266, "266_107": 268}, "next_merge_id": 268}, "expected merge id 267 next"),
         ({"merges": {"107_107": 266}, "next_merge_id": 268}, "means 2 merges, found 1"),
         ({"merges": {"107-107": 266}, "next_merge_id": 267}, "expected a merge such as '266_111'"),
-        ({"merges": {"107_107": "266"}, "next_merge_id": 267}, "valid integer"),
-        ({"next_merge_id": MAX_VOCABULARY + 1}, "next_merge_id"),
-        ({"pattern": r"\w+"}, "expected the pattern"),
         ({"format": 2}, "expected format 1, found 2"),
         ({"vocab_size": 266, "merges": {"107_107": 266}, "next_merge_id": 267}, "at most vocab_size 266 ids"),
     ],
@@ -131,11 +124,6 @@ def test_what_is_no_vocabulary_is_refused(data: bytes, tmp_path: Path) -> None:
         NeuroTokenizer.load(path)
 
 
-def test_a_newer_format_says_to_upgrade() -> None:
-    with pytest.raises(UnsupportedFormatError, match="install a newer release"):
-        NeuroTokenizer.from_bytes(b'{"format": 7}')
-
-
 @pytest.mark.slow
 def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
     trained: NeuroTokenizer, python_sources: list[bytes]
@@ -152,14 +140,11 @@ def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
     assert trained.sources_contributed == {"python-docs": 1500}
 
 
-def test_a_source_that_adds_nothing_has_contributed_all_the_same() -> None:
+def test_a_source_that_adds_nothing_and_the_cap() -> None:
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.learn_merges(["no two"], 5, source="small") == 0
     assert tokenizer.learn_merges([], 0, source="none") == 0
     assert tokenizer.sources_contributed == {"small": 0, "none": 0}
-
-
-def test_the_cap_is_kept() -> None:
     full = VocabularyFile.from_pairs([], {}).model_copy(update={"vocab_size": FIRST_MERGE_ID + 2})
     tokenizer = NeuroTokenizer.from_file(full)
     assert tokenizer.learn_merges(["abcdef " * 9], 10, source="s") == 2
@@ -182,16 +167,13 @@ def test_learning_refuses_what_makes_no_sense(arguments: dict[str, object], mess
         NeuroTokenizer.empty().learn_merges(["text"], **given_arguments)  # type: ignore[arg-type]
 
 
-def test_a_newer_file_is_taken_over(trained: NeuroTokenizer) -> None:
+def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained: NeuroTokenizer) -> None:
     old = NeuroTokenizer.from_file(VocabularyFile.from_pairs(list(trained.merges[:700]), {"python-docs": 700}))
     before = old.encode("def function(self): return None")
     assert old.update_from_dict(as_object(trained))
     assert old.to_file() == trained.to_file()
     assert old.decode(before) == "def function(self): return None"
     np.testing.assert_array_equal(old.encode("import os"), trained.encode("import os"))
-
-
-def test_an_older_or_equal_file_changes_nothing(trained: NeuroTokenizer) -> None:
     tokenizer = NeuroTokenizer.from_file(trained.to_file())
     assert not tokenizer.update_from_dict(as_object(trained))
     assert not tokenizer.update_from_dict(as_object(NeuroTokenizer.empty()))
@@ -207,3 +189,89 @@ def test_a_file_of_another_lineage_is_refused(trained: NeuroTokenizer) -> None:
     with pytest.raises(VocabularyMismatchError, match=f"for id 269: 250_251 instead of {left}_{right}"):
         tokenizer.update_from_dict(as_object(other))
     assert tokenizer.to_file() == trained.to_file()
+
+
+NAMED = "a <|eos|><|pad|> and <|reserved_4|>"
+
+
+@pytest.fixture(scope="module")
+def hf_folder(trained: NeuroTokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    paths = export_tokenizer(trained.to_file(), "hf", folder)
+    assert paths == [folder / "hf" / "tokenizer.json", folder / "hf" / "tokenizer_config.json"]
+    return folder / "hf"
+
+
+@pytest.mark.slow
+def test_transformers_gives_our_ids(hf_folder: Path, trained: NeuroTokenizer) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(hf_folder)
+    for text in [*adversarial_strings(500, seed=7), " leading", "trailing ", "it 's , n't . spaced !", NAMED]:
+        ids = theirs(text)["input_ids"]
+        assert ids == trained.encode(text).tolist()
+        assert theirs.decode(ids) == text
+
+
+def test_transformers_knows_the_special_tokens_whose_names_in_text_are_text(
+    hf_folder: Path, trained: NeuroTokenizer, tmp_path: Path
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(hf_folder)
+    named = (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id)
+    assert named == (0, 1, 2, 3)
+    assert theirs.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(BYTE_OFFSET))
+    assert len(theirs) == trained.current_vocab_size
+    ids = theirs("text")["input_ids"]
+    assert theirs.decode([1, *ids, 2, 0], skip_special_tokens=True) == "text"
+    assert theirs(["a", "a longer text"], padding=True)["input_ids"][0][-1] == 0
+    PreTrainedTokenizerFast.from_pretrained(hf_folder).save_pretrained(tmp_path)
+    for folder in (hf_folder, tmp_path):
+        ids = PreTrainedTokenizerFast.from_pretrained(folder)(NAMED)["input_ids"]
+        assert min(ids) >= BYTE_OFFSET
+    parsing = PreTrainedTokenizerFast.from_pretrained(hf_folder, split_special_tokens=False)
+    assert parsing("<|bos|>a<|eos|>")["input_ids"] == [1, 107, 2]
+
+
+def test_tiktoken_gives_our_ids(trained: NeuroTokenizer, tmp_path: Path) -> None:
+    paths = export_tokenizer(trained.to_file(), "tiktoken", tmp_path)
+    description = json.loads((tmp_path / "tiktoken" / "genesis.json").read_bytes())
+    ranks = tmp_path / "tiktoken" / description["ranks"]
+    assert paths == [ranks, tmp_path / "tiktoken" / "genesis.json"]
+    digest = hashlib.sha256(ranks.read_bytes()).hexdigest()
+    encoding = tiktoken.Encoding(
+        description["name"],
+        pat_str=description["pat_str"],
+        mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(ranks), expected_hash=digest),
+        special_tokens=description["special_tokens"],
+    )
+    assert encoding.n_vocab == trained.current_vocab_size
+    for text in [*adversarial_strings(500, seed=8), NAMED]:
+        assert encoding.encode_ordinary(text) == trained.encode(text).tolist()
+    assert encoding.encode("<|eos|>", allowed_special="all") == [2]
+
+
+def test_the_exported_files(trained: NeuroTokenizer) -> None:
+    lines = tiktoken_ranks(trained.to_file()).splitlines()
+    assert lines[0] == b"AA== 10"
+    assert [int(line.split()[1]) for line in lines] == list(range(BYTE_OFFSET, trained.current_vocab_size))
+    again = NeuroTokenizer.from_bytes(trained.to_file().to_json())
+    for write in (hf_tokenizer_json, hf_tokenizer_config, tiktoken_ranks):
+        assert write(trained.to_file()) == write(again.to_file())
+    value = json.loads(hf_tokenizer_json(trained.to_file()))
+    assert value["added_tokens"] == []
+    assert [value["model"]["vocab"][name] for name in SPECIAL_TOKENS] == list(range(BYTE_OFFSET))
+
+
+def test_what_cannot_be_exported(trained: NeuroTokenizer, tmp_path: Path) -> None:
+    ids = [BYTE_OFFSET + byte for byte in b"<|eos|>"]
+    pairs = [(ids[0], ids[1]), *((265 + order, byte) for order, byte in enumerate(ids[2:], start=1))]
+    with pytest.raises(TokenizerError, match=r"found '<\|eos\|>'"):
+        hf_tokenizer_json(VocabularyFile.from_pairs(pairs, {}))
+    a, b, c = (BYTE_OFFSET + byte for byte in b"abc")
+    vocabulary = VocabularyFile.from_pairs([(a, b), (b, c), (266, c), (a, 267)], {})
+    for write in (hf_tokenizer_json, tiktoken_ranks):
+        with pytest.raises(TokenizerError, match="ids 268 and 269"):
+            write(vocabulary)
+    with pytest.raises(UsageError, match="expected an export to hf or tiktoken, found 'onnx'"):
+        export_tokenizer(trained.to_file(), "onnx", tmp_path)  # type: ignore[arg-type]
+    (tmp_path / "hf").write_text("a file in the way")
+    with pytest.raises(StoreAccessError, match=r"hf/tokenizer\.json"):
+        export_tokenizer(trained.to_file(), "hf", tmp_path)

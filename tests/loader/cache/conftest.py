@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,23 +32,6 @@ def start_actor(folder: Path, log: Path) -> Iterator[Callable[..., CacheActor]]:
             return stack.enter_context(actor)
 
         yield start
-
-
-@pytest.fixture
-def mount() -> Iterator[Callable[..., None]]:
-    """Mounts with the arguments of mount(8), the last one the place; needs the superuser, as containers have."""
-    places: list[str] = []
-
-    def run(*arguments: str | Path) -> None:
-        done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-        if str(arguments[-1]) not in places:
-            places.append(str(arguments[-1]))
-
-    yield run
-    for place in reversed(places):
-        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 @pytest.fixture

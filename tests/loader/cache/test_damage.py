@@ -1,17 +1,22 @@
-"""Whatever was done to a cached file, what is opened is right, and the damage is told."""
+"""Whatever was done to a cached file or its folder, what is opened is right, and the damage is told once."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import resource
 import socket
+import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from loader.cache import ShardCache
-from loader.errors import LoaderUsageError
+from loader.errors import CacheError, LoaderUsageError
 from tests.support.cache_actor import SIZE_BYTES, check, content, name_of
+from tests.support.mounts import mounted
 
 NAME = name_of(1)
 
@@ -22,47 +27,22 @@ def flip(path):
     path.write_bytes(data)
 
 
-def truncate(path):
-    os.truncate(path, SIZE_BYTES - 1)
-
-
-def lengthen(path):
-    os.truncate(path, SIZE_BYTES + 1)
-
-
-def empty(path):
-    os.truncate(path, 0)
-
-
-def link_elsewhere(path):
-    path.rename(path.parent.parent / "elsewhere")
-    path.symlink_to(path.parent.parent / "elsewhere")
-
-
-def dangling_link(path):
-    path.unlink()
-    path.symlink_to(path.parent.parent / "nowhere")
-
-
-def folder_instead(path):
-    path.unlink()
-    path.mkdir()
-
-
-def pipe_instead(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def socket_instead(path):
-    path.unlink()
+def socket_at(path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.fspath(path))
 
 
-DAMAGES = [
-    flip, truncate, lengthen, empty, link_elsewhere, dangling_link, folder_instead, pipe_instead, socket_instead,
-]  # fmt: skip
+DAMAGES = {
+    "a bit": flip,
+    "shorter": lambda path: os.truncate(path, SIZE_BYTES - 1),
+    "longer": lambda path: os.truncate(path, SIZE_BYTES + 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "linked elsewhere": lambda path: path.symlink_to(path.rename(path.parent.parent / "elsewhere")),
+    "a dangling link": lambda path: (path.unlink(), path.symlink_to(path.parent.parent / "nowhere")),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a socket": lambda path: (path.unlink(), socket_at(path)),
+}
 
 
 @pytest.fixture
@@ -72,21 +52,21 @@ def filled(folder):
     return cache
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_removed_and_made_anew(filled, folder, caplog, damage):
-    damage(folder / NAME)
+    DAMAGES[damage](folder / NAME)
     found = filled.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME))
     assert (found.from_cache, found.cached, bytes(found.buffer)) == (False, True, content(NAME))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert NAME in caplog.text
     assert (folder / NAME).is_file() and not (folder / NAME).is_symlink()
     assert filled.open(NAME, SIZE_BYTES, lambda: b"", check(NAME)).from_cache
-    if damage is link_elsewhere:
+    if damage == "linked elsewhere":
         assert (folder.parent / "elsewhere").read_bytes() == content(NAME)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(filled, folder, caplog):
-    folder_instead(folder / NAME)
+    DAMAGES["a folder"](folder / NAME)
     (folder / NAME / "mine").write_text("mine")
     found = filled.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME))
     assert (found.cached, bytes(found.buffer)) == (False, content(NAME))
@@ -113,16 +93,13 @@ def test_the_leftover_of_another_size_is_taken_over(folder):
     assert (folder / NAME).read_bytes() == content(NAME)
 
 
-def test_another_error_of_the_check_is_the_callers(filled):
+def test_errors_of_the_check_and_files_open_elsewhere(filled, folder, caplog):
     def check_fails(view):
         raise KeyError("a bug")
 
     with pytest.raises(KeyError):
         filled.open(NAME, SIZE_BYTES, lambda: b"", check_fails)
     assert filled.contains(NAME)
-
-
-def test_a_damaged_file_that_is_open_elsewhere_stays_readable_there(filled, folder, caplog):
     other = name_of(2)
     reader = filled.open(other, SIZE_BYTES, lambda: content(other), check(other))
     found = filled.open(other, SIZE_BYTES + 1, lambda: content(other, SIZE_BYTES + 1), check(other))
@@ -173,10 +150,6 @@ def test_a_file_is_checked_again_only_when_it_was_touched(tmp_path):
     assert not open_it(first)  # Another file of the same age and size.
 
 
-def open_file(cache):
-    return cache.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME))
-
-
 @pytest.fixture
 def before_locking(monkeypatch):
     """Does something once, when a file is open but not yet locked."""
@@ -217,9 +190,9 @@ def finished(path):
 def test_a_file_changed_between_opening_and_locking(folder, before_locking, caplog, name, act, from_cache):
     cache = ShardCache(folder, SIZE_BYTES)
     if name == NAME:
-        open_file(cache)
+        open_file(cache, 1)
     done = before_locking(folder / name, act)
-    found = open_file(cache)
+    found = open_file(cache, 1)
     assert done and (found.from_cache, found.cached) == (from_cache, True) and found.buffer == content(NAME)
     # It is the file of that name that is held, not the one that was.
     assert cache.clear().kept == (NAME,)
@@ -230,7 +203,7 @@ def test_what_a_dead_maker_of_another_file_left_makes_room(folder, caplog):
     folder.mkdir()
     leftover = folder / f".{name_of(2)}.part"
     leftover.write_bytes(bytes(SIZE_BYTES))
-    assert open_file(ShardCache(folder, SIZE_BYTES)).cached
+    assert open_file(ShardCache(folder, SIZE_BYTES), 1).cached
     assert not leftover.exists() and not caplog.records
 
 
@@ -241,9 +214,167 @@ def test_a_file_whose_lock_another_takes_while_it_is_published_leaves_no_descrip
         raise BlockingIOError(path)
 
     done = before_locking(folder / NAME, refuse)
-    found = open_file(cache)
+    found = open_file(cache, 1)
     assert done and not found.cached and found.buffer == content(NAME)
     file = (folder / NAME).stat()
     assert not [
         path for path in Path("/proc/self/fd").iterdir() if path.exists() and os.path.samestat(path.stat(), file)
     ]
+
+
+def open_file(cache, number, size_bytes=SIZE_BYTES):
+    name = name_of(number)
+    found = cache.open(name, size_bytes, lambda: content(name, size_bytes), check(name))
+    assert found.buffer == content(name, size_bytes)
+    assert not found.buffer.readonly
+    return found
+
+
+def test_a_disk_without_inodes(tmp_path, caplog):
+    with mounted(tmp_path / "nameless", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs") as folder:
+        cache = ShardCache(folder, 10_000_000)
+        assert not any(open_file(cache, number).cached for number in (1, 2))
+    assert len(caplog.records) == 1
+
+
+@pytest.fixture
+def small_disk(folder):
+    with mounted(folder, "-t", "tmpfs", "-o", "size=1M", "tmpfs"):
+        yield
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk(folder, caplog):
+    cache = ShardCache(folder, 10_000_000)
+    held = [open_file(cache, number, 450_000) for number in (1, 2)]
+    assert all(file.cached for file in held)
+    assert not any(open_file(cache, number, 450_000).cached for number in (3, 4, 3))
+    assert len(caplog.records) == 1
+    assert "No space left" in caplog.text
+    assert {path.name for path in folder.iterdir()} == {name_of(1), name_of(2), ".lock"}
+    # What is not open gives way to what is needed, as under the bound.
+    held.pop(0)
+    assert open_file(cache, 3, 450_000).cached
+    assert [entry.name for entry in cache.entries()] == [name_of(2), name_of(3)]
+    assert len(caplog.records) == 1
+
+
+def test_a_limit_on_the_size_of_files(folder, caplog):
+    cache = ShardCache(folder, 10_000_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE_BYTES - 1, limits[1]))
+    try:
+        assert not open_file(cache, 1).cached
+        assert not open_file(cache, 1).cached
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(caplog.records) == 1
+    assert open_file(cache, 1).cached
+    assert {path.name for path in folder.iterdir()} == {name_of(1), ".lock"}
+
+
+def test_a_folder_that_can_only_be_read(folder, caplog):
+    cache = ShardCache(folder, 10_000_000)
+    open_file(cache, 1)
+    (folder / name_of(2)).write_bytes(b"damaged")
+    with mounted(folder, "--bind", folder):
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        hit = open_file(cache, 1)
+        assert hit.from_cache and hit.cached
+        assert not open_file(cache, 3).cached
+        assert not open_file(cache, 4).cached
+        assert len(caplog.records) == 1
+        assert "Read-only file system" in caplog.text
+        assert not open_file(cache, 2).cached
+        assert "damaged" in caplog.text
+        cache.discard(name_of(1))
+        assert {entry.name: entry.in_use for entry in cache.entries()} == {name_of(1): True, name_of(2): False}
+        with pytest.raises(CacheError, match="Read-only file system"):
+            cache.clear()
+
+
+def test_a_file_where_the_folder_should_be(folder, caplog):
+    folder.write_text("mine")
+    for cache in (ShardCache(folder, 10_000_000), ShardCache(folder / "deeper", 10_000_000)):
+        caplog.clear()
+        assert not open_file(cache, 1).cached
+        assert not open_file(cache, 2).cached
+        assert len(caplog.records) == 1
+        assert "a folder, not a file" in caplog.text
+        assert not cache.contains(name_of(1))
+        cache.discard(name_of(1))
+    assert folder.read_text() == "mine"
+    with pytest.raises(CacheError, match="Not a directory"):
+        ShardCache(folder, 1).entries()
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
+@pytest.mark.parametrize("call", ["fcntl.flock", "os.posix_fallocate"])
+def test_a_file_system_without_locks_or_reservations(folder, monkeypatch, caplog, call, number):
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    cache = ShardCache(folder, 10_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(call, refuse)
+        assert not open_file(cache, 1).cached
+        assert not open_file(cache, 2).cached
+    assert len(caplog.records) == 1
+    assert "local disk" in caplog.text
+    assert open_file(cache, 1).cached
+
+
+def test_a_folder_removed_while_a_file_is_made(folder, caplog):
+    cache = ShardCache(folder, 10_000_000)
+
+    def produce():
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        return content(name_of(1))
+
+    found = cache.open(name_of(1), SIZE_BYTES, produce, check(name_of(1)))
+    assert not found.cached and found.buffer == content(name_of(1))
+    assert len(caplog.records) == 1
+    assert open_file(cache, 1).cached
+
+
+def test_a_folder_whose_lock_a_stopped_process_holds(folder, caplog):
+    open_file(ShardCache(folder, 10_000_000), 1)
+    cache = ShardCache(folder, 10_000_000, wait_timeout_s=0.05)
+    with (folder / ".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert open_file(cache, 1).from_cache
+        assert not open_file(cache, 2).cached
+        assert not open_file(cache, 2).cached
+        with pytest.raises(CacheError, match="its lock"):
+            cache.entries()
+    assert len(caplog.records) == 1
+    assert open_file(ShardCache(folder, 10_000_000), 2).cached
+
+
+def test_what_is_larger_than_the_bound(folder, caplog):
+    cache = ShardCache(folder, 2 * SIZE_BYTES)
+    open_file(cache, 1)
+    assert not open_file(cache, 2, 2 * SIZE_BYTES + 1).cached
+    assert "--cache-bytes" in caplog.text
+    assert cache.contains(name_of(1))
+
+
+def test_the_errors_of_the_producer_are_the_callers_even_those_of_a_disk(folder):
+    def produce():
+        raise OSError(errno.ENOSPC, "the producer's own disk")
+
+    with pytest.raises(OSError, match="producer's own"):
+        ShardCache(folder, 10_000_000).open(name_of(1), SIZE_BYTES, produce, check(name_of(1)))
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_others_may_read_but_not_write(folder):
+    mask = os.umask(0)
+    try:
+        open_file(ShardCache(folder, 10_000_000), 1)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}

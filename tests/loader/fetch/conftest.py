@@ -8,12 +8,14 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from loader import GenesisDataset
 from loader.options import StoreOptions
 from loader.session import Session
 from manifests import public_key_pem
 from tests.support.small_store import PRIVATE_KEY
 
 OpenSession: TypeAlias = Callable[..., Session]
+OpenDataset: TypeAlias = Callable[..., GenesisDataset]
 
 
 @pytest.fixture
@@ -37,3 +39,18 @@ def open_session(tmp_path: Path) -> Iterator[OpenSession]:
     yield make
     for session in opened:
         session.mirrors.close()
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[OpenDataset]:
+    """A dataset of small batches of an address, and of mirrors of it."""
+    opened: list[GenesisDataset] = []
+
+    def make(address: str, *mirrors: str, **options: Any) -> GenesisDataset:
+        given = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 10.0}
+        opened.append(GenesisDataset(address, "node-a", mirrors=mirrors, **{**given, **options}))
+        return opened[-1]
+
+    yield make
+    for dataset in opened:
+        dataset.close()

@@ -1,8 +1,10 @@
-"""Several addresses of one store: whom to ask, when to ask again, and how long an object may take."""
+"""Several addresses of one store: whom to ask and when, and wrong bytes that never reach a batch."""
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from loader import DataUnavailableError
+from loader import CorruptObjectError, DataUnavailableError, GenesisDataset
 from loader.fetch.mirrors import Mirrors
 from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key, vocabulary_key
-from tests.loader.fetch.conftest import OpenSession
+from tests.loader.fetch.conftest import OpenDataset, OpenSession
+from tests.support.batches import take
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.serve_process import genesis_serve
 from tests.support.token_store import TokenStore, fixed_ids, vocabulary_of
@@ -75,96 +78,94 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class TestAskingAgain:
-    def test_a_server_that_asks_for_more_time_than_there_is(self, serve: Serve, clock: Clock) -> None:
-        server = Server(too_many("700"))
-        with pytest.raises(DataUnavailableError, match=r"within 600 s.*answered 429"):
-            Mirrors([serve(server)], 600.0).fetch(KEY, 100, whole)
-        assert server.asked == 1
-        assert clock.slept == []
-
-    def test_a_server_that_asks_for_longer_than_a_turn(self, serve: Serve, clock: Clock) -> None:
-        server = Server(too_many("400"), Reply(200, BODY))
-        assert Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole) == BODY
-        assert server.asked == 2
-        assert clock.slept == [400.0]
-
-    def test_it_is_left_alone_while_others_are_asked(self, serve: Serve, clock: Clock) -> None:
-        resting, other = Server(too_many("400"), Reply(200, BODY)), Server(Reply(404))
-        assert Mirrors([serve(resting), serve(other)], 600.0).fetch(KEY, len(BODY), whole) == BODY
-        assert resting.asked == 2
-        assert other.asked > 10
-        assert 400 <= clock.now < 430
-
-    @pytest.mark.slow
-    def test_pauses_grow_and_no_two_nodes_make_the_same(self, serve: Serve, clock: Clock) -> None:
-        addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
-        runs = []
-        for _ in range(2):
-            with pytest.raises(DataUnavailableError, match="within 600 s"):
-                Mirrors(addresses, 600.0).fetch(KEY, 100, whole)
-            runs.append(clock.slept.copy())
-            clock.slept.clear()
-        for slept in runs:
-            assert 20 <= len(slept) <= 45
-            assert all(min(30.0, 2.0**n) / 2 <= pause <= min(30.0, 2.0**n) for n, pause in enumerate(slept))
-        assert all(first != second for first, second in zip(*runs, strict=False))
-
-    def test_the_training_s_own_random_numbers_are_left_alone(self, serve: Serve, clock: Clock) -> None:
-        random.seed(5)
-        expected = [random.random() for _ in range(3)]
-        random.seed(5)
-        found = []
-        server = Server(*[Reply(404)] * 2, Reply(200, BODY))
-        for _ in range(3):
-            Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole)
-            found.append(random.random())
-        assert found == expected
-        assert clock.slept
+def test_a_server_that_asks_for_more_time_than_there_is(serve: Serve, clock: Clock) -> None:
+    server = Server(too_many("700"))
+    with pytest.raises(DataUnavailableError, match=r"within 600 s.*answered 429"):
+        Mirrors([serve(server)], 600.0).fetch(KEY, 100, whole)
+    assert server.asked == 1
+    assert clock.slept == []
 
 
-class TestSlowLinks:
-    @pytest.mark.slow
-    def test_a_turn_does_not_end_while_bytes_come(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-        """100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew."""
-        monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
-        server = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=10_000, pause_s=0.1))
-        assert Mirrors([serve(server)], 20.0).fetch(KEY, len(BODY), whole) == BODY
-        assert server.asked == 1
-
-    @pytest.mark.slow
-    def test_a_turn_ends_where_nothing_worth_the_name_comes(
-        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("loader.fetch.mirrors._TURN_S", 1.0)
-        dripping = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=100, pause_s=0.05))
-        mirrors = Mirrors([serve(dripping), serve(Server(Reply(200, BODY)))], 20.0)
-        assert mirrors.fetch(KEY, len(BODY), whole) == BODY
-        assert dripping.asked >= 1
+def test_a_server_that_asks_for_longer_than_a_turn(serve: Serve, clock: Clock) -> None:
+    server = Server(too_many("400"), Reply(200, BODY))
+    assert Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole) == BODY
+    assert server.asked == 2
+    assert clock.slept == [400.0]
 
 
-class TestTransferForm:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("status", [503, 404])
-    def test_the_shard_itself_is_asked_for_only_where_there_is_none(
-        self, tmp_path: Path, open_session: OpenSession, status: int
-    ) -> None:
-        """What hangs or is overloaded would hang for eight times the bytes, too."""
-        store = TokenStore.of(tmp_path / "store", 2)
-        asked: set[str] = set()
+def test_it_is_left_alone_while_others_are_asked(serve: Serve, clock: Clock) -> None:
+    resting, other = Server(too_many("400"), Reply(200, BODY)), Server(Reply(404))
+    assert Mirrors([serve(resting), serve(other)], 600.0).fetch(KEY, len(BODY), whole) == BODY
+    assert resting.asked == 2
+    assert other.asked > 10
+    assert 400 <= clock.now < 430
 
-        def no_packed(request: Request) -> Reply | None:
-            asked.add(request.path)
-            return Reply(status) if "packed" in request.path else None
 
-        with genesis_serve(store.folder) as server, FaultProxy(server.port, answer=no_packed) as proxy:
-            session = open_session(f"http://127.0.0.1:{proxy.port}", timeout_s=1.5)
-            if status == 404:
-                assert session.open_shard(1).ids.tolist() == store.ids(1).tolist()
-            else:
-                with pytest.raises(DataUnavailableError, match=packed_key(1)):
-                    session.open_shard(1)
-        assert (f"/{shard_key(1)}" in asked) == (status == 404)
+@pytest.mark.slow
+def test_pauses_grow_and_no_two_nodes_make_the_same(serve: Serve, clock: Clock) -> None:
+    addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
+    runs = []
+    for _ in range(2):
+        with pytest.raises(DataUnavailableError, match="within 600 s"):
+            Mirrors(addresses, 600.0).fetch(KEY, 100, whole)
+        runs.append(clock.slept.copy())
+        clock.slept.clear()
+    for slept in runs:
+        assert 20 <= len(slept) <= 45
+        assert all(min(30.0, 2.0**n) / 2 <= pause <= min(30.0, 2.0**n) for n, pause in enumerate(slept))
+    assert all(first != second for first, second in zip(*runs, strict=False))
+
+
+def test_the_training_s_own_random_numbers_are_left_alone(serve: Serve, clock: Clock) -> None:
+    random.seed(5)
+    expected = [random.random() for _ in range(3)]
+    random.seed(5)
+    found = []
+    server = Server(*[Reply(404)] * 2, Reply(200, BODY))
+    for _ in range(3):
+        Mirrors([serve(server)], 600.0).fetch(KEY, len(BODY), whole)
+        found.append(random.random())
+    assert found == expected
+    assert clock.slept
+
+
+@pytest.mark.slow
+def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew.
+    monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
+    server = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=10_000, pause_s=0.1))
+    assert Mirrors([serve(server)], 20.0).fetch(KEY, len(BODY), whole) == BODY
+    assert server.asked == 1
+    monkeypatch.setattr("loader.fetch.mirrors._TURN_S", 1.0)
+    dripping = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=100, pause_s=0.05))
+    mirrors = Mirrors([serve(dripping), serve(Server(Reply(200, BODY)))], 20.0)
+    assert mirrors.fetch(KEY, len(BODY), whole) == BODY
+    assert dripping.asked >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [503, 404])
+def test_the_shard_itself_is_asked_for_only_where_there_is_none(
+    tmp_path: Path, open_session: OpenSession, status: int
+) -> None:
+    """What hangs or is overloaded would hang for eight times the bytes, too."""
+    store = TokenStore.of(tmp_path / "store", 2)
+    asked: set[str] = set()
+
+    def no_packed(request: Request) -> Reply | None:
+        asked.add(request.path)
+        return Reply(status) if "packed" in request.path else None
+
+    with genesis_serve(store.folder) as server, FaultProxy(server.port, answer=no_packed) as proxy:
+        session = open_session(f"http://127.0.0.1:{proxy.port}", timeout_s=1.5)
+        if status == 404:
+            assert session.open_shard(1).ids.tolist() == store.ids(1).tolist()
+        else:
+            with pytest.raises(DataUnavailableError, match=packed_key(1)):
+                session.open_shard(1)
+    assert (f"/{shard_key(1)}" in asked) == (status == 404)
 
 
 @pytest.mark.parametrize("location", ["http://a..b/x", f"http://{'a' * 64}.example/x", "http://[::1/x", "ftp://h/x"])
@@ -233,3 +234,157 @@ def test_a_vocabulary_larger_than_its_ids_can_make_it(
     else:
         with pytest.raises(DataUnavailableError, match="at most"):
             catalog.vocabulary()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    return TokenStore.of(tmp_path / "store", 2)
+
+
+@pytest.fixture
+def expected(store: TokenStore, tmp_path: Path) -> list[str]:
+    """Batches of both shards, more than one epoch."""
+    return take(GenesisDataset(store.url, "node-a", seq_len=64, batch_size=4, cache_dir=tmp_path / "other"), 20)
+
+
+def spoil(path: Path, position: int = -500) -> str:
+    """Flips a bit in place; returns the digest of what is there now.
+
+    Writing the file anew would cut it to nothing first, under the eyes of whoever has it mapped: that ends a process.
+    """
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    return sha256_hex(path.read_bytes())
+
+
+def spoil_all(folder: Path) -> None:
+    for path in [*folder.glob("shard_*"), *folder.glob("packed/shard_*")]:
+        spoil(path)
+
+
+def test_the_next_mirror_has_it_right_or_has_it_at_all(
+    store: TokenStore, open_store: OpenDataset, expected: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(store.folder, tmp_path / "bad")
+    spoil_all(tmp_path / "bad")
+    assert take(open_store(str(tmp_path / "bad"), store.url), 20) == expected
+    assert str(tmp_path / "bad") in caplog.text
+    assert "expected sha256" in caplog.text
+    shutil.copytree(store.folder, tmp_path / "bare", ignore=shutil.ignore_patterns("shard_*"))
+    assert take(open_store(str(tmp_path / "bare"), store.url), 20) == expected
+
+
+@pytest.mark.parametrize("spoilt", ["shorter", "longer", "empty", "another shard"])
+def test_other_sizes(
+    store: TokenStore, open_store: OpenDataset, expected: list[str], tmp_path: Path, spoilt: str
+) -> None:
+    shutil.copytree(store.folder, tmp_path / "bad")
+    for key in (shard_key, packed_key):
+        bodies = [(tmp_path / "bad" / key(shard)).read_bytes() for shard in range(2)]
+        for shard in range(2):
+            body = {
+                "shorter": bodies[shard][:-1],
+                "longer": bodies[shard] + b"x",
+                "empty": b"",
+                "another shard": bodies[1 - shard],
+            }[spoilt]
+            (tmp_path / "bad" / key(shard)).write_bytes(body)
+    assert take(open_store(str(tmp_path / "bad"), store.url), 20) == expected
+
+
+def test_corrupt_everywhere_names_the_object_and_both_digests(
+    store: TokenStore, open_store: OpenDataset, tmp_path: Path
+) -> None:
+    shutil.copytree(store.folder, tmp_path / "second")
+    for folder in (store.folder, tmp_path / "second"):
+        spoil_all(folder)
+    dataset = open_store(store.url, str(tmp_path / "second"))
+    shard = dataset.shards[0]
+    found = sha256_hex((store.folder / shard_key(shard)).read_bytes())
+    with pytest.raises(CorruptObjectError) as caught:
+        next(iter(dataset))
+    message = str(caught.value)
+    for part in (shard_key(shard), store.entries[shard].sha256, found, store.url, str(tmp_path / "second")):
+        assert part in message
+    assert "\n" not in message
+    assert dataset.state_dict()["step"] == 0
+
+
+@pytest.mark.parametrize("damage", [spoil, Path.unlink], ids=["spoilt", "missing"])
+def test_a_packed_form_that_cannot_be_had_is_made_up_for(
+    store: TokenStore,
+    open_store: OpenDataset,
+    expected: list[str],
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object],
+) -> None:
+    for shard in range(2):
+        damage(store.folder / packed_key(shard))
+    assert take(open_store(store.url), 20) == expected
+    assert f"fetching {shard_key(0)} instead" in caplog.text
+
+
+@pytest.mark.parametrize("position", [0, 300, 704, 9_000, -1])
+def test_a_cached_file_that_was_damaged_is_fetched_again(
+    store: TokenStore,
+    open_store: OpenDataset,
+    expected: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    position: int,
+) -> None:
+    assert take(open_store(store.url), 20) == expected
+    for path in (tmp_path / "cache").glob("shard_*"):
+        spoil(path, position)
+    assert take(open_store(store.url), 20) == expected
+    assert "damaged" in caplog.text
+    assert all(
+        sha256_hex(path.read_bytes()) == store.entries[int(path.name.split("_")[1].split("-")[0])].sha256
+        for path in (tmp_path / "cache").glob("shard_*")
+    )
+
+
+def test_a_cached_file_that_was_damaged_and_no_network(
+    store: TokenStore, open_store: OpenDataset, tmp_path: Path
+) -> None:
+    dataset = open_store(store.url, timeout_s=1.0)
+    take(dataset, 20)
+    dataset.close()
+    for path in (tmp_path / "cache").glob("shard_*"):
+        spoil(path)
+    store.folder.rename(tmp_path / "gone")
+    with pytest.raises(DataUnavailableError):
+        take(open_store(store.url, timeout_s=1.0), 1)
+
+
+@pytest.mark.slow
+def test_an_answer_larger_than_the_shard_is_not_read(
+    store: TokenStore, open_store: OpenDataset, expected: list[str]
+) -> None:
+    """A server cannot make a node read more than what the index says there is."""
+    sent: list[int] = []
+
+    def swollen(request: Request, reply: Reply) -> Reply:
+        if "shard_" not in request.path:
+            return reply
+        sent.append(reply.status)
+        return Reply(200, reply.body + bytes(8 << 20), (("ETag", '"x"'),))
+
+    with genesis_serve(store.folder) as server, FaultProxy(server.port, alter=swollen) as proxy:
+        dataset = open_store(f"http://127.0.0.1:{proxy.port}", server.url)
+        assert take(dataset, 20) == expected
+        assert sent
+        assert dataset.received_bytes < 200_000
+
+
+@pytest.mark.slow
+def test_bytes_on_the_wire_are_those_of_the_transfer_form(store: TokenStore, open_store: OpenDataset) -> None:
+    with genesis_serve(store.folder) as server:
+        dataset = open_store(server.url)
+        take(dataset, 20)
+        packed = sum(entry.packed.size_bytes for entry in store.entries if entry.packed is not None)
+        other = sum(path.stat().st_size for path in [*store.folder.glob("index/*"), store.folder / "manifest.json"])
+        assert packed <= dataset.received_bytes <= packed + other

@@ -1,14 +1,22 @@
-"""Windows and what the document boundaries say, against loops that anyone can read."""
+"""Windows, orders, assignments and the plateau rules, against loops that anyone can read."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from loader import LoaderUsageError, PlateauRule, get_assigned_shards, rendezvous_shards, verify_assignment
+from loader.stream.assignment import assign, coverage
 from loader.stream.permutation import random_words, start_positions, window_order
+from loader.stream.plateau import LossHistory
 from loader.stream.windows import EOS, WindowView, cumulative_lengths, document_ids, num_windows, positions
 from manifests import sha256_hex
 
@@ -82,14 +90,15 @@ def test_starts_lie_in_range(count: int, num_positions: int, parts: list[int | s
     assert starts.min() >= 0 and starts.max() < num_positions
 
 
-def test_golden_digests() -> None:
+def test_golden_digests_and_ids_in_which_every_part_matters() -> None:
     assert sha256_hex(window_order(2_441, 0, "gpu-7", 3, 41).astype("<i8").tobytes()) == GOLDEN_ORDER
     assert window_order(8, 0, "gpu-7", 0, 0).tolist() == GOLDEN_SMALL_ORDER
     assert sha256_hex(start_positions(1_000, 2_498_976, 0, "gpu-7", 41, 17).astype("<i8").tobytes()) == GOLDEN_STARTS
     assert [hex(word) for word in random_words(3, "a", 1)] == GOLDEN_WORDS
-
-
-def test_every_part_matters() -> None:
+    assert get_assigned_shards("gpu-7", 600_000) == GOLDEN_MODULO
+    assert get_assigned_shards("gpu-7", 3) == [0, 1, 2]
+    assert rendezvous_shards("gpu-7", 600_000) == GOLDEN_RENDEZVOUS
+    assert rendezvous_shards("Knoten-Ω", 14, 5) == GOLDEN_OMEGA
     base = (0, "node", 1, 2)
     variants = [base, (1, "node", 1, 2), (0, "nodf", 1, 2), (0, "node", 2, 2), (0, "node", 1, 3), (0, "node", 12)]
     orders = {window_order(200, *parts).tobytes() for parts in variants}
@@ -105,3 +114,157 @@ def test_all_positions_are_drawn_alike() -> None:
     # The window that comes first is any of them, too.
     first = np.bincount([window_order(5, seed)[0] for seed in range(5_000)], minlength=5)
     assert first.min() > 850 and first.max() < 1_150
+
+
+GOLDEN_MODULO = [552765, 552766, 552767, 552768, 552769, 552770, 552771, 552772, 552773, 552774]
+GOLDEN_RENDEZVOUS = [255034, 432085, 274944, 372090, 585444, 167993, 408197, 320738, 141232, 534733]
+GOLDEN_OMEGA = [3, 12, 9, 1, 10]
+
+NODES = st.text(min_size=0, max_size=30).filter(lambda text: text.isprintable())
+TOTALS = st.integers(1, 3_000)
+
+
+@pytest.mark.slow
+@given(NODES, TOTALS, st.integers(10, 700_000), st.integers(1, 40))
+def test_modulo_is_the_specification_and_each_shard_comes_once(
+    node_id: str, total: int, num_shards: int, count: int
+) -> None:
+    primary = int(hashlib.sha256(node_id.encode()).hexdigest(), 16) % num_shards
+    assert get_assigned_shards(node_id, num_shards) == [(primary + i) % num_shards for i in range(10)]
+    for rule in ("modulo", "rendezvous"):
+        shards = assign(node_id, range(total), count, rule)  # type: ignore[arg-type]
+        assert len(shards) == len(set(shards)) == min(count, total)
+        assert all(type(shard) is int and 0 <= shard < total for shard in shards)
+
+
+@pytest.mark.slow
+@given(NODES, st.integers(1, 400), st.integers(1, 100), st.integers(1, 12))
+def test_rendezvous_moves_only_what_new_shards_outrank(node_id: str, total: int, more: int, count: int) -> None:
+    before, after = rendezvous_shards(node_id, total, count), rendezvous_shards(node_id, total + more, count)
+    stayed = [shard for shard in after if shard < total]
+    # What stays keeps its rank order, and what leaves was ranked lowest of all.
+    assert stayed == before[: len(stayed)]
+    # What leaves is behind every newcomer in the ranking of all shards.
+    ranking = rendezvous_shards(node_id, total + more, total + more)
+    assert after == ranking[: len(after)]
+    left = set(before) - set(after)
+    assert not left or len(after) - len(stayed) >= len(left)
+    assert all(ranking.index(gone) > ranking.index(new) for gone in left for new in after)
+
+
+def test_rendezvous_exchanges_count_over_n_shards_on_average() -> None:
+    moved = sum(
+        len(set(rendezvous_shards(f"node-{n}", 500)) - set(rendezvous_shards(f"node-{n}", 505))) for n in range(400)
+    )
+    # Expected: 400 nodes × 10 × 5/505 = 39.6; modulo would move nearly all 4,000.
+    assert 20 <= moved <= 65
+
+
+@pytest.mark.parametrize("rule", ["modulo", "rendezvous"])
+def test_nodes_spread_evenly(rule: str) -> None:
+    given_to = Counter(shard for n in range(2_000) for shard in assign(f"node-{n}", range(50), 5, rule))  # type: ignore[arg-type]
+    assert len(given_to) == 50
+    # 200 expected on each, standard deviation 13 (modulo moves in blocks of five: up to 30).
+    assert min(given_to.values()) > 100 and max(given_to.values()) < 300
+
+
+@pytest.mark.slow
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=50, unique=True).map(sorted), NODES)
+def test_a_pool_with_gaps(pool: list[int], node_id: str) -> None:
+    modulo = assign(node_id, pool, 5, "modulo")
+    assert list(modulo) == [pool[position] for position in get_assigned_shards(node_id, len(pool), 5)]
+    assert set(assign(node_id, pool, 5, "rendezvous")) <= set(pool)
+    # What a node is given does not depend on shards that were never in its pool.
+    assert [s for s in rendezvous_shards(node_id, 10_001, 10_001) if s in set(pool)][:5] == list(
+        assign(node_id, pool, 5, "rendezvous")
+    )
+
+
+def test_claims_coverage_and_what_cannot_be_assigned() -> None:
+    claimed = get_assigned_shards("gpu-7", 100)
+    assert verify_assignment("gpu-7", claimed, 100)
+    assert verify_assignment("gpu-7", iter(claimed), range(100))
+    assert not verify_assignment("gpu-8", claimed, 100)
+    assert not verify_assignment("gpu-7", claimed, 101)
+    assert not verify_assignment("gpu-7", claimed[:-1], 100)
+    assert not verify_assignment("gpu-7", [*claimed[1:], claimed[0]], 100)
+    assert not verify_assignment("gpu-7", claimed, 100, count=9)
+    assert verify_assignment("gpu-7", rendezvous_shards("gpu-7", 100, 3), 100, count=3, assignment="rendezvous")
+    for rule in (get_assigned_shards, rendezvous_shards):
+        with pytest.raises(LoaderUsageError, match="expected a store with shards"):
+            rule("gpu-7", 0)
+        with pytest.raises(LoaderUsageError, match="count of 0"):
+            rule("gpu-7", 5, 0)
+    with pytest.raises(LoaderUsageError, match="'nearest'"):
+        assign("gpu-7", range(5), 2, "nearest")  # type: ignore[arg-type]
+    found = coverage({"a": [0, 1, 2], "b": [2, 3], "c": [2]}, 6)
+    assert (found.num_nodes, found.num_shards, found.covered, found.shared, found.most_nodes) == (3, 6, 4, 1, 3)
+    assert found.mean_nodes == pytest.approx(1.5)
+    assert coverage({}, 4).covered == 0
+
+
+LOSSES = st.lists(st.floats(0.0, 0.3) | st.floats(0.0, 12.0), max_size=50)
+
+
+def specification_says(losses: list[float]) -> bool:
+    """001, "Adaptive Shard Rotation"."""
+    if len(losses) < 20:
+        return False
+    recent = losses[-20:]
+    average = sum(recent) / len(recent)
+    variance = sum((loss - average) ** 2 for loss in recent) / len(recent)
+    return variance < 0.02 and average < 0.05
+
+
+@given(LOSSES)
+def test_absolute_is_the_specification_and_off_never_fires(losses: list[float]) -> None:
+    assert (PlateauRule().plateau(losses) is not None) == specification_says(losses)
+    assert PlateauRule("off").plateau(losses) is None
+
+
+def test_the_defaults_are_the_specifications_and_what_makes_no_sense_is_refused() -> None:
+    rule = PlateauRule()
+    assert (rule.kind, rule.history, rule.window, rule.min_steps) == ("absolute", 50, 20, 100)
+    assert (rule.max_variance, rule.max_mean) == (0.02, 0.05)
+    for wrong in ({"kind": "sideways"}, {"window": 1}, {"window": 50}, {"history": 20}, {"min_steps": -1}):
+        with pytest.raises(LoaderUsageError):
+            PlateauRule(**wrong)  # type: ignore[arg-type]
+
+
+def test_plateaus() -> None:
+    plateau = PlateauRule().plateau([9.0] * 30 + [0.01, 0.03] * 10)
+    assert plateau is not None
+    assert (plateau.mean, plateau.variance) == (pytest.approx(0.02), pytest.approx(0.0001))
+    at_the_mean = [0.05] * 50
+    assert PlateauRule("absolute").plateau(at_the_mean) is None
+    assert PlateauRule("absolute").plateau([math.nextafter(0.05, 0)] * 50) is not None
+    half = math.sqrt(0.02)
+    wide = [1 + half * 1.0001, 1 - half * 1.0001] * 25
+    assert PlateauRule("absolute", max_mean=5.0).plateau(wide) is None
+    # However wide losses scatter from batch to batch, one that no longer falls has plateaued.
+    assert PlateauRule("relative").plateau(wide) is not None
+    rule = PlateauRule("relative")
+    falling = [3.0 - 0.01 * n for n in range(50)]
+    assert rule.plateau(falling) is None
+    assert rule.plateau([3.0] * 50) is not None
+    assert rule.plateau([3.0] * 30 + [2.99] * 20) is not None  # 0.33 % is less than 0.5 %.
+    assert rule.plateau([3.0] * 30 + [2.98] * 20) is None  # 0.67 % is not.
+    assert rule.plateau([3.0] * 30 + [3.05] * 20) is not None  # Rising is no improvement.
+    assert rule.plateau([3.0] * 49) is None  # The history is not full.
+    # The square of 1e200 is no float; a rule that looks at it must say no, not fail.
+    assert PlateauRule("absolute").plateau([1e200, -1e200] * 25) is None
+    assert PlateauRule("relative").plateau([1e200, -1e200] * 25) is None
+
+
+def test_the_history_is_bounded_can_be_cleared_and_leaves_out_losses_that_are_not_finite() -> None:
+    history = LossHistory(50, [0.01] * 19)
+    for loss in (math.nan, math.inf, -math.inf):
+        history.add(loss)
+    assert history.losses() == [0.01] * 19
+    history.add(0.01)
+    assert PlateauRule().plateau(history.losses()) is not None
+    for loss in range(130):
+        history.add(loss)
+    assert history.losses() == [float(loss) for loss in range(80, 130)]
+    history.clear()
+    assert history.losses() == []
