@@ -25,30 +25,6 @@ GenesisError
 
 from __future__ import annotations
 
-__all__ = [
-    "CorruptInputError",
-    "GenesisError",
-    "InputChangedError",
-    "InputNotFoundError",
-    "InterruptedRunError",
-    "InvalidTextError",
-    "LeaseError",
-    "LeaseHeldError",
-    "LeaseLostError",
-    "ObjectNotFoundError",
-    "PreconditionFailedError",
-    "SourceError",
-    "StoreAccessError",
-    "StoreError",
-    "StoreFullError",
-    "StoreUnavailableError",
-    "TokenizerError",
-    "UnknownSourceError",
-    "UsageError",
-    "VocabularyMismatchError",
-    "WorkerError",
-]
-
 
 class GenesisError(Exception):
     """Base of all of them; the message says what was expected, what was found, and what to do."""

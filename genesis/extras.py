@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-__all__ = ["EXTRA_OF", "report_missing_extra", "with_extra"]
-
 EXTRA_OF = {
     "torch": "loader",
     "blake3": "train",

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-__all__ = ["NO_LOCKS", "FileLock", "FileLockedError", "leads_to", "try_lock", "unlock"]
-
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of file systems that have no locks."""
 

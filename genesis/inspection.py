@@ -29,18 +29,6 @@ from manifests import (
     shard_key,
 )
 
-__all__ = [
-    "EOS",
-    "DocumentView",
-    "EncodedText",
-    "ShardInspection",
-    "Token",
-    "VocabularyInspection",
-    "encode_text",
-    "inspect_shard",
-    "inspect_vocabulary",
-]
-
 EOS = SPECIAL_TOKENS.index("<|eos|>")
 """The id that ends every document."""
 

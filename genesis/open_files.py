@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 
-__all__ = ["raise_open_files"]
-
 
 def raise_open_files(needed: int) -> int:
     """Raises this process's soft limit of open files to ``needed``, or to its hard limit if that is less.

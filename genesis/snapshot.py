@@ -27,18 +27,6 @@ from manifests import (
     sha256_hex,
 )
 
-__all__ = [
-    "PublishedManifest",
-    "StoreEmptyError",
-    "find_shard",
-    "previous_of_source",
-    "read_checkpoints_if_there",
-    "read_manifest",
-    "read_segment",
-    "read_vocabulary",
-    "require_manifest",
-]
-
 
 class StoreEmptyError(GenesisError):
     """There is no store at the address, or nothing was committed to it yet."""

@@ -28,8 +28,6 @@ from manifests import ContractError, Manifest, sha256_hex
 if TYPE_CHECKING:
     from genesis.tokenizer import NeuroTokenizer
 
-__all__ = ["GenesisDataLoader"]
-
 logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1

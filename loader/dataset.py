@@ -32,8 +32,6 @@ from loader.stream.schedule import Schedule
 if TYPE_CHECKING:
     from manifests import Manifest
 
-__all__ = ["Batch", "GenesisDataset"]
-
 Batch = dict[str, torch.Tensor]
 
 

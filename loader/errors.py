@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheError",
-    "CorruptObjectError",
-    "DataUnavailableError",
-    "HostileStoreError",
-    "LoaderError",
-    "LoaderUsageError",
-    "ManifestRollbackError",
-    "ManifestSignatureError",
-    "StateMismatchError",
-    "TokenizerSyncError",
-    "UntrustedManifestError",
-]
-
 
 class LoaderError(Exception):
     """Base class; the message says what was expected, what was found, and what to do."""

@@ -21,8 +21,6 @@ from loader.stream.permutation import window_order
 from loader.stream.schedule import Rows, Schedule
 from loader.stream.windows import WindowView, cumulative_lengths, document_ids, positions
 
-__all__ = ["Feed", "FeedStats"]
-
 logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]

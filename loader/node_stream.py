@@ -17,8 +17,6 @@ from loader.state import LaneState, StreamIdentity, StreamState
 from loader.stream.plateau import LossHistory, Plateau
 from loader.stream.schedule import LanePosition, Schedule
 
-__all__ = ["NodeStream"]
-
 logger = logging.getLogger(__name__)
 
 

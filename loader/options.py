@@ -14,8 +14,6 @@ from loader.errors import LoaderUsageError
 from loader.stream.assignment import DEFAULT_COUNT, Assignment, check_node_id
 from loader.stream.plateau import PlateauRule
 
-__all__ = ["Extra", "Split", "StoreOptions", "StreamOptions", "default_store"]
-
 Split = Literal["train", "holdout"]
 Extra = Literal["positions", "document_ids", "cu_seqlens"]
 

@@ -23,8 +23,6 @@ from loader.stream.assignment import assign
 from loader.stream.schedule import Lane
 from loader.stream.windows import num_windows
 
-__all__ = ["LanePlan", "Pin", "PinnedLane", "check_pins", "parse_pins", "plan_lane", "shard_pool"]
-
 
 class Pin(NamedTuple):
     """From an epoch on, a lane reads the node's assignment among this many shards."""

@@ -21,8 +21,6 @@ from loader.plan import Pin
 from loader.session import Session
 from loader.stream.schedule import Rows
 
-__all__ = ["MAX_STEPS", "batch_sha256", "replay_batch"]
-
 MAX_STEPS: Final = 2**40
 """Steps of a run that can be replayed: a batch every microsecond for 13 days."""
 

@@ -12,8 +12,6 @@ from loader.fetch.mirrors import Mirrors
 from loader.fetch.shards import OpenShard, open_shard
 from loader.options import StoreOptions
 
-__all__ = ["Session"]
-
 
 @dataclass(frozen=True, slots=True)
 class Session:

@@ -21,8 +21,6 @@ from loader.session import Session
 from loader.stream.windows import WindowView, num_windows
 from manifests import sha256_hex
 
-__all__ = ["ShardTokens"]
-
 STATE_VERSION: Final = 1
 _MOST_OPEN: Final = 8
 

@@ -34,8 +34,6 @@ from loader.session import Session
 from loader.state import StreamState, WorkerState
 from loader.stream.schedule import Schedule
 
-__all__ = ["NEVER", "SharedStream", "WorkerBoard"]
-
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS: Final = 256

@@ -17,8 +17,6 @@ from loader.errors import StateMismatchError
 from loader.options import StreamOptions
 from loader.plan import Pin, check_pins
 
-__all__ = ["STATE_VERSION", "LaneState", "StreamIdentity", "StreamState", "WorkerState"]
-
 STATE_VERSION: Final = 1
 
 _Count = Annotated[int, Ge(0), Le(2**62)]

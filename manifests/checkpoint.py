@@ -16,8 +16,6 @@ from manifests.errors import InvalidDocumentError
 from manifests.fields import Count, Sha256, SourceName, Time, TokenId
 from manifests.manifest import Manifest
 
-__all__ = ["Checkpoints", "Cursor", "SourceCheckpoint", "Writer"]
-
 _RESERVED = ("format", "writer", "manifest")
 
 

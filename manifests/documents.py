@@ -15,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from manifests.errors import InvalidDocumentError, UnsupportedFormatError
 from manifests.serialisation import canonical_json, parse_object
 
-__all__ = ["Document", "Part"]
-
 
 class Part(BaseModel):
     """A value inside a document: frozen, and ignoring fields added by later revisions of the same format."""

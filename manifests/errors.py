@@ -9,14 +9,6 @@ ContractError                 a file does not keep its contract
 
 from __future__ import annotations
 
-__all__ = [
-    "ContractError",
-    "InvalidDocumentError",
-    "ShardFormatError",
-    "SignatureError",
-    "UnsupportedFormatError",
-]
-
 
 class ContractError(Exception):
     """A file does not keep its contract; the message says which, what was expected, and what to do."""

@@ -14,8 +14,6 @@ from manifests.errors import InvalidDocumentError
 from manifests.keys import check_key
 from manifests.serialisation import parse_time
 
-__all__ = ["Count", "Key", "Sha256", "ShardTokens", "SourceName", "Time", "TokenId"]
-
 MAX_COUNT = 2**53 - 1
 
 

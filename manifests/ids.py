@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BYTE_OFFSET", "EOS_ID", "FIRST_MERGE_ID", "MAX_VOCABULARY", "SPECIAL_TOKENS"]
-
 SPECIAL_TOKENS: Final = (
     "<|pad|>",
     "<|bos|>",

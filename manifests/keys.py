@@ -9,19 +9,6 @@ import re
 
 from manifests.errors import InvalidDocumentError
 
-__all__ = [
-    "CHECKPOINTS_KEY",
-    "MANIFEST_KEY",
-    "SEGMENT_SHARDS",
-    "SHARD_TOKENS",
-    "TOKENIZER_KEY",
-    "check_key",
-    "packed_key",
-    "segment_key",
-    "shard_key",
-    "vocabulary_key",
-]
-
 MANIFEST_KEY = "manifest.json"
 CHECKPOINTS_KEY = "checkpoints.json"
 TOKENIZER_KEY = "tokenizer.json"

@@ -15,8 +15,6 @@ from manifests.documents import Document, Part
 from manifests.fields import Count, Key, Sha256, ShardTokens, SourceName, Time, TokenId
 from manifests.keys import SEGMENT_SHARDS, SHARD_TOKENS
 
-__all__ = ["Manifest", "SegmentRef", "Signature", "SourceTotals", "TokenizerRef"]
-
 
 class SourceTotals(Part):
     """What one source has given to the store."""

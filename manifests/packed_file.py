@@ -29,8 +29,6 @@ from typing_extensions import Buffer
 
 from manifests.errors import ShardFormatError
 
-__all__ = ["max_packed_bytes", "pack_ids", "packed_dtype", "unpack_ids"]
-
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _NARROW_IDS: Final = 2**16
 _MIN_WINDOW_BYTES: Final = 2**10  # The smallest window that a frame header can spell.

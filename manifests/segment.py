@@ -15,8 +15,6 @@ from manifests.documents import Document, Part
 from manifests.fields import Count, Key, Sha256, ShardTokens, SourceName, TokenId
 from manifests.keys import SEGMENT_SHARDS
 
-__all__ = ["PackedEntry", "Segment", "ShardEntry"]
-
 
 class PackedEntry(Part):
     """The transfer form of a shard: the same ids, narrower and compressed."""

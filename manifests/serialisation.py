@@ -14,8 +14,6 @@ from typing_extensions import Buffer
 
 from manifests.errors import InvalidDocumentError
 
-__all__ = ["canonical_json", "format_time", "parse_object", "parse_time", "sha256_hex"]
-
 
 def canonical_json(value: object) -> bytes:
     """The canonical form of ``value`` as JSON: UTF-8, keys sorted, no white space, no NaN."""

@@ -23,8 +23,6 @@ from typing_extensions import Buffer
 
 from manifests.errors import ShardFormatError
 
-__all__ = ["SHARD_DATA_OFFSET", "ShardImage", "decode_shard", "encode_shard", "shard_file_bytes", "view_shard"]
-
 SHARD_DATA_OFFSET: Final = 704
 """Where the ids begin in every shard file, whatever its length."""
 

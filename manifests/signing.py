@@ -23,17 +23,6 @@ from manifests.errors import SignatureError
 from manifests.manifest import Manifest, Signature
 from manifests.serialisation import canonical_json, parse_object, sha256_hex
 
-__all__ = [
-    "generate_private_key",
-    "key_id",
-    "load_private_key",
-    "load_public_key",
-    "private_key_pem",
-    "public_key_pem",
-    "sign_manifest",
-    "verify_manifest",
-]
-
 
 def generate_private_key() -> Ed25519PrivateKey:
     """A new random key."""

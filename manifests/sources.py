@@ -15,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from manifests.documents import Document
 from manifests.fields import Count, SourceName
 
-__all__ = ["TOTAL_MERGES", "SourceSpec", "SourcesFile", "builtin_sources"]
-
 TOTAL_MERGES = 31_734
 """32,000 − 10 specials − 256 bytes (spec G-5)."""
 

@@ -19,8 +19,6 @@ from manifests.errors import InvalidDocumentError
 from manifests.fields import Count, SourceName
 from manifests.ids import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY
 
-__all__ = ["PATTERN", "VocabularyFile"]
-
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Benches", "parts_parser", "run_parts"]
-
 Benches = Mapping[str, Callable[[argparse.Namespace], Any]]
 _CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus" / "fineweb-edu"
 

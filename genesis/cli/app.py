@@ -16,8 +16,6 @@ from genesis.cli.plugins import add_plugins
 from genesis.errors import GenesisError, InterruptedRunError, UnknownSourceError, UsageError
 from manifests import ContractError
 
-__all__ = ["app", "run"]
-
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
 _CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"

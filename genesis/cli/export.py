@@ -11,8 +11,6 @@ import typer
 from genesis.cli.options import StoreOption
 from genesis.errors import UsageError
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Write what other libraries read.", no_args_is_help=True)
 
 

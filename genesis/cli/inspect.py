@@ -16,8 +16,6 @@ from manifests import CHECKPOINTS_KEY, Checkpoints, Manifest, ShardEntry, canoni
 if TYPE_CHECKING:
     from genesis.inspection import DocumentView, ShardInspection, Token, VocabularyInspection
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Look inside a store.", no_args_is_help=True)
 
 _JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

@@ -11,8 +11,6 @@ import typer
 from genesis.errors import UsageError
 from manifests import generate_private_key, key_id, private_key_pem, public_key_pem
 
-__all__ = ["keygen_command"]
-
 
 def keygen_command(
     output: Annotated[

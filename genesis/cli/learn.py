@@ -11,8 +11,6 @@ import typer
 from genesis.cli.options import SourcesOption, StoreOption, load_sources
 from genesis.errors import UsageError
 
-__all__ = ["learn_command"]
-
 logger = logging.getLogger("genesis")
 
 

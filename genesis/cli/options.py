@@ -11,8 +11,6 @@ import typer
 from genesis.errors import UsageError
 from manifests import SourcesFile, builtin_sources
 
-__all__ = ["JsonOption", "SourcesOption", "StoreOption", "default_store", "load_sources"]
-
 
 def default_store() -> str:
     """Where a store is unless ``--store`` or ``GENESIS_STORE`` says otherwise."""

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 import typer
 
-__all__ = ["GROUP", "add_plugins"]
-
 GROUP = "genesis.commands"
 
 

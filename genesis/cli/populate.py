@@ -13,8 +13,6 @@ from genesis.cli.running import stop_on_signals
 from genesis.errors import InterruptedRunError, UsageError
 from manifests import SourcesFile, SourceSpec
 
-__all__ = ["populate_command"]
-
 logger = logging.getLogger("genesis")
 
 

@@ -33,8 +33,6 @@ from manifests import (
     load_private_key,
 )
 
-__all__ = ["PopulateCommand", "StopSignal", "invalidating", "read_sign_key", "stop_on_signals", "store_shard_tokens"]
-
 logger = logging.getLogger("genesis")
 
 

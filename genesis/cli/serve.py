@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from genesis.serve import StoreServer, StoreSummary
 
-__all__ = ["serve_command"]
-
 logger = logging.getLogger("genesis")
 
 

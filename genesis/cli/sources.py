@@ -11,8 +11,6 @@ from genesis.cli.options import JsonOption, SourcesOption, load_sources
 from genesis.cli.tables import count, table
 from manifests import TOTAL_MERGES, SourcesFile, SourceSpec
 
-__all__ = ["sources_command"]
-
 
 def sources_command(sources_file: SourcesOption = None, as_json: JsonOption = False) -> int:
     """List the sources that can be populated."""

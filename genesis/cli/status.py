@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from genesis.store import ReadableStore
     from manifests import SourcesFile
 
-__all__ = ["render", "status_command"]
-
 _NAME_WIDTH = 14
 """Keeps the table within 100 columns whatever the figures."""
 

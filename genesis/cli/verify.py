@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from genesis.verification import Problem, VerifyReport
 
-__all__ = ["verify_command"]
-
 
 def verify_command(
     store: StoreOption,

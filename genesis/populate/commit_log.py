@@ -72,8 +72,6 @@ from manifests import (
     vocabulary_key,
 )
 
-__all__ = ["CommitLog", "read_checkpoints", "read_tail", "replaced_at"]
-
 logger = logging.getLogger(__name__)
 
 SUPERSEDED_KEEP_S = 3600.0

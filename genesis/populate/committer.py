@@ -22,8 +22,6 @@ from genesis.populate.packer import FilledShard, Position
 from genesis.populate.shard_writer import ShardWriter
 from manifests import ShardEntry, ShardImage
 
-__all__ = ["CommitGroup", "Committer"]
-
 logger = logging.getLogger(__name__)
 
 _GROUP = 64

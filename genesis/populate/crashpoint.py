@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["CRASH_POINTS", "crash_point"]
-
 CRASH_POINTS = (
     "lease-taken",
     "vocabulary-stored",

@@ -16,8 +16,6 @@ from genesis.store import Store, folder_of
 from genesis.tokenizer import NeuroTokenizer
 from manifests import TOKENIZER_KEY, shard_file_bytes
 
-__all__ = ["PlannedRun", "plan_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:

@@ -12,8 +12,6 @@ from genesis.errors import GenesisError, LeaseError, LeaseLostError, StoreError
 from genesis.populate.commit_log import CommitLog
 from manifests import ContractError
 
-__all__ = ["LeaseKeeper", "held"]
-
 logger = logging.getLogger(__name__)
 
 

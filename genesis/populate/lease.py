@@ -18,8 +18,6 @@ from pathlib import Path
 from genesis.errors import LeaseHeldError
 from manifests import Writer, format_time, parse_time
 
-__all__ = ["LEASE_S", "ProcessId", "check_free", "describe_writer", "this_process"]
-
 LEASE_S = 60.0
 """How long a lease lasts unless renewed; it is renewed every third of that."""
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from genesis.sources.base import Task
 
-__all__ = ["Assignment", "EncodedDocuments", "Failed", "Finished", "Released"]
-
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

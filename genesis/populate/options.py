@@ -10,8 +10,6 @@ from genesis.populate.commit_log import SUPERSEDED_KEEP_S
 from genesis.populate.lease import LEASE_S
 from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec
 
-__all__ = ["LearnOptions", "PopulateOptions", "available_cpus"]
-
 
 def available_cpus() -> int:
     """Processors this process may run on: fewer than the machine's under taskset or in a container."""

@@ -20,8 +20,6 @@ from genesis.populate.pool import EncodedBlock
 from genesis.sources.base import InputPlan
 from manifests import Cursor, ShardImage, SourceCheckpoint
 
-__all__ = ["FilledShard", "Packer", "Position"]
-
 
 @dataclass(frozen=True, slots=True)
 class Position:

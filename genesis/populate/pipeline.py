@@ -43,8 +43,6 @@ from genesis.store import FolderStore, Store, folder_of
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
 from manifests import Cursor, SourceCheckpoint, format_time
 
-__all__ = ["PopulateResult", "populate"]
-
 logger = logging.getLogger(__name__)
 
 

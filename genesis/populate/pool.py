@@ -39,8 +39,6 @@ from genesis.populate.messages import Assignment, EncodedDocuments, Failed, Fini
 from genesis.populate.ring import RING_IDS, RingReader, anonymous_file
 from genesis.sources.base import LinesTask, RowGroupTask, Task
 
-__all__ = ["EncodedBlock", "WorkerPool"]
-
 logger = logging.getLogger(__name__)
 
 _TASKS_PER_WORKER = 2

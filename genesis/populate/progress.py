@@ -17,17 +17,6 @@ from tqdm import tqdm
 from genesis.populate.packer import Position
 from genesis.sources.base import InputFile, InputPlan
 
-__all__ = [
-    "BYTES_PER_TOKEN",
-    "PACKED_BYTES_PER_TOKEN",
-    "PopulateProgress",
-    "counted",
-    "expected_text_bytes",
-    "format_duration",
-    "format_size",
-    "text_bytes_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 10.0

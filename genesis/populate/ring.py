@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RING_IDS", "RingReader", "RingWriter", "anonymous_file"]
-
 RING_IDS = 8 << 20
 """Capacity in ids: 32 MiB, some eight batches of English text."""
 

@@ -37,8 +37,6 @@ from manifests import (
     unpack_ids,
 )
 
-__all__ = ["ShardWriter"]
-
 logger = logging.getLogger(__name__)
 
 

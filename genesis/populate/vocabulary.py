@@ -20,8 +20,6 @@ from genesis.sources.base import InputPlan
 from genesis.tokenizer import NeuroTokenizer
 from manifests import TOTAL_MERGES, SourceSpec
 
-__all__ = ["ensure_vocabulary", "first_documents", "learn_all", "merges_to_learn"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from genesis.sources import read_batches
 from genesis.sources.base import TextBatch
 from genesis.tokenizer import Engine, GigatokenEngine
 
-__all__ = ["EOS", "join_documents", "main"]
-
 logger = logging.getLogger(__name__)
 
 EOS = 2

@@ -35,8 +35,6 @@ from genesis.serve.preconditions import (
     range_applies,
 )
 
-__all__ = ["CHUNK_BYTES", "StoreApp"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -32,16 +32,6 @@ from genesis.errors import UsageError
 from genesis.open_files import raise_open_files
 from genesis.serve.exchange import CONNECTION
 
-__all__ = [
-    "BoundedConnection",
-    "ConnectionMetrics",
-    "ServeLimits",
-    "Uncounted",
-    "bounded_connections",
-    "expire_connections",
-    "fit_descriptors",
-]
-
 _KEEP_S = 5.0
 """How long a connection that has had an answer, or has one to take, may wait for its client before a newcomer gets its
 place."""

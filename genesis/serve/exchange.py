@@ -13,8 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from genesis.serve.metrics import ServeMetrics
 
-__all__ = ["CONNECTION", "HttpExchange", "ServeConnection"]
-
 logger = logging.getLogger(__name__)
 
 CONNECTION = "connection"

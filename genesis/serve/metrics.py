@@ -24,8 +24,6 @@ from prometheus_client.registry import Collector
 
 from genesis.serve.summary import ManifestReader
 
-__all__ = ["METRICS_MEDIA_TYPE", "ServeMetrics"]
-
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 _METHODS = frozenset({"GET", "HEAD"})

@@ -15,8 +15,6 @@ from urllib.parse import unquote_to_bytes
 from genesis.store.base import CachePolicy
 from manifests import MANIFEST_KEY, TOKENIZER_KEY, InvalidDocumentError, check_key
 
-__all__ = ["ObjectKind", "PublicObject", "public_object"]
-
 _MAX_PATH_BYTES = 2_048
 """A key of 512 characters, every one of them escaped, and some."""
 

@@ -14,8 +14,6 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum
 
-__all__ = ["ByteRange", "Precondition", "UnsatisfiableRangeError", "evaluate", "parse_range", "range_applies"]
-
 _ETAG = re.compile(r'(?P<weak>W/)?(?P<tag>"[\x21\x23-\x7e\x80-\xff]*")')
 _STRONG_AFTER_S = 60
 """A time is a strong validator only if the object can no longer have changed twice within its second."""

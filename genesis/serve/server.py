@@ -29,8 +29,6 @@ from genesis.serve.connections import (
 )
 from genesis.serve.metrics import ServeMetrics
 
-__all__ = ["StoreServer", "address_of", "check_folder", "listen"]
-
 logger = logging.getLogger(__name__)
 
 _THREADS = 8

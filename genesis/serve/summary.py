@@ -13,8 +13,6 @@ from pathlib import Path
 from genesis.serve.files import open_object
 from manifests import MANIFEST_KEY, ContractError, Manifest
 
-__all__ = ["ManifestReader", "StoreSummary"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_MANIFEST_BYTES = 64 << 20

@@ -28,22 +28,6 @@ import numpy.typing as npt
 from genesis.errors import InputChangedError
 from manifests import Cursor
 
-__all__ = [
-    "BATCH_BYTES",
-    "FileFormat",
-    "InputFile",
-    "InputPlan",
-    "LinesTask",
-    "RowGroupTask",
-    "Task",
-    "TextBatch",
-    "WholeFilesTask",
-    "fixed_folder",
-    "is_pattern",
-    "matches",
-    "natural_key",
-]
-
 BATCH_BYTES = 4 << 20
 """Text a batch aims at: large enough that per-batch costs vanish, small enough that two fit any cache of results."""
 

@@ -15,8 +15,6 @@ from isal import igzip_lib, isal_zlib
 
 from genesis.sources.opening import Compression
 
-__all__ = ["DamagedStreamError", "decompressed"]
-
 _FEED_BYTES = 16 << 10
 _PIECE_BYTES = 1 << 20
 _GZIP_WINDOW = 31

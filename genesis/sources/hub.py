@@ -17,8 +17,6 @@ from genesis.sources.hub_client import HubRetryPolicy, api_pages
 from genesis.sources.opening import format_of
 from manifests import SourceSpec
 
-__all__ = ["hub_plan"]
-
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 

@@ -29,8 +29,6 @@ from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # t
 
 from genesis.errors import InputNotFoundError, SourceError
 
-__all__ = ["CutConnectionError", "HubRetryPolicy", "api_pages", "auth_headers", "retrying"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

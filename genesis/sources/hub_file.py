@@ -21,8 +21,6 @@ from genesis.errors import CorruptInputError, SourceError
 from genesis.sources.base import InputFile
 from genesis.sources.hub_client import CutConnectionError, HubRetryPolicy, auth_headers, retrying
 
-__all__ = ["HUB_WINDOW_BYTES", "HubFile", "HubReader"]
-
 HUB_WINDOW_BYTES = 16 << 20
 """Range asked for at a time when a file is read from end to end: at 100 MB/s and 50 ms a request, 3/4 of the line."""
 

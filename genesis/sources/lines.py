@@ -22,8 +22,6 @@ from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, TextBatch
 from genesis.sources.decompression import DamagedStreamError, decompressed
 from genesis.sources.opening import compression_of, stream
 
-__all__ = ["MAX_LINE_BYTES", "line_batches", "line_tasks"]
-
 MAX_LINE_BYTES = 64 << 20
 _ROWS_TO_FIND_FIELD = 1000
 _BOM = b"\xef\xbb\xbf"

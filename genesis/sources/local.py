@@ -20,8 +20,6 @@ from genesis.errors import InputNotFoundError, SourceError
 from genesis.sources.base import InputFile, InputPlan, is_pattern, natural_key
 from genesis.sources.opening import READABLE, format_of
 
-__all__ = ["content_digest", "input_file", "local_plan"]
-
 _DIGEST_EDGE_BYTES = 64 << 10
 
 

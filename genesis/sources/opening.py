@@ -20,18 +20,6 @@ from typing import BinaryIO, Generic, TypeVar, cast
 from genesis.errors import InputChangedError, InputNotFoundError, SourceError
 from genesis.sources.base import FileFormat, InputFile
 
-__all__ = [
-    "READABLE",
-    "Compression",
-    "compression_of",
-    "format_of",
-    "is_remote",
-    "open_file",
-    "read_ahead",
-    "read_all",
-    "stream",
-]
-
 _CHUNK_BYTES = 1 << 20
 
 

@@ -25,8 +25,6 @@ from genesis.errors import CorruptInputError, GenesisError, SourceError
 from genesis.sources.base import BATCH_BYTES, InputFile, RowGroupTask, TextBatch
 from genesis.sources.opening import is_remote, open_file
 
-__all__ = ["row_group_batches", "row_group_tasks"]
-
 _KEPT_OPEN = 2
 _LOCAL_BUFFER_BYTES = 1 << 20
 _HUB_BUFFER_BYTES = 16 << 20

@@ -14,8 +14,6 @@ from genesis.sources.local import local_plan
 from genesis.sources.python_docs import PYTHON_DOCS, python_docs_plan
 from manifests import SourcesFile, SourceSpec
 
-__all__ = ["find_source", "resolve"]
-
 
 def find_source(name: str, sources_file: SourcesFile) -> SourceSpec:
     """The source of that name, of the file or built in (a file's own ``python-docs`` goes before the built-in).

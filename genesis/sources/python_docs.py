@@ -17,8 +17,6 @@ from genesis.sources.base import InputPlan, natural_key
 from genesis.sources.local import input_file
 from manifests import SourceSpec
 
-__all__ = ["PYTHON_DOCS", "python_docs_plan"]
-
 PYTHON_DOCS = SourceSpec(
     name="python-docs", text_field="text", target_shards=0, priority=1000, enabled=False, merges=1000
 )

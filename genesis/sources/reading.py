@@ -28,8 +28,6 @@ from genesis.sources.opening import read_all
 from genesis.sources.parquet import row_group_batches, row_group_tasks
 from manifests import Cursor
 
-__all__ = ["MAX_FILE_BYTES", "read_batches", "tasks", "whole_file_batches", "whole_file_tasks"]
-
 
 def tasks(plan: InputPlan, cursor: Cursor | None = None) -> Iterator[Task]:
     """The plan's tasks in order, from the cursor on; lazily, so a plan of 60,000 files starts at once.

@@ -6,8 +6,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["STATUS_FORMAT", "SourceStatus", "StoreStatus", "StoreTotals", "VocabularyStatus", "WriterStatus"]
-
 STATUS_FORMAT = 1
 
 

@@ -30,8 +30,6 @@ from manifests import (
     shard_file_bytes,
 )
 
-__all__ = ["read_status"]
-
 
 def read_status(
     store: ReadableStore,

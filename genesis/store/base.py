@@ -23,18 +23,6 @@ from typing_extensions import Buffer
 
 from genesis.errors import PreconditionFailedError, UsageError
 
-__all__ = [
-    "CachePolicy",
-    "ConditionRefused",
-    "ConditionUnsupported",
-    "ObjectInfo",
-    "ReadableStore",
-    "Store",
-    "StoredObject",
-    "WriteCondition",
-    "settle",
-]
-
 
 class CachePolicy(Enum):
     """The ``Cache-Control`` header an object is stored with."""

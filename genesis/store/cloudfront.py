@@ -20,8 +20,6 @@ from manifests import MANIFEST_KEY, TOKENIZER_KEY
 if TYPE_CHECKING:
     from mypy_boto3_cloudfront.client import CloudFrontClient
 
-__all__ = ["Invalidator"]
-
 _TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)

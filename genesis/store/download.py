@@ -20,8 +20,6 @@ from genesis.store.resuming import NOTHING, Answer, Held, Mismatch, place
 from genesis.store.retrying import TransientError
 from genesis.store.throttle import Meter
 
-__all__ = ["MAX_OBJECT_BYTES", "Download"]
-
 MAX_OBJECT_BYTES = 1 << 30
 """No object of a store is larger: what a call reads at most that sets no bound of its own."""
 

@@ -22,8 +22,6 @@ from typing import Self
 
 from genesis.file_lock import try_lock
 
-__all__ = ["LEFTOVER_PREFIX", "TemporaryFile", "make_folders", "remove_leftovers", "sync_folder"]
-
 LEFTOVER_PREFIX = ".tmp-"
 """Names of temporary files begin so; no object key can."""
 

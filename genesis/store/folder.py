@@ -30,8 +30,6 @@ from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers,
 from genesis.store.per_process import PerProcess
 from manifests import InvalidDocumentError, check_key
 
-__all__ = ["FolderStore", "folder_errors"]
-
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _UNAVAILABLE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.EMFILE, errno.ENFILE}

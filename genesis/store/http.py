@@ -37,8 +37,6 @@ from genesis.store.retrying import Retrier
 from genesis.store.throttle import Meter, Throttle
 from manifests import check_key
 
-__all__ = ["HttpStore"]
-
 T = TypeVar("T")
 
 _OK, _PART, _UNCHANGED, _REFUSED = 200, 206, 304, (412, 416)

@@ -27,8 +27,6 @@ from genesis.store.policy import TimeLimit
 from genesis.store.resuming import parse_retry_after_s
 from genesis.store.retrying import TransientError
 
-__all__ = ["BoundedTransport", "check_encoding", "check_status", "connection_errors", "is_absent", "working_for"]
-
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _ABSENT = {404, 410}
 _ACCESS = {401, 403, 407}

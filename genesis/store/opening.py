@@ -17,8 +17,6 @@ from genesis.store.folder import FolderStore
 from genesis.store.policy import RetryPolicy
 from genesis.store.throttle import Throttle
 
-__all__ = ["folder_of", "open_readable", "open_store"]
-
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?=://)")
 
 

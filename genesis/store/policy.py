@@ -11,8 +11,6 @@ from typing import Protocol, Self
 
 from genesis.errors import UsageError
 
-__all__ = ["Deadline", "RetryPolicy", "TimeLimit"]
-
 
 class TimeLimit(Protocol):
     """How long a call has."""

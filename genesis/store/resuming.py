@@ -19,21 +19,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-__all__ = [
-    "NOTHING",
-    "Answer",
-    "ContentRange",
-    "Held",
-    "Mismatch",
-    "opaque_etag",
-    "parse_content_range",
-    "parse_date",
-    "parse_retry_after_s",
-    "parse_size",
-    "place",
-    "strong_etag",
-]
-
 _SIZE = re.compile(r"[0-9]{1,18}")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _STRONG_ETAG = re.compile(r'"[!#-~\x80-\xff]+"')

@@ -23,8 +23,6 @@ import tenacity
 from genesis.errors import StoreUnavailableError
 from genesis.store.policy import RetryPolicy, TimeLimit
 
-__all__ = ["Retrier", "TransientError"]
-
 T = TypeVar("T")
 
 _PROGRESS_BYTES = 64 << 10

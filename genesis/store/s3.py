@@ -33,8 +33,6 @@ from genesis.store.s3_uploads import MIN_PART_BYTES, PART_BYTES, UploadVanished,
 from genesis.store.throttle import Meter, Throttle
 from manifests import InvalidDocumentError, check_key
 
-__all__ = ["S3Store"]
-
 _UPLOADS = 3
 """How often a multipart upload that vanished is begun again."""
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import PutObjectRequestTypeDef
 
-__all__ = ["S3Bucket", "content_type"]
-
 T = TypeVar("T")
 
 _ABSENT = {"NoSuchKey", "404", "NotFound"}

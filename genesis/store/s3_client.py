@@ -47,8 +47,6 @@ from genesis.store.resuming import parse_retry_after_s
 from genesis.store.retrying import TransientError
 from manifests import InvalidDocumentError, check_key
 
-__all__ = ["S3Connection", "S3Location", "body_file", "error_code", "error_status", "refuses_checksum", "translate"]
-
 _CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in AWS_PROFILE"
 _CHECK_REGION = "set AWS_DEFAULT_REGION to the bucket's region"
 _SIGN_IN = "sign in again (such as 'aws sso login') or set fresh AWS_* variables"

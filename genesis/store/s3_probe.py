@@ -16,8 +16,6 @@ from genesis.store.policy import Deadline
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_uploads import abort_upload, complete_upload, start_upload, upload_part
 
-__all__ = ["put_conditions_hold", "upload_conditions_hold"]
-
 _ANYTHING = WriteCondition()
 _ABSENT = WriteCondition(if_absent=True)
 _WRONG_MATCH = WriteCondition(if_match='"00000000000000000000000000000000"')

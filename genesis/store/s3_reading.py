@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, GetObjectRequestTypeDef
     from urllib3 import HTTPResponse
 
-__all__ = ["NothingRead", "Proof", "S3Read", "content_md5", "crc32", "quoted_etag"]
-
 _READ_BYTES = 64 << 10
 
 

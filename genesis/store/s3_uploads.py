@@ -21,18 +21,6 @@ from genesis.store.s3_bucket import S3Bucket, content_type
 from genesis.store.s3_client import body_file, error_code
 from genesis.store.s3_reading import content_md5, quoted_etag
 
-__all__ = [
-    "MIN_PART_BYTES",
-    "PART_BYTES",
-    "Upload",
-    "UploadVanished",
-    "abort_upload",
-    "complete_upload",
-    "put_in_parts",
-    "start_upload",
-    "upload_part",
-]
-
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:

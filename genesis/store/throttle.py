@@ -19,8 +19,6 @@ from collections.abc import Callable
 from genesis.errors import UsageError
 from genesis.store.per_process import PerProcess
 
-__all__ = ["Meter", "Throttle"]
-
 _BURST_S = 0.25
 
 

@@ -32,17 +32,6 @@ if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer
     from tiktoken import Encoding
 
-__all__ = [
-    "ENGINES",
-    "MAX_GROWTH_BYTES",
-    "EncodedBatch",
-    "Engine",
-    "GigatokenEngine",
-    "TiktokenEngine",
-    "make_engine",
-    "resident_bytes",
-]
-
 MAX_GROWTH_BYTES = 512 << 20
 """How far a process may grow before its gigatoken encoder is built anew; a worker begins at 0.2 GB, 1 GB is allowed."""
 

@@ -27,16 +27,6 @@ from genesis.store.folder import folder_errors
 from genesis.tokenizer.token_bytes import check_token_bytes, token_bytes_of
 from manifests import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
 
-__all__ = [
-    "export_files",
-    "export_tokenizer",
-    "hf_tokenizer_config",
-    "hf_tokenizer_json",
-    "tiktoken_ranks",
-    "token_ranks",
-    "write_file",
-]
-
 ExportTarget = Literal["hf", "tiktoken"]
 
 _NO_LENGTH_LIMIT = 10**30

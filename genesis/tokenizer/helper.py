@@ -21,8 +21,6 @@ from pathlib import Path
 
 from genesis.errors import WorkerError
 
-__all__ = ["HELPER_TIMEOUT_S", "pack", "run_helper", "unpack"]
-
 HELPER_TIMEOUT_S = 3600.0
 """How long a helper may take; 10,000 documents take seconds, a gigabyte of text some two minutes."""
 

@@ -34,18 +34,6 @@ from genesis.tokenizer.token_bytes import Pair, token_bytes_of
 from genesis.tokenizer.words import count_words
 from manifests.vocabulary import VocabularyFile
 
-__all__ = [
-    "MAX_PAIR_COUNT",
-    "MAX_SYMBOLS",
-    "SEPARATOR",
-    "WordSample",
-    "append_pairs",
-    "learn",
-    "learn_pairs",
-    "single_threaded_after",
-    "symbolise",
-]
-
 SEPARATOR = "\0"
 """Between words; no symbol's character."""
 

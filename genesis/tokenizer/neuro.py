@@ -25,8 +25,6 @@ from genesis.tokenizer.export import write_file
 from genesis.tokenizer.token_bytes import Pair, token_bytes_of
 from manifests import FIRST_MERGE_ID, InvalidDocumentError, VocabularyFile, sha256_hex
 
-__all__ = ["NeuroTokenizer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from genesis.errors import TokenizerError
 from manifests import BYTE_OFFSET
 
-__all__ = ["MAX_TOKEN_BYTES", "Pair", "check_token_bytes", "token_bytes_of"]
-
 MAX_TOKEN_BYTES = 1024
 """The longest token: 256 code points of 4 bytes, where the learner cuts words (`words.MAX_WORD_CHARACTERS`)."""
 

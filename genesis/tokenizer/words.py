@@ -28,8 +28,6 @@ import regex
 
 from manifests.vocabulary import PATTERN
 
-__all__ = ["MAX_WORD_CHARACTERS", "count_words"]
-
 MAX_WORD_CHARACTERS = 256
 """Code points; the longest word learned from."""
 

@@ -25,8 +25,6 @@ from manifests import (
     verify_manifest,
 )
 
-__all__ = ["CheckedManifest", "check_checkpoints", "check_manifest", "goes_on_after"]
-
 SignatureState = Literal["verified", "invalid", "not checked", "unsigned"]
 
 

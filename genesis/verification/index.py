@@ -26,8 +26,6 @@ from manifests import (
     shard_file_bytes,
 )
 
-__all__ = ["IndexWalk"]
-
 
 @dataclass(slots=True)
 class _Sum:

@@ -17,8 +17,6 @@ from genesis.store import ReadableStore
 from genesis.verification.report import Findings
 from manifests import Manifest, ShardEntry, packed_key, shard_key
 
-__all__ = ["Listing", "Sizes", "read_listing"]
-
 _SHARD = re.compile(r"shard_(0|[1-9][0-9]{0,15})\.pt")
 _PACKED = re.compile(r"packed/shard_(0|[1-9][0-9]{0,15})\.zst")
 _SHOWN = 3

@@ -9,8 +9,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["REPORT_FORMAT", "Counts", "Findings", "Problem", "VerifyReport"]
-
 REPORT_FORMAT = 1
 
 _KEPT = 10_000

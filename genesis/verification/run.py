@@ -27,8 +27,6 @@ from genesis.verification.shards import ShardCheck, ShardVerdict, check_shard
 from genesis.verification.vocabularies import check_vocabularies
 from manifests import Manifest
 
-__all__ = ["EVERY_SHARD", "ShardSample", "verify_store"]
-
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) *%")
 _NUMBER = re.compile(r"[0-9]+")
 _GIVE_UP_AFTER = 5

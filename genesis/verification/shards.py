@@ -32,8 +32,6 @@ from manifests import (
     unpack_ids,
 )
 
-__all__ = ["EOS", "ShardCheck", "ShardVerdict", "check_shard"]
-
 EOS = SPECIAL_TOKENS.index("<|eos|>")
 
 

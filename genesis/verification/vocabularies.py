@@ -26,8 +26,6 @@ from manifests import (
     vocabulary_key,
 )
 
-__all__ = ["check_vocabularies"]
-
 _Pairs = list[tuple[int, int]]
 
 

@@ -22,8 +22,6 @@ from loader.errors import LoaderError, LoaderUsageError
 from loader.fetch.known_store import KnownStore
 from manifests import MANIFEST_KEY
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="Look into the cache of training nodes, or empty it.", no_args_is_help=True, rich_markup_mode=None
 )

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Degraded", "own_calls", "warn_once"]
-
 logger = logging.getLogger(__name__)
 
 _ADVICE = {

@@ -27,21 +27,6 @@ from loader.cache.degraded import Degraded, own_calls
 from loader.cache.locks import open_exclusive, release
 from loader.errors import CacheError, LoaderUsageError
 
-__all__ = [
-    "CacheEntry",
-    "ClearReport",
-    "FolderFile",
-    "check_name",
-    "evict",
-    "files_of",
-    "folder_lock",
-    "is_open",
-    "make_room",
-    "part_path",
-    "remove_if_closed",
-    "scan",
-]
-
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}-[0-9a-f]{16,64}\.[a-z0-9]{1,8}"
 _FILE = re.compile(_NAME, re.ASCII)
 _PART = re.compile(rf"\.{_NAME}\.part", re.ASCII)

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from genesis.file_lock import leads_to, try_lock, unlock
 
-__all__ = ["keep_shared", "open_exclusive", "open_shared", "release"]
-
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Never through a symbolic link; never waiting for the other end of what turns out to be a pipe."""
 

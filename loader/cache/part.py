@@ -30,8 +30,6 @@ from loader.cache.locks import keep_shared, open_exclusive, open_shared, release
 from loader.cache.settings import format_size
 from loader.errors import CorruptObjectError
 
-__all__ = ["FileIdentity", "Mapped", "PartFile", "map_file", "touch"]
-
 _WRITE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from loader.errors import LoaderUsageError
 
-__all__ = ["DEFAULT_CACHE_BYTES", "DEFAULT_CACHE_DIR", "cache_bytes", "cache_dir", "format_size", "parse_size"]
-
 DEFAULT_CACHE_DIR = "~/.neuroshard/data_cache"
 DEFAULT_CACHE_BYTES = 20 * 10**9
 """1,000 shards of 2.5 million int64 ids; ten, a node's usual assignment, take 0.2 GB."""

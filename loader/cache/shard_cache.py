@@ -46,8 +46,6 @@ from loader.errors import CorruptObjectError, LoaderUsageError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CachedFile", "ShardCache"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.001

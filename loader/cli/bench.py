@@ -15,8 +15,6 @@ from loader.cli.options import CommonOptions, with_common_options
 if TYPE_CHECKING:
     from loader.cli.measuring import ReadingSpeed, StreamSpeed
 
-__all__ = ["bench_command"]
-
 
 @with_common_options("nodes_from", "split", "total_shards")
 def bench_command(

@@ -25,8 +25,6 @@ from loader.cli.plan import PlannedShard, assigned_lanes, in_reading_order, plan
 from loader.errors import LoaderError
 from loader.session import Session
 
-__all__ = ["DownloadResult", "fetch_command"]
-
 _TICK_S = 0.2
 
 

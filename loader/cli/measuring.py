@@ -24,8 +24,6 @@ from loader.options import StoreOptions, StreamOptions
 from loader.session import Session
 from loader.stream.permutation import window_order
 
-__all__ = ["ReadingSpeed", "StreamSpeed", "measure"]
-
 Ids = TypeVar("Ids", torch.Tensor, npt.NDArray[np.int64])
 
 _ROUNDS: Final = 9

@@ -18,8 +18,6 @@ from loader.errors import LoaderUsageError
 from loader.options import StoreOptions, StreamOptions, default_store
 from loader.stream.assignment import DEFAULT_COUNT
 
-__all__ = ["CommonOptions", "parse_numbers", "with_common_options"]
-
 
 class _AssignmentRule(StrEnum):
     """`loader.stream.assignment.Assignment`, as typer wants it."""

@@ -19,8 +19,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from loader.cache.settings import format_size
 
-__all__ = ["DownloadProgress", "counted", "printable", "runs", "showing_progress", "table"]
-
 logger = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 10.0

@@ -23,8 +23,6 @@ from loader.plan import shard_pool
 from loader.session import Session
 from loader.stream.assignment import Coverage, assign, coverage
 
-__all__ = ["PlannedShard", "assigned_lanes", "in_reading_order", "plan_command", "planned_shards", "total_shards_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedShard:

@@ -29,8 +29,6 @@ from loader.options import StreamOptions
 from loader.plan import Pin, parse_pins
 from loader.session import Session
 
-__all__ = ["verify_command"]
-
 _SHA256_DIGITS = 64
 _NAME: Final = re.compile(r"shard_([0-9]{1,18})-[0-9a-f]{16}\.pt")
 

@@ -21,8 +21,6 @@ from manifests import SEGMENT_SHARDS, ContractError, sha256_hex
 if TYPE_CHECKING:
     from manifests import Manifest, VocabularyFile
 
-__all__ = ["Catalog"]
-
 MAX_SEGMENT_BYTES: Final = 1 << 20
 """1,000 shards take 0.5 MB."""
 _MERGE_BYTES: Final = 64

@@ -21,17 +21,6 @@ from typing import Any, Final
 
 from manifests import MANIFEST_KEY, SHARD_TOKENS, sha256_hex
 
-__all__ = [
-    "KnownStore",
-    "ManifestMemory",
-    "ObjectFacts",
-    "RememberedManifest",
-    "ShardFacts",
-    "StoreFacts",
-    "TrustedManifest",
-    "known_name",
-]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1

@@ -21,8 +21,6 @@ from manifests import (
 )
 from manifests.packed_file import max_packed_bytes
 
-__all__ = ["MAX_SHARDS", "check_manifest", "check_segment"]
-
 MAX_SHARDS: Final = 10_000_000
 """25 trillion ids; what a node must hold for an assignment grows with it (`rendezvous`: 0.2 s and 30 MB)."""
 

@@ -36,8 +36,6 @@ from manifests import MANIFEST_KEY, ContractError, SignatureError, canonical_jso
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-__all__ = ["MAX_MANIFEST_BYTES", "ManifestKeeper"]
-
 logger = logging.getLogger(__name__)
 
 MAX_MANIFEST_BYTES: Final = 1 << 22

@@ -21,8 +21,6 @@ from genesis.store import ReadableStore, RetryPolicy, open_readable
 from genesis.store.throttle import Throttle
 from loader.errors import CorruptObjectError, DataUnavailableError, LoaderUsageError
 
-__all__ = ["Mirrors", "ObjectAbsentError"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

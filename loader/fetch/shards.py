@@ -28,8 +28,6 @@ from manifests import ShardFormatError, ShardImage, sha256_hex, shard_key, unpac
 
 T = TypeVar("T", bound=Buffer)
 
-__all__ = ["OpenShard", "Prefetcher", "cache_name", "check_digest", "check_ids", "open_shard"]
-
 logger = logging.getLogger(__name__)
 
 _IDS_PER_PAGE: Final = 512

@@ -19,18 +19,6 @@ import numpy.typing as npt
 
 from loader.errors import LoaderUsageError
 
-__all__ = [
-    "DEFAULT_COUNT",
-    "Assignment",
-    "Coverage",
-    "assign",
-    "check_node_id",
-    "coverage",
-    "get_assigned_shards",
-    "rendezvous_shards",
-    "verify_assignment",
-]
-
 Assignment = Literal["modulo", "rendezvous"]
 
 DEFAULT_COUNT: Final = 10

@@ -14,8 +14,6 @@ import json
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["random_words", "start_positions", "window_order"]
-
 
 def random_words(count: int, *parts: int | str) -> npt.NDArray[np.uint64]:
     """Random 64-bit words, a function of ``parts`` alone.

@@ -16,8 +16,6 @@ from typing import Literal, get_args
 
 from loader.errors import LoaderUsageError
 
-__all__ = ["LossHistory", "Plateau", "PlateauKind", "PlateauRule"]
-
 PlateauKind = Literal["absolute", "relative", "off"]
 
 

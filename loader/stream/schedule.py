@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 from loader.errors import LoaderUsageError
 
-__all__ = ["Lane", "LanePosition", "Rows", "Schedule", "ScheduleMark"]
-
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _WORDS: Final = 1 << 64
 _MAX_PASSES: Final = 1_000_000

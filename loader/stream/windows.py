@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from manifests import SPECIAL_TOKENS
 
-__all__ = ["EOS", "WindowView", "cumulative_lengths", "document_ids", "num_windows", "positions"]
-
 EOS: Final = SPECIAL_TOKENS.index("<|eos|>")
 
 Ids = npt.NDArray[np.int64]

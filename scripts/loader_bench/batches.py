@@ -9,8 +9,6 @@ from typing import Any
 from scripts.loader_bench.passes import Contestant, Rates, load_average, run_rounds, started
 from scripts.loader_bench.workspace import PEERS, Workspace, progress
 
-__all__ = ["bench_batches", "bench_workers"]
-
 NODE_ID = "bench"
 KINDS = ("first", "later", "best", "cpu")
 ASKED = {"limit": 0.9, "mosaicml": 20.0, "nanogpt": 10.0, "litdata": 4.0, "datatrove": 3.0}

@@ -17,8 +17,6 @@ from scripts.loader_bench.passes import load_average
 from scripts.loader_bench.starts import run_to_first_batch
 from scripts.loader_bench.workspace import CONTESTANTS, Workspace
 
-__all__ = ["bench_cold_cache"]
-
 NODE_ID = "bench"
 ASKED_S, ASKED_BYTES = 0.5, 1.3
 

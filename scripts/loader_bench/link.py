@@ -22,8 +22,6 @@ from pathlib import Path
 from scripts.loader_bench.passes import answer_of
 from scripts.loader_bench.workspace import ROOT, child_environment
 
-__all__ = ["Link", "served", "served_over_link"]
-
 _BURST_BYTES = 64 << 10
 _START_TIMEOUT_S = 30.0
 _SERVER_ADDRESS, _CLIENT_ADDRESS = "10.203.77.1", "10.203.77.2"

@@ -13,8 +13,6 @@ from typing import Any
 from scripts.loader_bench.passes import load_average
 from scripts.loader_bench.workspace import CONTESTANTS, ROOT, Workspace, child_environment
 
-__all__ = ["bench_memory"]
-
 _TIMEOUT_S = 1800.0
 _SHARDS_OF_SMALL_CACHE = 3
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from scripts.loader_bench.workspace import CONTESTANTS, Workspace, child_environment
 
-__all__ = ["Contestant", "Rates", "answer_of", "load_average", "run_rounds", "started"]
-
 _ANSWER_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 10.0
 

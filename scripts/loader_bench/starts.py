@@ -17,8 +17,6 @@ from scripts.loader_bench.link import served
 from scripts.loader_bench.passes import load_average
 from scripts.loader_bench.workspace import CONTESTANTS, ROOT, Workspace, child_environment
 
-__all__ = ["bench_cold_start", "run_to_first_batch"]
-
 ASKED = 1.15
 OTHER = "torch and a memmap"
 _TIMEOUT_S = 120.0

@@ -18,8 +18,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CONTESTANTS", "PEERS", "ROOT", "Workspace", "child_environment"]
-
 ROOT = Path(__file__).resolve().parents[2]
 CONTESTANTS = ROOT / "scripts" / "baselines" / "loader"
 PEERS = {"mosaicml": "mosaicml-streaming", "litdata": "litdata", "datatrove": "datatrove"}

@@ -19,8 +19,6 @@ from typing import Any
 
 from scripts.trainer_bench.crew import ROOT, Answer, Crew, crew, load_average, progress
 
-__all__ = ["SWARM_MEMBERS", "bench_call"]
-
 SWARM_MEMBERS: Path = ROOT / "scripts" / "baselines" / "swarm"
 ASKED = 5.0
 _OURS = {"ours, TLS": True, "ours, plain": False}

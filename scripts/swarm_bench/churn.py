@@ -22,8 +22,6 @@ from typing import Any, Protocol
 
 from trainer.pipeline.driver.balancer import Balancer, Reservation
 
-__all__ = ["RULES", "ChurnPlan", "ChurnResult", "Rule", "compare", "rule_of", "simulate"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChurnPlan:

@@ -9,8 +9,6 @@ from scripts.swarm_bench.churn import ChurnPlan, compare
 from scripts.swarm_bench.churn_live import measure_live
 from scripts.trainer_bench.crew import load_average
 
-__all__ = ["bench_churn"]
-
 ASKED = 2.0
 _STAYS_S = (12.0, 25.0, 50.0, 100.0)
 

@@ -27,8 +27,6 @@ from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.protocol.messages import FORWARD, ForwardAsk, StageAnswer
 from trainer.pipeline.protocol.tensors import ask_tensors
 
-__all__ = ["measure_live"]
-
 _FOLDER = ROOT / "scripts" / "baselines" / "swarm"
 _FASTER = 4.0
 _POSITIONS = 16

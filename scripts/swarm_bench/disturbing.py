@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["Disturbance", "Disturber", "Kind", "Victim", "is_at_work", "schedule"]
-
 logger = logging.getLogger(__name__)
 
 Kind = Literal["kill", "stop", "slow"]

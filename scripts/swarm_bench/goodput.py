@@ -33,8 +33,6 @@ from trainer.monitor import SwarmAccount
 from trainer.run.swarm.running import LocalSwarm, deal_ports, swarm_specs
 from trainer.run.swarm.tree import Child, ProcessTree, RestartPolicy
 
-__all__ = ["ASKED", "Progress", "bench_goodput"]
-
 ASKED = 0.8
 _STAGES = 3
 _WORKERS = 2

@@ -30,8 +30,6 @@ from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.pipeline.driver import MicroBatchResult
 from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, boottime_s
 
-__all__ = ["bench_liars", "measured"]
-
 _ROWS, _POSITIONS, _VOCABULARY = 4, 16, 64
 _PER_STEP = 4
 _SHARES = ((1, 2), (1, 3), (2, 3))

@@ -20,8 +20,6 @@ from scripts.trainer_bench.crew import load_average, progress
 from scripts.trainer_bench.network import Links, can_make_networks, slow_links
 from scripts.trainer_bench.workspace import make_store
 
-__all__ = ["bench_links"]
-
 ASKED = 0.8
 _STAGES = 3
 _DRIVER = _STAGES

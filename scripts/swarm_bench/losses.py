@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from trainer.monitor import Event
 
-__all__ = ["LossCurve", "curve_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class LossCurve:

@@ -30,8 +30,6 @@ from scripts.swarm_bench.swarm_processes import SwarmSetting, running_swarm
 from scripts.trainer_bench.crew import Answer, Crew, crew, load_average, progress
 from scripts.trainer_bench.workspace import make_store, workload_of
 
-__all__ = ["bench_pipeline"]
-
 ASKED_OF_ONE = 0.7
 ASKED_OF_GLOO = 1.0
 _STAGES = 3

@@ -29,8 +29,6 @@ import yaml
 
 from scripts.trainer_bench.crew import ROOT
 
-__all__ = ["RunningSwarm", "SwarmSetting", "merged", "running_swarm", "stage_names"]
-
 _LOCAL = "127.0.0.1"
 _STEP_S = 90.0
 _END_S = 3.0

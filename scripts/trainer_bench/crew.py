@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MEMBERS", "ROOT", "Crew", "crew", "load_average", "progress"]
-
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = ROOT / "scripts" / "baselines" / "trainer"
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from scripts.trainer_bench.crew import progress
 
-__all__ = ["bench_gpu"]
-
 _SHAPES = {"125m": (16, 2048), "1b": (8, 2048)}
 """Rows and tokens of a batch."""
 _VOCAB_ROWS = 32_768

@@ -26,8 +26,6 @@ from trainer.model import ModelConfig, build_model
 from trainer.outer.diloco.flat import FlatLayout, synchronised_parameters
 from trainer.outer.diloco.outer import OuterOptimizer
 
-__all__ = ["LIES", "RULES", "Setting", "bench_liars", "held_out_ratio", "trained_loss"]
-
 _SHAPE: Final = ModelConfig(
     vocab_size=1024, dim=64, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=192, max_seq_len=64
 )

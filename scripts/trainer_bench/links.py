@@ -25,8 +25,6 @@ from scripts.trainer_bench.crew import Answer, Crew, crew, load_average, progres
 from scripts.trainer_bench.network import Links, can_make_networks, slow_links
 from scripts.trainer_bench.workspace import make_store, workload_of
 
-__all__ = ["bench_links"]
-
 _INNER_STEPS = 500
 _MEASURED_STEPS = 100
 _TIMES = _INNER_STEPS // _MEASURED_STEPS

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-__all__ = ["Links", "PrivateLoopback", "can_make_networks", "private_loopback", "slow_links"]
-
 _BURST_BYTES = 64 << 10
 _LATENCY = "400ms"
 _BRIDGE = "br0"

@@ -19,8 +19,6 @@ from typing import Any
 
 from scripts.trainer_bench.crew import Answer, Crew, crew, load_average
 
-__all__ = ["bench_round"]
-
 ASKED = 3.0
 _LOCAL = "127.0.0.1"
 _MEMBERS = (2, 3, 4)

@@ -27,8 +27,6 @@ from typing import Any
 from scripts.trainer_bench.crew import MEMBERS, ROOT, load_average
 from scripts.trainer_bench.workspace import VOCAB_ROWS, make_store
 
-__all__ = ["bench_step"]
-
 ASKED = 1.03
 _NODE_ID = "bench"
 _START_S = 60.0

@@ -21,8 +21,6 @@ from scripts.trainer_bench.links import open_nodes, train, utilisation
 from scripts.trainer_bench.network import Links, can_make_networks, slow_links
 from scripts.trainer_bench.workspace import VOCAB_ROWS, make_store, workload_of
 
-__all__ = ["bench_utilisation"]
-
 ASKED = 0.9
 _SHAPE = "125m"
 _SHAPE_ROWS = 32_768

@@ -17,8 +17,6 @@ from scripts.trainer_bench.crew import Crew, crew, load_average
 from scripts.trainer_bench.network import PrivateLoopback, can_make_networks, private_loopback
 from scripts.trainer_bench.workspace import make_store, workload_of
 
-__all__ = ["bench_bytes"]
-
 ASKED = {"fp32": 500.0, "int8": 1900.0}
 _LOCAL = "127.0.0.1"
 _STEPS = 500

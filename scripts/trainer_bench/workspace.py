@@ -13,8 +13,6 @@ from typing import Any
 
 from scripts.trainer_bench.crew import ROOT
 
-__all__ = ["VOCAB_ROWS", "make_store", "workload_of"]
-
 VOCAB_ROWS = 1024
 _MERGES = 758
 """With 256 bytes and 10 special ids: 1,024."""

@@ -7,8 +7,6 @@ import time
 from trainer.network.discovery.announcement import Announcement, sign_announcement
 from trainer.network.rpc.identity import Identity
 
-__all__ = ["announce", "announcement"]
-
 
 def announcement(identity: Identity, **fields: object) -> Announcement:
     """One of the run ``run``, with some fields changed, not stamped."""

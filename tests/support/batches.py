@@ -8,8 +8,6 @@ from typing import Any
 
 from manifests import sha256_hex
 
-__all__ = ["digest", "take"]
-
 
 def digest(batch: Mapping[str, Any]) -> str:
     """Identifies a batch: names, types, shapes and contents of its tensors."""

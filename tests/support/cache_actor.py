@@ -27,8 +27,6 @@ from pathlib import Path
 from loader.cache import CachedFile, ShardCache
 from loader.errors import CorruptObjectError
 
-__all__ = ["CacheActor", "Opened", "check", "content", "name_of", "produced_by"]
-
 SIZE_BYTES = 40_000
 ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_S = 60

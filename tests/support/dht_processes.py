@@ -11,8 +11,6 @@ from typing import Any
 
 from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 
-__all__ = ["descendants", "dht_settings", "running_dht", "wait_until_gone"]
-
 
 def dht_settings(*initial_peers: str, **settings: Any) -> DhtSettings:
     """Of a node that listens on any port of 127.0.0.1."""

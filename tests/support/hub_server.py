@@ -22,8 +22,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-__all__ = ["Fault", "HubServer", "Request", "SeededFaults", "hub_server"]
-
 COMMIT = "c0ffee" + "0" * 34
 
 

@@ -13,8 +13,6 @@ from trainer.model import Transformer, build_model
 from trainer.model.config import ModelConfig
 from trainer.model.subspace import SubspaceConstraint
 
-__all__ = ["NUM_IDS", "random_model", "random_tokens", "small_config", "write_tokenizer"]
-
 _MERGES = [(114 + 10, 111), (266, 118), (42, 126)]
 NUM_IDS = FIRST_MERGE_ID + len(_MERGES)
 

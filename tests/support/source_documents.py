@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from genesis.sources import InputPlan, read_batches, tasks
 from manifests import Cursor
 
-__all__ = ["Reading", "read_on", "read_until_error"]
-
 
 @dataclass
 class Reading:

@@ -15,8 +15,6 @@ from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import part_of, wire_ids
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
-__all__ = ["StageDriver", "running_driver"]
-
 Reply = TensorAnswer[messages.StageAnswer]
 Worker = RunningWorker | StageProcess
 

@@ -11,23 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoint_actor import Death, arrange_death
-from tests.support.model_configs import random_model, small_config
+from tests.support.model_configs import small_config
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
 from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.model.stages import stage_shapes
-
-__all__ = [
-    "ACTOR_RUN",
-    "INTERVAL_S",
-    "actor_value",
-    "hold_stage",
-    "random_model",
-    "save_as_actor",
-    "stage_parameters",
-    "write_model",
-    "write_stage",
-]
 
 INTERVAL_S = 600.0
 ACTOR_RUN = "killed"

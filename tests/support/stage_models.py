@@ -12,8 +12,6 @@ from tests.support.pipeline_swarm import PipelineSwarm
 from trainer.checkpoint.stages import assemble, newest_set, time_us
 from trainer.model import Transformer
 
-__all__ = ["held_out_loss", "held_out_rows"]
-
 
 def held_out_rows(swarm: PipelineSwarm, num_rows: int) -> torch.Tensor:
     """[num_rows, seq_len + 1] ids of the shards that the run leaves out (`data.holdout`)."""

@@ -20,8 +20,6 @@ from genesis.populate.pipeline import populate
 from genesis.store import FolderStore
 from manifests import SourceSpec
 
-__all__ = ["MERGES", "NUM_SHARDS", "SHARD_TOKENS", "TextKind", "text_store"]
-
 SHARD_TOKENS = 40_000
 NUM_SHARDS = 10
 MERGES = 700

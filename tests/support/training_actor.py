@@ -33,8 +33,6 @@ from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.node.loop_thread import LoopThread
 
-__all__ = ["ATTACKS", "NUM_ROUNDS"]
-
 NUM_ROUNDS = 8
 _INNER_STEPS = 6
 _ROWS = 32

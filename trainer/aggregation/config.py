@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["RuleConfig", "RuleName", "ValidationMode"]
-
 RuleName = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clip"]
 ValidationMode = Literal["off", "log", "enforce"]
 

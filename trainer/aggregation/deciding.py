@@ -20,8 +20,6 @@ from trainer.aggregation.second_moments import GramMatrix, Moments, krum_order, 
 from trainer.aggregation.validation import LEAST_MEMBERS, Finding, unusable, validate
 from trainer.errors import TrainerUsageError
 
-__all__ = ["EffectiveRule", "RuleDecision", "decide", "effective_rule", "needs_decision", "needs_moments", "trim_count"]
-
 _OVER_WHOLE_VECTORS: Final = frozenset[RuleName]({"krum", "multi_krum", "centered_clip"})
 # The remaining distance halves at least with every move; a radius set by hand may stop short of the fixed point.
 _MAX_MOVES: Final = 60

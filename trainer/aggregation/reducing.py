@@ -24,8 +24,6 @@ from trainer.aggregation.deciding import RuleDecision, effective_rule, needs_mom
 from trainer.aggregation.second_moments import finite_rows
 from trainer.errors import RoundFailedError, TrainerUsageError
 
-__all__ = ["CompareExchange", "SortingNetwork", "reduce_part", "sorting_network"]
-
 _Values = NDArray[np.float32]
 _Weight = np.float32 | _Values
 _Terms = Sequence[tuple[_Values, _Weight]]

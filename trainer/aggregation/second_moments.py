@@ -21,8 +21,6 @@ from typing_extensions import Buffer
 
 from trainer.errors import CodecError, TrainerUsageError
 
-__all__ = ["MAX_MEMBERS", "GramMatrix", "Moments", "finite_rows", "krum_order", "moments", "squared_distances"]
-
 GramMatrix = Sequence[Sequence[float]]
 """Inner products, row by row; symmetric."""
 MAX_MEMBERS: Final = 256

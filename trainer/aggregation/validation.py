@@ -20,19 +20,6 @@ from trainer.aggregation.config import RuleConfig
 from trainer.aggregation.second_moments import GramMatrix, Moments, moments
 from trainer.errors import TrainerUsageError
 
-__all__ = [
-    "DEFAULT_MAX_RATIO",
-    "LEAST_MEMBERS",
-    "Finding",
-    "cap_weights",
-    "common_progress",
-    "contribution_weight",
-    "freshness",
-    "unusable",
-    "validate",
-    "validate_gradient",
-]
-
 DEFAULT_MAX_RATIO: Final = 3.0
 _FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))
 _STALE: Final = 0.3

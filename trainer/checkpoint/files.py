@@ -27,8 +27,6 @@ from trainer.errors import CheckpointMismatchError, CorruptCheckpointError
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-__all__ = ["DIGEST", "FORMAT_KEY", "read_checkpoint", "tree_digest", "what_is_wrong", "write_file"]
-
 logger = logging.getLogger(__name__)
 
 FORMAT_KEY: Final = "format"

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError
 
-__all__ = ["TIMEOUT_S", "BackgroundSaver", "HostBuffers", "Staged"]
-
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0

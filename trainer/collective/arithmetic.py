@@ -37,8 +37,6 @@ from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.outer.engine.collective import MemberFinding, member_findings
 
-__all__ = ["Arithmetic", "Payload", "ReducedPart", "TaskResult", "add_sums", "measured_of", "split_sums"]
-
 logger = logging.getLogger(__name__)
 
 Payload: TypeAlias = bytes | memoryview

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["Changes"]
-
 
 class Changes:
     """Wakes the tasks that wait for some state; for one event loop."""

@@ -23,8 +23,6 @@ from trainer.collective.messages import Agreement, Commit, CommitDecision, Membe
 from trainer.collective.planning import check_commit, check_plan, first_plan, is_majority, may_follow, next_plan
 from trainer.errors import RefusedError
 
-__all__ = ["CommitVote", "Probe", "decide_round"]
-
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[str], Awaitable[tuple[bool, CommitDecision | None]]]

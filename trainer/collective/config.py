@@ -12,8 +12,6 @@ from trainer.compression.vectors import Codec
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint, Peer
 
-__all__ = ["CollectiveConfig", "Compression", "Directory", "RoundSettings"]
-
 Compression = Literal["fp32", "fp16", "int8"]
 
 

@@ -25,8 +25,6 @@ from trainer.errors import CodecError, RefusedError, RoundFailedError, RpcError,
 from trainer.network.rpc import Peer
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
-__all__ = ["RoundMember"]
-
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.3

@@ -27,8 +27,6 @@ from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["LatecomerBackoff", "MembershipGathering"]
-
 logger = logging.getLogger(__name__)
 
 _INVITE_INTERVAL_S = 0.5

@@ -20,8 +20,6 @@ from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.network.rpc import Endpoint
 from trainer.outer.engine.collective import Contribution, RoundResult
 
-__all__ = ["PeerCollective"]
-
 logger = logging.getLogger(__name__)
 
 _SLACK_S = 30.0

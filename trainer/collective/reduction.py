@@ -23,8 +23,6 @@ from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcEr
 from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream
 from trainer.network.rpc.boundary import peer_boundary
 
-__all__ = ["REDUCTION_METHOD", "Reduction", "ReductionPass"]
-
 logger = logging.getLogger(__name__)
 
 REDUCTION_METHOD = "round/exchange"

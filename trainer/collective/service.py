@@ -27,8 +27,6 @@ from trainer.collective.reduction import REDUCTION_METHOD, Reduction
 from trainer.errors import CodecError, RefusedError, RpcError
 from trainer.network.rpc import Peer, Reply, Request, ServerStream
 
-__all__ = ["KnownRound", "RoundService"]
-
 logger = logging.getLogger(__name__)
 
 _KEPT = 4

@@ -40,20 +40,6 @@ from trainer.model.subspace.basis import Basis, Projector, projector
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.network.transfer.tensor_bytes import specs_of
 
-__all__ = [
-    "ACTIVATION_CODECS",
-    "IDS",
-    "ActivationCodec",
-    "ActivationCodecName",
-    "Direction",
-    "Encoded",
-    "LinkFigures",
-    "LinkMeter",
-    "activation_codec",
-    "ids_spec",
-    "reconstruction_error",
-]
-
 ActivationCodecName = Literal["fp32", "fp16", "int8", "subspace", "subspace+fp16", "subspace+int8"]
 ACTIVATION_CODECS: Final[tuple[str, ...]] = get_args(ActivationCodecName)
 

@@ -25,18 +25,6 @@ from typing_extensions import Buffer
 
 from trainer.errors import CodecError, TrainerUsageError
 
-__all__ = [
-    "BLOCK_VALUES",
-    "FP16_MAX",
-    "SMALLEST_MAGNITUDE",
-    "Codec",
-    "CodecName",
-    "Fp16Codec",
-    "Fp32Codec",
-    "Int8Codec",
-    "codec_named",
-]
-
 CodecName = Literal["fp32", "fp16", "int8"]
 
 BLOCK_VALUES: Final = 1024

@@ -15,9 +15,6 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 
-__all__ = ["Compile", "InnerConfig", "Precision", "Schedule", "activation_bytes", "batch_size_for"]
-
-
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]

@@ -29,8 +29,6 @@ from trainer.inner.optimizer import lr_at, state_for
 from trainer.inner.precision import autocast_for, compiled
 from trainer.model.loss import IGNORED_LABEL
 
-__all__ = ["Batch", "InnerLoop", "NonFiniteGuard", "StepResult"]
-
 Batch = Mapping[str, Tensor]
 """``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are ignored."""
 

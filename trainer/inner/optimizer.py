@@ -17,8 +17,6 @@ from torch.optim import AdamW, Optimizer
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.inner.config import InnerConfig
 
-__all__ = ["lr_at", "make_optimizer", "parameter_groups", "state_for"]
-
 
 def lr_at(step: int, config: InnerConfig) -> float:
     """Returns the learning rate of a step, counted from 0."""

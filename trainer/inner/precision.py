@@ -17,8 +17,6 @@ import torch
 from trainer.errors import TrainerUsageError
 from trainer.inner.config import Compile, Precision
 
-__all__ = ["autocast_for", "choose_device", "compiled"]
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 

@@ -15,8 +15,6 @@ import torch
 
 from trainer.errors import CheckpointMismatchError
 
-__all__ = ["rng_state", "set_rng_state"]
-
 _VERSION: Final = 1
 _NUMPY_KIND: Final = "MT19937"
 

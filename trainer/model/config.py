@@ -8,8 +8,6 @@ from dataclasses import MISSING, asdict, dataclass, fields
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["ModelConfig", "stage_names"]
-
 _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
 _NUMBERS = ("rope_theta", "norm_eps")
 _SWITCHES = ("qk_norm", "reorder_norm", "tie_embeddings")

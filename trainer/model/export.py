@@ -28,16 +28,6 @@ from trainer.model.init import EMBEDDING, OUTPUT
 from trainer.model.stages import Transformer, model_shapes
 from trainer.model.subspace.constraint import plain_config, plain_state
 
-__all__ = [
-    "ExportType",
-    "export_hf",
-    "exported_weights",
-    "hf_names",
-    "new_folder",
-    "read_vocabulary",
-    "tokenizer_files",
-]
-
 ExportType = Literal["float32", "bfloat16", "float16"]
 
 _PAD_ID = SPECIAL_TOKENS.index("<|pad|>")

@@ -25,17 +25,6 @@ from torch import Tensor, nn
 
 from trainer.model.config import ModelConfig
 
-__all__ = [
-    "EMBEDDING",
-    "OUTPUT",
-    "STREAM_WRITER",
-    "fill_seeded_",
-    "init_std",
-    "init_weights",
-    "seeded_normal",
-    "truncated_normal",
-]
-
 EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"
 """The two parameters with a row for each id."""
 

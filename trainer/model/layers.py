@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 
-__all__ = ["Layers", "RMSNorm", "make_blocks"]
-
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in the weight's type.

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["IGNORED_LABEL", "sum_of_losses"]
-
 IGNORED_LABEL = -100
 """A label that counts neither as a loss nor as a token."""
 

@@ -15,8 +15,6 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig, stage_names
 from trainer.model.sizing import layer_parameters
 
-__all__ = ["CutRule", "StagePlan", "cut_by_memory", "stage_ranges"]
-
 CutRule = Literal["even", "memory"]
 
 

@@ -19,20 +19,6 @@ from typing import Final
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 
-__all__ = [
-    "PRESETS",
-    "TRAINING_BYTES_PER_PARAMETER",
-    "available_memory_bytes",
-    "choose_architecture",
-    "flops_per_token",
-    "layer_parameters",
-    "memory_bytes",
-    "memory_tier_bytes",
-    "num_embedding_parameters",
-    "num_parameters",
-    "preset",
-]
-
 logger = logging.getLogger(__name__)
 
 TRAINING_BYTES_PER_PARAMETER = 16

@@ -23,25 +23,6 @@ from trainer.model.loss import IGNORED_LABEL, sum_of_losses
 from trainer.model.plan import StagePlan, stage_ranges
 from trainer.model.subspace.constraint import SubspaceEmbedding, make_embedding, zero_writers_
 
-__all__ = [
-    "VOCAB_STEP",
-    "BodyStage",
-    "HeadStage",
-    "Readout",
-    "Stage",
-    "TailStage",
-    "Transformer",
-    "build_model",
-    "build_stage",
-    "grow_rows",
-    "grow_vocabulary",
-    "limit_ids",
-    "model_shapes",
-    "rows_for",
-    "split",
-    "stage_shapes",
-]
-
 VOCAB_STEP = 1024
 """Rows of embedding and output are a multiple of this."""
 

@@ -39,8 +39,6 @@ from trainer.monitor.status import (
 )
 from trainer.monitor.tracker import TrainingTracker
 
-__all__ = ["PipelineView", "ShutdownHook", "add_pipeline_pages", "create_app", "shutdown_refusal", "user_of_peer"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShutdownHook:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["ApiConfig"]
-
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 
 

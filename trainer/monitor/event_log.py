@@ -34,8 +34,6 @@ from manifests import canonical_json
 from trainer.errors import TrainerUsageError
 from trainer.monitor.facts import RoundFacts, StepFacts
 
-__all__ = ["Event", "EventLog", "active_path", "event_line", "read_events"]
-
 logger = logging.getLogger(__name__)
 
 _RESERVED_FIELDS = frozenset({"time", "node", "kind"})

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-__all__ = ["AnnouncedNode", "RoundFacts", "StepFacts"]
-
 
 class StepFacts(Protocol):
     """One inner step: loss in nats a token, gradient norm (L2) before clipping, tokens of all its micro-batches.

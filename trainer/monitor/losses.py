@@ -15,8 +15,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FIRST_LOSSES", "LossTrend", "TrackedLosses", "has_fallen", "loss_trend"]
-
 LossTrend = Literal["improving", "stable", "degrading", "unknown"]
 
 FIRST_LOSSES = 50

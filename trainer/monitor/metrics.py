@@ -34,9 +34,6 @@ from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
 from trainer.monitor.status import TrainingStatus
 from trainer.monitor.tracker import TrainingTracker
 
-__all__ = ["METRICS_MEDIA_TYPE", "CheckpointOutcome", "MeteredIterator", "Observer", "Sources", "TrainingMetrics"]
-
-
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 CheckpointOutcome = Literal["saved", "skipped", "failed"]
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["NodeCurve", "RoundMark", "envelope", "plot", "read_curves", "smoothed", "speed"]
-
 Array = NDArray[np.float64]
 _Dashes = tuple[float, tuple[float, ...]]
 """matplotlib's form: an offset, and the lengths of strokes and gaps; none for a solid line."""

@@ -24,8 +24,6 @@ from genesis.serve.exchange import CONNECTION
 from trainer.errors import TrainerUsageError
 from trainer.monitor.config import ApiConfig
 
-__all__ = ["ApiServer"]
-
 logger = logging.getLogger(__name__)
 
 _START_WITHIN_S = 10.0

@@ -13,27 +13,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from trainer.monitor.losses import LossTrend
 
-__all__ = [
-    "ACCOUNT_PATH",
-    "STAGES_PATH",
-    "DiLoCoStatus",
-    "HashAgreement",
-    "Health",
-    "LastRound",
-    "LostShare",
-    "NodeStatus",
-    "PerishedShare",
-    "PipelineView",
-    "StageStatus",
-    "SwarmAccount",
-    "SwarmStages",
-    "SyncSuccess",
-    "TallyStatus",
-    "TrainingStatus",
-    "VerifyStatus",
-    "WorkerStatus",
-]
-
 ACCOUNT_PATH = "/api/swarm/account"
 STAGES_PATH = "/api/swarm/stages"
 

@@ -15,8 +15,6 @@ from statistics import median
 from trainer.monitor.facts import AnnouncedNode
 from trainer.monitor.status import HashAgreement
 
-__all__ = ["DigestMemory", "PlausibleNode", "average_loss", "plausible_node"]
-
 _MAX_LOSS = 100.0
 """Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most."""
 _MAX_COUNT = 10**9

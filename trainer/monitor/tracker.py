@@ -18,8 +18,6 @@ from trainer.monitor.losses import FIRST_LOSSES, TrackedLosses, has_fallen, loss
 from trainer.monitor.status import DiLoCoStatus, Health, LastRound, NodeStatus, SyncSuccess, TrainingStatus
 from trainer.monitor.swarm import DigestMemory, PlausibleNode, average_loss, plausible_node
 
-__all__ = ["TrainingTracker"]
-
 _VERSION = 1
 _MAX_PEERS = 4_096
 _MAX_NODES_SHOWN = 256

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     Pass = Iterator[tuple[Tensor, Tensor]]
     """Inputs and labels, int64[B, T] each."""
 
-__all__ = ["batched", "run", "split", "take_pass"]
-
 T = TypeVar("T")
 
 

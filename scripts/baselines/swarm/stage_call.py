@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DIM", "NUM_POSITIONS", "Scale", "SlowScale", "activation", "session_cpu_s", "timed_calls"]
-
 DIM = 1024
 NUM_POSITIONS = 256
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Handler", "serve"]
-
 Handler = Callable[..., dict[str, Any]]
 
 _PR_SET_PDEATHSIG = 1

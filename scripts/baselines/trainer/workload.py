@@ -12,8 +12,6 @@ from torch import Tensor
 
 from trainer.model import Transformer, build_model, preset
 
-__all__ = ["Workload", "plain_optimizer"]
-
 _SEED = 0
 
 

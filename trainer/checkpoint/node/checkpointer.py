@@ -24,8 +24,6 @@ from trainer.checkpoint.node.naming import checkpoint_path, kept_path, kept_path
 from trainer.checkpoint.saver import TIMEOUT_S, BackgroundSaver, Staged
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError, TrainerUsageError
 
-__all__ = ["CheckpointContents", "Checkpointer", "load_newest"]
-
 logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1

@@ -17,18 +17,6 @@ from typing import Final
 from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import CheckpointError, TrainerUsageError
 
-__all__ = [
-    "WALLET_DIGITS",
-    "checkpoint_path",
-    "former_wallet_id",
-    "kept_path",
-    "kept_paths",
-    "lock_path",
-    "set_aside_later",
-    "take_over_former_names",
-    "wallet_id",
-]
-
 logger = logging.getLogger(__name__)
 
 WALLET_DIGITS: Final = 16

@@ -15,8 +15,6 @@ from trainer.errors import CheckpointMismatchError, CorruptCheckpointError, Trai
 from trainer.model import ModelConfig
 from trainer.model.plan import StagePlan
 
-__all__ = ["RunShape", "StageCheckpoint", "StageHeader", "StageState", "document_of", "peek", "read_stage"]
-
 _KIND: Final = "genesis-stage"
 _FIELDS: Final = 1
 """Version of the fields."""

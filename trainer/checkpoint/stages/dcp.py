@@ -27,8 +27,6 @@ from trainer.checkpoint.stages.huggingface import METADATA_NAME
 from trainer.errors import CheckpointError, CorruptCheckpointError
 from trainer.network.transfer.descriptor import MAX_EXTENT
 
-__all__ = ["METADATA_NAME", "DcpFolder", "without_process_group"]
-
 _MAX_METADATA_BYTES: Final = 256 << 20
 _MAX_DIMENSIONS: Final = 16
 

@@ -18,8 +18,6 @@ from trainer.model import ModelConfig
 from trainer.model.export import hf_names
 from trainer.model.init import EMBEDDING, OUTPUT
 
-__all__ = ["CONFIG_NAME", "METADATA_NAME", "HfFolder", "fingerprint", "no_model"]
-
 CONFIG_NAME: Final = "config.json"
 METADATA_NAME: Final = ".metadata"
 """Of a folder of torch.distributed.checkpoint; `dcp` itself takes a third of a worker's start to import."""

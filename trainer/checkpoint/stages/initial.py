@@ -24,8 +24,6 @@ from trainer.model.init import EMBEDDING, OUTPUT, fill_seeded_, init_std
 from trainer.model.plan import StagePlan
 from trainer.model.stages import stage_shapes
 
-__all__ = ["load_initial_state"]
-
 _BEFORE = {"attention.qkv_linear.": "attention.", "lm_head.weight": "output.weight"}
 """Present names of torchtitan and those before 0.3."""
 

@@ -16,19 +16,6 @@ from typing import Final
 from genesis.file_lock import FileLock
 from trainer.errors import TrainerUsageError
 
-__all__ = [
-    "StageName",
-    "file_name",
-    "format_time_us",
-    "misnamed_files",
-    "named_files",
-    "parse_time",
-    "run_folder",
-    "stage_folder",
-    "stage_lock",
-    "time_us",
-]
-
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND_US: Final = 1_000_000
 _STAMP: Final = "%Y%m%dT%H%M%S.%fZ"

@@ -20,8 +20,6 @@ from trainer.checkpoint.stages.sets import StageSet, newest_set
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
 
-__all__ = ["SET_ASIDE", "RollBack", "roll_back"]
-
 SET_ASIDE = "set-aside"
 
 

@@ -21,8 +21,6 @@ from trainer.model import ModelConfig
 from trainer.model.plan import StagePlan
 from trainer.model.stages import stage_shapes
 
-__all__ = ["StageFile", "StageSet", "WholeModel", "assemble", "choose", "newest_set"]
-
 logger = logging.getLogger(__name__)
 
 

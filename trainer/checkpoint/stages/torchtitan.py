@@ -25,17 +25,6 @@ from trainer.model.export import ExportType, exported_weights, new_folder, read_
 from trainer.model.init import EMBEDDING, OUTPUT
 from trainer.model.subspace.constraint import plain_config, plain_state
 
-__all__ = [
-    "MODEL_NAME",
-    "RELEASE",
-    "export_torchtitan",
-    "from_halves",
-    "rotated_heads",
-    "to_halves",
-    "torchtitan_arguments",
-    "torchtitan_names",
-]
-
 MODEL_NAME: Final = "genesis_model.json"
 RELEASE: Final = "0.3"
 """The release of torchtitan whose names and arguments are written."""

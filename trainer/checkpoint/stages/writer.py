@@ -22,8 +22,6 @@ from trainer.checkpoint.stages.naming import StageName, file_name, named_files, 
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
 
-__all__ = ["StageCheckpoints"]
-
 _ANY_TIME = "????????T??????.??????Z-"
 """In a pattern for names; as long as a time is."""
 

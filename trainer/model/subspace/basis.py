@@ -19,8 +19,6 @@ from torch import Tensor
 from trainer.errors import BasisError, TrainerUsageError
 from trainer.model.init import truncated_normal
 
-__all__ = ["Basis", "Projector", "basis_of", "projector"]
-
 _MAX_DEVIATION = 1e-4
 """Largest Frobenius norm of UᵀU − I (spec P-49)."""
 _ROWS = 1 << 14

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig
 
-__all__ = ["SubspaceConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubspaceConfig:

@@ -25,18 +25,6 @@ from trainer.model.config import ModelConfig
 from trainer.model.init import EMBEDDING, STREAM_WRITER, fill_seeded_, init_std
 from trainer.model.subspace.basis import Basis, Projector, basis_of, projector
 
-__all__ = [
-    "EMBEDDING",
-    "SubspaceConstraint",
-    "SubspaceEmbedding",
-    "fixed_table",
-    "fixed_table_of",
-    "make_embedding",
-    "plain_config",
-    "plain_state",
-    "zero_writers_",
-]
-
 _FIXED_NAME = "subspace.fixed_embedding"
 _STD_WITHOUT_INPUT_NORM = 1.0
 """With re-ordered norms nothing scales up what a layer reads: after 200 steps `tiny`, rank 8 of 128, has a loss of 4.69

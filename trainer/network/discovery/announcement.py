@@ -21,17 +21,6 @@ from trainer.network.discovery.stage_report import Counted, StageReport
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Peer
 
-__all__ = [
-    "MAX_LIFETIME_S",
-    "MAX_WIRE_BYTES",
-    "Announcement",
-    "AnnouncementRefusedError",
-    "KnownPeer",
-    "OwnRecord",
-    "sign_announcement",
-    "verify_announcement",
-]
-
 MAX_WIRE_BYTES = 16 * 1024
 """Longest announcement that is parsed; a full one (64 members, 256 shards, certificate) has about 9 kB."""
 MAX_LIFETIME_S = 3600.0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from trainer.errors import RefusedError, RpcError, TrainerUsageError
-from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement, OwnRecord
+from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement, KnownPeer, OwnRecord
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
@@ -32,13 +32,11 @@ from trainer.network.discovery.exchange import (
     records_for,
     unpack_request,
 )
-from trainer.network.discovery.peer_table import DIRECT, KnownPeer, PeerTable
+from trainer.network.discovery.peer_table import DIRECT, PeerTable
 from trainer.network.discovery.stage_report import StagePartitions, StageUid
 from trainer.network.rpc.dialing import DialRefusedError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Reason, Reply, Request
-
-__all__ = ["MAX_NEWS", "Discovery", "PeerWatchdog", "open_discovery"]
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc.config import split_address
 
-__all__ = ["DiscoveryConfig", "check_seed_address"]
-
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _SEED = re.compile(
     r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/\s]+)/(?:tcp|udp)/(?P<port>[0-9]{1,5})"

@@ -27,8 +27,6 @@ from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
 from trainer.network.rpc.endpoint import Endpoint
 
-__all__ = ["DhtDiscovery", "SeedConfig", "listen_address", "seed"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_READY_S = 30.0

@@ -25,17 +25,6 @@ from genesis.extras import with_extra
 from trainer.errors import DiscoveryError
 from trainer.network.rpc.messages import Message
 
-__all__ = [
-    "MAX_LINE_BYTES",
-    "MAX_RECORDS",
-    "MAX_VALUE_BYTES",
-    "DhtProcess",
-    "DhtReply",
-    "DhtRequest",
-    "DhtSettings",
-    "Record",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 16 * 1024

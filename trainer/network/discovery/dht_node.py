@@ -58,8 +58,6 @@ from trainer.network.discovery.parent import die_with_parent
 from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["AnnouncementNode", "AnnouncementValidator", "BoundedStorage", "main"]
-
 logger = logging.getLogger(__name__)
 
 Send = Callable[[DhtReply], None]

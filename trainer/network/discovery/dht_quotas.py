@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
-__all__ = ["Place", "RecordQuotas"]
-
 Place = tuple[bytes, str]
 
 _RENEWAL_S = 1.0

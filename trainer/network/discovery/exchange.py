@@ -16,23 +16,9 @@ from typing import Annotated
 from pydantic import Field
 
 from trainer.errors import RefusedError
-from trainer.network.discovery.announcement import MAX_WIRE_BYTES
-from trainer.network.discovery.peer_table import KnownPeer
+from trainer.network.discovery.announcement import MAX_WIRE_BYTES, KnownPeer
 from trainer.network.rpc.messages import Message, Reason
 from trainer.network.rpc.token_buckets import TokenBuckets
-
-__all__ = [
-    "EXCHANGE_METHOD",
-    "PRESENT_METHOD",
-    "PeerExchangeReply",
-    "PeerExchangeRequest",
-    "PresentReply",
-    "StrangerQueue",
-    "pack_request",
-    "records_for",
-    "split_records",
-    "unpack_request",
-]
 
 EXCHANGE_METHOD = "announce/exchange"
 PRESENT_METHOD = "announce/present"

@@ -25,8 +25,6 @@ from trainer.network.discovery.announcement import (
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
 
-__all__ = ["DIRECT", "TOLD", "KnownPeer", "PeerTable"]
-
 DIRECT = "direct:"
 """Prefix of the `source` of a record sent by its own node; the host it called from follows."""
 TOLD = "told:"

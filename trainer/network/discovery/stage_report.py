@@ -22,23 +22,6 @@ from trainer.network.rpc.messages import Message
 if TYPE_CHECKING:
     from trainer.network.discovery.announcement import Announcement
 
-__all__ = [
-    "FIRST_NUMBER",
-    "LAST_NUMBER",
-    "MAX_REASON",
-    "Counted",
-    "Incarnation",
-    "StageName",
-    "StagePartitions",
-    "StageReport",
-    "StageUid",
-    "dht_key",
-    "free_number",
-    "partition_of",
-    "settled_uid",
-    "workers_of",
-]
-
 FIRST_NUMBER = 32
 LAST_NUMBER = 1023
 """Numbers of workers (spec P-7: ``head.0.[32:1024]``)."""

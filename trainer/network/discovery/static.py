@@ -24,8 +24,6 @@ from trainer.network.rpc.messages import Peer
 from trainer.network.rpc.remote_address import address_group
 from trainer.network.rpc.token_buckets import TokenBuckets
 
-__all__ = ["AddressBackoff", "Silence", "StaticDiscovery"]
-
 logger = logging.getLogger(__name__)
 
 _FANOUT = 3

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["DiLoCoConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCoConfig:

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
 
-__all__ = ["FlatLayout", "FragmentPlan", "is_finite", "synchronised_parameters"]
-
 _NAMED_LAYER = re.compile(r"^(?:.*?\.)?(?:layers|blocks|h)\.\d+(?=\.)")
 _ANY_NUMBER = re.compile(r"^(?:[^\d.][^.]*\.)*\d+(?=\.)")
 

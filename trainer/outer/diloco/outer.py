@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["OuterOptimizer"]
-
 _BLOCK_VALUES = 1 << 18
 
 

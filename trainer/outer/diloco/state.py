@@ -23,8 +23,6 @@ from trainer.outer.diloco.flat import FlatLayout, FragmentPlan
 from trainer.outer.engine.collective import Contribution
 from trainer.outer.engine.strategy import PendingWork, StateValue, first_problem
 
-__all__ = ["FragmentState", "ReplicaState", "SavedDiLoCo", "SavedRound", "SharedState", "grown_state"]
-
 _VERSION = 1
 _Count = Annotated[int, Field(ge=0)]
 

@@ -27,8 +27,6 @@ from trainer.outer.engine.collective import Collective, Contribution, RoundResul
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
 
-__all__ = ["DiLoCoTrainer"]
-
 logger = logging.getLogger(__name__)
 
 

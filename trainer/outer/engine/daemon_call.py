@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-__all__ = ["in_daemon_thread", "start_daemon"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.outer.engine.strategy import OuterResult, StateValue
 
-__all__ = ["EveryStepStrategy", "ddp_model"]
-
 _VERSION = 1
 
 

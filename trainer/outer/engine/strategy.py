@@ -12,8 +12,6 @@ from torch import Tensor
 
 from trainer.outer.engine.collective import RoundReport
 
-__all__ = ["OuterResult", "OuterStrategy", "PendingWork", "StateValue", "first_problem"]
-
 StateValue = int | float | str | Tensor | None | list["StateValue"] | dict[str, "StateValue"]
 """What a strategy's state consists of; ``torch.load(weights_only=True)`` reads it."""
 

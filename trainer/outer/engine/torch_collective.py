@@ -41,8 +41,6 @@ from trainer.compression.vectors import BLOCK_VALUES, Codec
 from trainer.errors import CodecError, PeerUnavailableError, RoundFailedError, TrainerError, TrainerUsageError
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult, member_findings
 
-__all__ = ["RankedBytes", "TorchCollective", "rank_slices"]
-
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<QQQdd?32s")

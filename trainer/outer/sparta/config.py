@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["SpartaConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpartaConfig:

@@ -16,8 +16,6 @@ from typing import Any, Final, Protocol, runtime_checkable
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.transfer import choose_state
 
-__all__ = ["NOBODY", "OtherRounds", "RoundStanding", "choose_recent_state", "frontier_of"]
-
 
 @dataclass(slots=True)
 class RoundStanding:

@@ -21,8 +21,6 @@ from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.outer.diloco.flat import FlatLayout, is_finite
 from trainer.outer.engine.collective import RoundResult
 
-__all__ = ["ParameterSlice", "check_slices", "merged", "schedule_digest", "slice_index", "slice_of"]
-
 _NOTHING_KEPT: Mapping[str, int] = {}
 
 

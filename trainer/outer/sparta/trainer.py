@@ -36,8 +36,6 @@ from trainer.outer.sparta.state import (
     install_moments,
 )
 
-__all__ = ["SpartaTrainer"]
-
 logger = logging.getLogger(__name__)
 
 

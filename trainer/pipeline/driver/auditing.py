@@ -32,8 +32,6 @@ from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 from trainer.pipeline.protocol.work import MicroBatch
 
-__all__ = ["AuditRates", "Auditor", "Visit"]
-
 logger = logging.getLogger(__name__)
 
 STRIKES = 2

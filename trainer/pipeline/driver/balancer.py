@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Balancer", "Reservation", "WorkerLoad"]
-
 _DEFAULT_S_PER_UNIT = 1.0  # While no worker is known; the same for all, so its value does not matter.
 _SMOOTHING = 0.2  # Weight of the newest measurement in the moving sums.
 _PROBE_EVERY = 4  # Micro-batches from one newcomer's first to the next newcomer's.

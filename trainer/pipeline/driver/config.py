@@ -8,8 +8,6 @@ from typing import Literal
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["DriverConfig", "Routing"]
-
 Routing = Literal["hub", "chain"]
 
 

@@ -23,8 +23,6 @@ from trainer.pipeline.driver.watching import StallDetector, StepBarrier
 from trainer.pipeline.driver.workers import StageDirectory
 from trainer.pipeline.protocol.work import MicroBatch, Settlement, Work
 
-__all__ = ["PipelineDriver"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_ASIDE = 2  # Times `DriverConfig.max_in_flight`: micro-batches set aside beside those that go on.

@@ -20,8 +20,6 @@ from trainer.network.rpc.config import split_address
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.workers import StageDirectory, StageWorker
 
-__all__ = ["DOUBTS", "Bans", "LivenessProbe", "is_refused"]
-
 _MAX_PROCESSES = 1024
 DOUBTS = 5
 """Refusals in a row, each of which an honest worker may have a reason for; a worker that stops gives some at once."""

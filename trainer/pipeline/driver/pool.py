@@ -23,8 +23,6 @@ from trainer.pipeline.driver.failure_detector import DOUBTS, Bans
 from trainer.pipeline.driver.results import StageView, Verdict
 from trainer.pipeline.driver.workers import StageWorker
 
-__all__ = ["Placement", "StagePool"]
-
 logger = logging.getLogger(__name__)
 
 _REST_S = 0.1

@@ -15,19 +15,6 @@ from trainer.network.rpc.messages import Reason
 from trainer.pipeline.driver.balancer import WorkerLoad
 from trainer.pipeline.protocol.work import StageCredit
 
-__all__ = [
-    "AuditStatus",
-    "DriverStatus",
-    "Fate",
-    "HopTime",
-    "MicroBatchOutcome",
-    "MicroBatchResult",
-    "StageView",
-    "StepLoss",
-    "Verdict",
-    "verdict_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

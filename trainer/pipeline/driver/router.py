@@ -29,8 +29,6 @@ from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.messages import StageAnswer
 from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
 
-__all__ = ["BACKWARD_UNITS", "FORWARD_UNITS", "QUESTION_S", "TAIL_UNITS", "MicroBatchInFlight", "RoutingContext"]
-
 FORWARD_UNITS, BACKWARD_UNITS, TAIL_UNITS = 1.0, 2.0, 3.0
 """Work per row: a backward pass takes twice as long as a forward pass."""
 QUESTION_S = 5.0

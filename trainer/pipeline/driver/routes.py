@@ -24,8 +24,6 @@ from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, part_of
 from trainer.pipeline.protocol.work import StageCredit
 
-__all__ = ["ChainRoute", "HubRoute"]
-
 logger = logging.getLogger(__name__)
 
 _QUICK_S = 1.0  # A request that breaks off sooner was cut off by the network rather than by a worker that went silent.

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from trainer.compression.activations import ActivationCodec, Direction
+from trainer.compression.activations import IDS, ActivationCodec, Direction
 from trainer.errors import MalformedAnswerError, PeerUnavailableError
 from trainer.network.rpc import Endpoint
 from trainer.network.rpc.boundary import peer_boundary
@@ -31,10 +31,8 @@ from trainer.pipeline.driver.results import HopTime
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import ask_tensors
-from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, IDS, LABELS, wire_ids
+from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, LABELS, wire_ids
 from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
-
-__all__ = ["Answered", "LinkForm", "StageCaller"]
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
-__all__ = ["StallDetector", "StepBarrier"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01

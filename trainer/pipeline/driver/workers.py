@@ -10,8 +10,6 @@ from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.stage_report import StageUid
 from trainer.network.rpc.messages import Peer
 
-__all__ = ["LastWord", "StageDirectory", "StageWorker", "workers_in"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageWorker:

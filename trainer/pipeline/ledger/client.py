@@ -31,8 +31,6 @@ from trainer.pipeline.ledger.rows import MicroBatches
 from trainer.pipeline.ledger.units import LedgerSpec, Run
 from trainer.pipeline.protocol.work import MicroBatch, MicroBatchId, Settlement, boottime_s
 
-__all__ = ["LedgerClient"]
-
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.05  # Settlements that come within this time are reported together.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["MAX_LEASE_UNITS", "LedgerConfig"]
-
 MAX_LEASE_UNITS = 256
 _KEY = re.compile(r"[0-9a-f]{64}")
 

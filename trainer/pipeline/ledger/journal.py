@@ -23,8 +23,6 @@ from genesis.file_lock import try_lock
 from trainer.errors import LedgerError
 from trainer.pipeline.ledger.records import RECORD, Record
 
-__all__ = ["Journal"]
-
 logger = logging.getLogger(__name__)
 
 _SEED: Final = hashlib.sha256(b"genesis ledger 1").hexdigest()[:32]

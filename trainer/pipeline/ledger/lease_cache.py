@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from trainer.pipeline.ledger.messages import MAX_SAID, SettleAsk
 from trainer.pipeline.protocol.work import LeaseTerm, MicroBatch, MicroBatchId, MicroBatchKey, Settlement
 
-__all__ = ["LeaseCache"]
-
 _WINDOW_S = 30.0
 _SHORTEST_S = 10.0  # Few micro-batches say little of the speed; until then they count as having taken so long.
 _MOST_TIMES = 8192

@@ -18,8 +18,6 @@ from trainer.pipeline.ledger.records import Granted, Grown, LostRuns, Record, Re
 from trainer.pipeline.ledger.units import Run, Unit, runs_of
 from trainer.pipeline.protocol.work import MicroBatchId, MicroBatchKey, Settlement
 
-__all__ = ["AppliedReport", "Ledger"]
-
 _MOST_RETURNED = 512
 """Micro-batches of a lease of returned ones: each may be a run of its own, 60 bytes of an answer's 64 KiB."""
 

@@ -18,8 +18,6 @@ from trainer.pipeline.ledger.records import LedgerSnapshot, Record, WorkerSeen, 
 from trainer.pipeline.ledger.units import Intervals, LaneLeases, LedgerSpec, Run, runs_of
 from trainer.pipeline.protocol.work import MicroBatchId, StageCredit
 
-__all__ = ["LedgerState", "OpenLease"]
-
 _MOST_WAYS = 256
 _MOST_UNANNOUNCED = 1024
 _MOST_GAPS = 4096  # Runs of numbers kept of one worker; honest drivers' credits of it leave no gaps.

@@ -31,8 +31,6 @@ from trainer.pipeline.ledger.messages import MAX_PREFERRED
 from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec
 from trainer.pipeline.protocol.work import MicroBatchId
 
-__all__ = ["LedgerLane", "MicroBatches", "lanes_of", "preferred_shards", "spec_of"]
-
 _MOST_OPEN = 8
 _MOST_AHEAD = 2
 

@@ -31,8 +31,6 @@ from trainer.pipeline.ledger.units import LedgerSpec, Run
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
 from trainer.pipeline.protocol.work import MicroBatchId, MicroBatchKey, boottime_s
 
-__all__ = ["AppliedInquiry", "LedgerService", "WorkerInquiry", "open_ledger"]
-
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512  # Micro-batches asked for in one call: 30 bytes each, within the 64 KiB a message may have.

@@ -30,8 +30,6 @@ from trainer.network.rpc.messages import Message, Payload
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.network.transfer.tensor_bytes import chunks_of, payload_of, specs_of, tensors_in
 
-__all__ = ["Admit", "Parcel", "TensorAnswer", "TensorHandler", "TensorService", "ask_tensors", "size_bytes_of"]
-
 MAX_TENSORS = 8
 
 _STREAM = "/stream"

@@ -8,10 +8,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from trainer.compression.activations import IDS
-
-__all__ = ["ACTIVATION", "GRADIENT", "IDS", "LABELS", "part_of", "wire_ids"]
-
 ACTIVATION: Final = "activation"
 GRADIENT: Final = "gradient"
 LABELS: Final = "labels"

@@ -15,18 +15,6 @@ from trainer.model.loss import IGNORED_LABEL
 from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
 
-__all__ = [
-    "LeaseTerm",
-    "LossReason",
-    "MicroBatch",
-    "MicroBatchId",
-    "MicroBatchKey",
-    "Settlement",
-    "StageCredit",
-    "Work",
-    "boottime_s",
-]
-
 _PATTERN = r"e(0|[1-9][0-9]{0,8})\.s(0|[1-9][0-9]{0,9})\.r(0|[1-9][0-9]{0,9})"
 
 MicroBatchKey: TypeAlias = Annotated[str, Field(pattern=f"^{_PATTERN}$")]

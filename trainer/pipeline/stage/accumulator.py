@@ -18,8 +18,6 @@ from torch.nn.utils import get_total_norm
 
 from trainer.pipeline.stage.interface import Accumulated
 
-__all__ = ["WARM_UP", "WINDOW", "GradientAccumulator", "NormBound"]
-
 WINDOW: Final = 64
 """Micro-batches that are remembered."""
 WARM_UP: Final = 16

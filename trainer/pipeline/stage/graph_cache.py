@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["ENTRY_BYTES", "CachedForward", "GraphCache"]
-
 ENTRY_BYTES = 2048
 """Of an entry's Python objects: names, tensors and nodes without their values."""
 

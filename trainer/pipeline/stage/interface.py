@@ -12,17 +12,6 @@ from trainer.errors import PipelineError, TrainerUsageError
 from trainer.model import ModelConfig
 from trainer.model.loss import IGNORED_LABEL
 
-__all__ = [
-    "Accumulated",
-    "BackwardResult",
-    "LossSum",
-    "StageConfig",
-    "StageKind",
-    "StageShape",
-    "StepInfo",
-    "TailResult",
-]
-
 StageKind: TypeAlias = Literal["head", "body", "tail"]
 BackwardMode = Literal["cached", "recompute"]
 

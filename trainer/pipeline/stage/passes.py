@@ -22,8 +22,6 @@ from trainer.errors import NonFiniteActivationError, PipelineError, TrainerUsage
 from trainer.inner import InnerConfig, autocast_for, compiled
 from trainer.pipeline.stage.interface import LossSum, StageKind
 
-__all__ = ["Gradients", "StagePasses"]
-
 _MAX_NORM = 1e12
 """Of a micro-batch's gradient; a sum over 65,536 tokens that trains has some 1e6. The norm of a million of them added
 up is still finite, so nobody can end a worker with gradients that overflow together."""

@@ -43,8 +43,6 @@ from trainer.pipeline.stage.interface import (
 )
 from trainer.pipeline.stage.passes import Gradients, StagePasses
 
-__all__ = ["BeforeApply", "StageReplica"]
-
 logger = logging.getLogger(__name__)
 
 _STATE_VERSION: Final = 1

@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 
 from trainer.errors import TrainerUsageError
 
-__all__ = ["WorkerConfig"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:

@@ -14,13 +14,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from trainer.compression.activations import ActivationCodec, LinkMeter, ids_spec
+from trainer.compression.activations import IDS, ActivationCodec, LinkMeter, ids_spec
 from trainer.errors import CodecError, NonFiniteActivationError, PipelineError, RefusedError, StaleGradientError
 from trainer.pipeline.protocol.messages import StageAsk
-from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, IDS, LABELS, part_of
+from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, LABELS, part_of
 from trainer.pipeline.stage import StageShape
-
-__all__ = ["StageLink", "refusal_of"]
 
 _INLINE_BYTES = 1 << 17  # Smaller tensors are converted in the event loop: 0.1 ms.
 

@@ -33,8 +33,6 @@ from trainer.pipeline.protocol.tensors import TensorAnswer
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.worker.config import WorkerConfig
 
-__all__ = ["Acknowledgement", "PendingCount", "ReplyCache", "SharedThrough", "StageReply"]
-
 StageReply: TypeAlias = TensorAnswer[StageAnswer]
 
 _MAX_STEPS = 65_536

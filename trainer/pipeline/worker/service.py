@@ -38,8 +38,6 @@ from trainer.pipeline.worker.stage_executor import StageExecutor
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 from trainer.pipeline.worker.stepping import StageStepper, Stepped, StepStrategy, Synchronised
 
-__all__ = ["Accepts", "ServiceStatus", "StageService", "StageWorker"]
-
 AskT = TypeVar("AskT", bound=ReceivedAsk)
 CountingAskT = TypeVar("CountingAskT", ReceivedBackward, received.ReceivedTail, ReceivedChain)
 ServiceStatus = Literal["joining", "serving", "leaving"]

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.compression.activations import IDS
 from trainer.errors import (
     MalformedAnswerError,
     NonFiniteActivationError,
@@ -36,14 +37,12 @@ from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.pipeline.protocol.messages import CHAIN, ChainAsk, Hop, StageAnswer
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
-from trainer.pipeline.protocol.wire import ACTIVATION, IDS, LABELS, part_of
+from trainer.pipeline.protocol.wire import ACTIVATION, LABELS, part_of
 from trainer.pipeline.stage import BackwardResult, LossSum, StageReplica, TailResult
 from trainer.pipeline.worker.link import StageLink, refusal_of
 from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, ReceivedChain, ReceivedEvaluate
 from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import Computed, EvaluationBudget, Job, Priority, Runtime
-
-__all__ = ["StageExecutor"]
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from pydantic import Field
 from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
 
-__all__ = ["STATUS", "StatusAnswer", "StatusAsk"]
-
 STATUS = "stage/status"
 
 

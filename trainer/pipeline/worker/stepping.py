@@ -26,8 +26,6 @@ from trainer.pipeline.stage import StageReplica, StepInfo
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.pipeline.worker.replies import ReplyCache
 
-__all__ = ["ProgressTracker", "StageStepper", "StepStrategy", "Stepped", "Synchronised"]
-
 logger = logging.getLogger(__name__)
 
 _MIN_TIMEOUT_S = 2.0

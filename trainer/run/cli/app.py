@@ -21,8 +21,6 @@ from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.run.cli import commands, swarm, train
 
-__all__ = ["app", "run"]
-
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
 _CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from trainer.model import ModelConfig
     from trainer.model.export import ExportType
 
-__all__ = ["export_command", "identity_command", "plot_command", "rollback_command", "seed_command"]
-
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")

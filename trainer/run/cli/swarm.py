@@ -17,8 +17,6 @@ from trainer.run.cli.train import StoppedBySignal, config_of
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
 
-__all__ = ["app", "ending_texts"]
-
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 _FAILED = 1
 

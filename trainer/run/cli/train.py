@@ -15,8 +15,6 @@ from trainer.errors import TrainerUsageError
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
 
-__all__ = ["StoppedBySignal", "config_of", "train_command", "worker_command"]
-
 _SIGNAL_EXIT = 128
 
 _PATHS = {

@@ -24,8 +24,6 @@ from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of
 
-__all__ = ["TERMS", "ComparedPeer", "FitCheck", "ask_addresses", "register_terms", "terms_of"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from trainer.model.loss import IGNORED_LABEL
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.run.config import DataConfig, RunConfig
 
-__all__ = ["StoreWatch", "endless", "lineage_of", "open_dataset", "open_session", "within_vocabulary"]
-
 logger = logging.getLogger(__name__)
 
 _LINEAGE_MERGES = 256

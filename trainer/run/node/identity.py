@@ -11,8 +11,6 @@ from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Identity, load_or_create_identity
 from trainer.run.config import RunConfig
 
-__all__ = ["NodeStats", "announcement_of", "identity_of", "identity_path"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStats:

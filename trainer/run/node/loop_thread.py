@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from trainer.errors import TrainerError
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.state_form import StateForm
 
-__all__ = ["Network", "PeerBook", "StateChoice"]
-
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S")

@@ -22,8 +22,6 @@ from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import within_vocabulary
 from trainer.run.node.state_form import state_layout
 
-__all__ = ["Replica", "layers_of", "parameters_of"]
-
 
 class Replica:
     """A model in training on one node; parameters, moments, DiLoCo's vectors and vocabulary change together.

@@ -48,8 +48,7 @@ from trainer.inner import batch_size_for, choose_device
 from trainer.model import PRESETS, ModelConfig, available_memory_bytes, choose_architecture, num_parameters, preset
 from trainer.monitor import MeteredIterator
 from trainer.outer.engine.collective import Collective, LocalCollective
-from trainer.outer.engine.process_group import RankedBytes
-from trainer.outer.engine.torch_collective import TorchCollective
+from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
 from trainer.run.config import RunConfig, changed_options, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.replica import Replica
@@ -60,8 +59,6 @@ from trainer.run.node.watching import Watch
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
-
-__all__ = ["Ranks", "cluster_collective", "joined_cluster", "resolve", "run_node"]
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from trainer.network.transfer import Descriptor, Expectation
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco import FlatLayout, FragmentPlan, SharedState, synchronised_parameters
 
-__all__ = ["DilocoStates", "SharedMeta", "StateFit", "StateForm", "check_meta", "check_vectors", "state_layout"]
-
 S = TypeVar("S")
 
 _NUMBERS = ("outer_step", "fragment", "num_inner_steps", "vocab_rows")

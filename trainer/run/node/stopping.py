@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["StopRequest"]
-
 _ONE_REQUEST_S = 1.0
 """torchrun forwards a Ctrl+C to ranks that had it already, from the terminal."""
 

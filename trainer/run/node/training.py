@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from trainer.run.node.network import Network
     from trainer.run.node.starting import Ranks
 
-__all__ = ["Node", "TrainingDisplay"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_STATES = 5

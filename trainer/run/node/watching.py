@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.monitor import ApiServer, EventLog, Observer, ShutdownHook, TrainingMetrics, TrainingTracker, create_app
-from trainer.monitor.app import PipelineView, add_pipeline_pages
+from trainer.monitor.app import add_pipeline_pages
 from trainer.monitor.metrics import Sources
+from trainer.monitor.status import PipelineView
 from trainer.run.config import RunConfig
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
-
-__all__ = ["Watch"]
 
 
 class Watch:

@@ -18,8 +18,8 @@ from trainer.compression.activations import ActivationCodec, activation_codec
 from trainer.errors import CheckpointError
 from trainer.inner import choose_device, make_optimizer
 from trainer.model import Stage, build_stage, limit_ids
+from trainer.model.init import EMBEDDING
 from trainer.model.subspace import SubspaceConstraint, basis_of, fixed_table_of
-from trainer.model.subspace.constraint import EMBEDDING
 from trainer.pipeline.stage import StageReplica, StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.run.config import RunConfig
@@ -27,8 +27,6 @@ from trainer.run.swarm.shape import SwarmShape
 
 if TYPE_CHECKING:
     from trainer.run.swarm.synchroniser import ReplicaSynchroniser
-
-__all__ = ["BuiltStage", "WorkerSaving", "build_stage_site", "codec_of", "saved_state"]
 
 logger = logging.getLogger(__name__)
 

@@ -53,8 +53,6 @@ from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account
 from trainer.run.swarm.peer_view import DriverPeerView
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, stage_of, target_tokens_of
 
-__all__ = ["DriverNode", "run_driver"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2

@@ -21,8 +21,6 @@ from trainer.run.config import RunConfig
 from trainer.run.swarm.peer_view import DriverPeerView
 from trainer.run.swarm.shape import SwarmShape, stage_of, target_tokens_of
 
-__all__ = ["DriverView"]
-
 logger = logging.getLogger(__name__)
 
 _RATE_WINDOW_S = 30.0

@@ -13,8 +13,6 @@ import sys
 
 from trainer.network.discovery.parent import die_with_parent
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Becomes the command; returns only if the parent has ended already."""

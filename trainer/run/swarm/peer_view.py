@@ -25,8 +25,6 @@ from trainer.run.node.identity import NodeStats, announcement_of
 from trainer.run.swarm.keeper import keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
 
-__all__ = ["DriverPeerView", "SwarmPeers", "holds_stage"]
-
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5

@@ -23,8 +23,6 @@ from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of, open_session
 from trainer.run.node.identity import identity_path
 
-__all__ = ["DRIVER", "SwarmShape", "as_usage_errors", "only_process", "shape_of", "stage_of", "target_tokens_of"]
-
 DRIVER = "driver"
 """Stands for a stage in the terms of drivers, which hold none."""
 

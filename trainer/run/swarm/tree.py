@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-__all__ = ["Child", "ChildSpec", "ExitStatus", "ProcessTree", "RestartPolicy", "Role"]
-
 logger = logging.getLogger(__name__)
 
 Role = Literal["seed", "worker", "driver"]

@@ -54,8 +54,6 @@ from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, target_tokens_of
 from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
 
-__all__ = ["WorkerNode", "run_worker"]
-
 logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
