@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.event_loop import on_event_loop
 from tests.support.round_actor import agreement_of
 from trainer.aggregation import RuleConfig, decide
 from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult, add_sums
@@ -150,7 +149,6 @@ def sent(member: Arithmetic, parts: range) -> Contributor:
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("change", [lambda part: part[:-1], lambda part: part + bytes(1 << 20), lambda _: b""])
-@on_event_loop
 async def test_a_part_of_another_size_is_not_kept_and_ends_its_members_contribution(codec, change) -> None:
     members, by_id = contributions(codec)
     own_id, *_, liar, _ = peer_ids = members[0].agreement.peer_ids

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from manifests import canonical_json
-from tests.support.event_loop import on_event_loop
 from tests.support.example_store import EXAMPLE_KEY
 from tests.support.extremes import EXAMPLES, changed, damaged, outcome
 from tests.support.hostile_caller import header_fields
@@ -177,7 +176,6 @@ def test_each_stage_that_can_be_announced_has_a_name_that_can_be_read(uid: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["a..b", "a" * 70, "-", ".", "1.2.3.4.5", "[::ffff]", "localhost."])
-@on_event_loop
 async def test_an_address_that_can_be_announced_can_be_tried(host: str) -> None:
     """A name that no host can have is an error of the codec, not of the network."""
     assert await is_refused(_announcement(address=f"{host}:1").address, 2.0) in (True, False)

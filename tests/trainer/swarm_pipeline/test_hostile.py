@@ -19,7 +19,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.support.event_loop import on_event_loop
 from tests.support.ledger_run import CONFIG, all_of, ledger_run
 from tests.support.lying_worker import LIES, Liar, lying_worker
 from tests.support.model_configs import random_tokens
@@ -81,7 +80,6 @@ def banned(driver: PipelineDriver) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_liars_are_named_and_banned_and_the_rest_train_on(caplog: pytest.LogCaptureFixture) -> None:
     lies = [
         *(("body-1", name) for name in LIES if name not in OF_TAILS + OF_CHAINS),
@@ -107,7 +105,6 @@ async def test_liars_are_named_and_banned_and_the_rest_train_on(caplog: pytest.L
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_liars_in_a_chain_are_named_by_those_before_them_and_nobody_is_banned_for_long_by_hearsay(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -146,7 +143,6 @@ FLOODED = WorkerSetup(worker={"max_queue_per_driver": QUEUED, "max_compute_lead_
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_flooding_driver_waits_for_itself_and_the_others_do_not() -> None:
     async with (
         SmallPipeline(FLOODED, dict.fromkeys(STAGES, 1)) as pipeline,
@@ -184,7 +180,6 @@ def _reason(error: BaseException) -> str:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_that_leases_all_it_can_leaves_the_rest_to_others(tmp_path: Path) -> None:
     config = replace(CONFIG, max_open=4, lease_s=1.0)
     run = ledger_run(tmp_path)

@@ -13,7 +13,6 @@ import random
 
 import pytest
 
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Member, SmallPipeline, Windows
 from tests.support.stage_worker import RUN_ID, WorkerSetup, held
@@ -46,7 +45,6 @@ class Portions(Windows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
-@on_event_loop
 async def test_thirty_deaths(routing: str) -> None:
     rng = random.Random(routing)
     work = Portions(NUM_KILLS[routing] * PER_KILL)

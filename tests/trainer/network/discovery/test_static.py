@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.announcements import announce, announcement
-from tests.support.event_loop import on_event_loop
 from trainer.errors import RefusedError
 from trainer.network.discovery import PeerWatchdog, verify_announcement
 from trainer.network.discovery.config import DiscoveryConfig
@@ -127,7 +126,6 @@ def _free_port() -> int:
 
 
 @pytest.mark.parametrize("tls", [True, False])
-@on_event_loop
 async def test_one_address_is_enough_to_learn_of_all_and_news_travel(tls: bool) -> None:
     # c knows b only; a hears of c, and c of a, through b.
     async with _node("a", tls=tls) as a, _node("b", a.address, tls=tls) as b, _node("c", b.address, tls=tls) as c:
@@ -145,7 +143,6 @@ async def test_one_address_is_enough_to_learn_of_all_and_news_travel(tls: bool) 
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_node_that_returns_elsewhere_or_with_another_certificate_is_found_again() -> None:
     identity, listed = Identity.create(), Identity.create()
     async with _node("a", identity=listed) as a, _node("b", a.address) as b:
@@ -170,7 +167,6 @@ def _levels(address: str, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_late_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,7 +192,6 @@ async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_lat
     assert _levels(dead, caplog) == ["INFO", "WARNING"]
 
 
-@on_event_loop
 async def test_lies_are_dropped_and_counted_and_another_run_is_not_heard() -> None:
     async with _node("a") as a, AsyncExitStack() as stack, _node("b", a.address, run_id="other") as b:
         liar = _stranger()
@@ -218,7 +213,6 @@ async def test_lies_are_dropped_and_counted_and_another_run_is_not_heard() -> No
         assert await b.knows() == set()
 
 
-@on_event_loop
 async def test_an_announcement_nobody_can_use_harms_nobody_and_goes_no_further() -> None:
     async with _node("a") as a, _node("b", a.address) as b:
         await _until_known(b, "a")
@@ -240,7 +234,6 @@ async def test_an_announcement_nobody_can_use_harms_nobody_and_goes_no_further()
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_an_address_that_many_announce_gets_one_knock() -> None:
     knocks: list[object] = []
 
@@ -260,7 +253,6 @@ async def test_an_address_that_many_announce_gets_one_knock() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_sybils_neither_push_out_nor_keep_out_nor_get_about() -> None:
     """Three times as many as the table holds: dead ones, and real nodes that tell of further dead ones."""
     small = dataclasses.replace(_QUICK, max_peers=8, announcement_lifetime_s=20.0)
@@ -309,7 +301,6 @@ async def _pretend(endpoint: Endpoint, told: list[bytes], num_busy: int = 0) -> 
     return calls
 
 
-@on_event_loop
 async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.network.discovery.base._RETRY_S", 0.1)
     other = _stranger()
@@ -323,7 +314,6 @@ async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monke
     assert len(calls) == 3
 
 
-@on_event_loop
 async def test_a_node_announced_for_anothers_address_does_not_keep_that_one_out() -> None:
     """A record with a wrong address leads to a refusal there, not to a mix-up."""
     async with _node("a") as a, _node("late") as late:
@@ -335,7 +325,6 @@ async def test_a_node_announced_for_anothers_address_does_not_keep_that_one_out(
                 await _send(b.endpoint, Peer(Identity.create().peer_id, a.address, a.endpoint.certificate), b"")
 
 
-@on_event_loop
 async def test_a_lack_of_peers_is_reported_when_it_has_lasted_and_again_every_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -351,7 +340,6 @@ async def test_a_lack_of_peers_is_reported_when_it_has_lasted_and_again_every_mi
     assert said == 2 * [f"nobody answers at {first}, {second}: no worker of any stage has been heard of"]
 
 
-@on_event_loop
 async def test_a_node_that_only_knows_its_own_address_misses_nobody() -> None:
     """The first of a run, with the list of addresses that all have."""
     own = f"127.0.0.1:{(port := _free_port())}"
@@ -426,7 +414,6 @@ def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
     """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
     queue = StrangerQueue(2.0, random.Random(0))

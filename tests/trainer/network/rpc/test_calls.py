@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import RUN_ID, Answer, Question, rpc_node
 from tests.support.rpc_pair import ask, endpoint_pair, refused, running_endpoint, until
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
@@ -27,7 +26,6 @@ class _Other(Message):
 
 
 @pytest.mark.parametrize("tls", [False, True])
-@on_event_loop
 async def test_a_call_carries_body_and_payload_both_ways(tls: bool) -> None:
     async with endpoint_pair(tls=tls) as (caller, callee):
         for payload in (b"", b"p", bytes(range(256)) * 4096):
@@ -42,7 +40,6 @@ async def test_a_call_carries_body_and_payload_both_ways(tls: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended_by", ["deadline", "cancellation", "the callee's own limit"])
-@on_event_loop
 async def test_the_end_of_a_call_cancels_its_handler(ended_by: str) -> None:
     max_call_s = 0.2 if ended_by == "the callee's own limit" else 3600.0
     async with running_endpoint() as caller, running_endpoint(max_call_s=max_call_s) as callee:
@@ -63,13 +60,11 @@ async def test_the_end_of_a_call_cancels_its_handler(ended_by: str) -> None:
             await asyncio.sleep(0.02)
 
 
-@on_event_loop
 async def test_calls_run_side_by_side_and_are_waited_for_beyond_the_stall_timeout() -> None:
     async with endpoint_pair() as (caller, callee):
         await asyncio.gather(*(ask(caller, callee.peer, str(number), 2.0) for number in range(20)))
 
 
-@on_event_loop
 async def test_what_the_callee_refuses_comes_with_its_reason() -> None:
     async def handle(_request: Request[Question]) -> Reply[Answer]:
         return Reply(Answer())
@@ -92,7 +87,6 @@ async def test_what_the_callee_refuses_comes_with_its_reason() -> None:
         assert callee.counters.refused == {"method": 2, "body": 1, "recipient": 1, "payload_size": 1, "rate": 1}
 
 
-@on_event_loop
 async def test_only_nodes_of_the_run_and_the_allow_list_may_call() -> None:
     friend = Identity.create()
     async with (
@@ -108,7 +102,6 @@ async def test_only_nodes_of_the_run_and_the_allow_list_may_call() -> None:
             await ask(other, callee.peer)
 
 
-@on_event_loop
 async def test_a_wrong_clock_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     async with endpoint_pair() as (caller, callee):
         behind = time.time() - 500
@@ -118,7 +111,6 @@ async def test_a_wrong_clock_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch
             await ask(caller, callee.peer)
 
 
-@on_event_loop
 async def test_a_peer_known_by_address_only_says_who_it_is() -> None:
     async with endpoint_pair() as (caller, callee):
         anyone = Peer(None, callee.address)
@@ -127,7 +119,6 @@ async def test_a_peer_known_by_address_only_says_who_it_is() -> None:
             await caller.call(anyone, "test/cancelled", Question(), Answer, timeout_s=20)
 
 
-@on_event_loop
 async def test_a_handlers_refusal_travels_and_its_failure_says_nothing_of_its_inside(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -153,7 +144,6 @@ async def test_a_handlers_refusal_travels_and_its_failure_says_nothing_of_its_in
         assert callee.counters.refused == {"not_in_round": 1, "internal": 2}
 
 
-@on_event_loop
 async def test_what_cannot_be_sent_is_the_callers_mistake() -> None:
     async with endpoint_pair() as (caller, callee):
         with pytest.raises(TrainerUsageError):
@@ -165,7 +155,6 @@ async def test_what_cannot_be_sent_is_the_callers_mistake() -> None:
         assert (await ask(caller, callee.peer)).sender == callee.peer_id
 
 
-@on_event_loop
 async def test_a_peer_that_is_not_there_is_told_at_once_and_found_by_the_next_call_once_it_is() -> None:
     async with running_endpoint() as caller:
         for certificate in (None, b"no certificate"):
@@ -181,7 +170,6 @@ async def test_a_peer_that_is_not_there_is_told_at_once_and_found_by_the_next_ca
             assert (await ask(caller, peer)).sender == peer.peer_id
 
 
-@on_event_loop
 async def test_ports_and_methods_are_taken_once() -> None:
     async with running_endpoint() as first:
         with pytest.raises(TrainerUsageError, match="choose another port"):
@@ -192,7 +180,6 @@ async def test_ports_and_methods_are_taken_once() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_stopping_ends_calls_in_both_directions_and_leaves_no_thread() -> None:
     before = {thread.name for thread in threading.enumerate()}
     async with running_endpoint() as caller, running_endpoint() as callee:
@@ -213,7 +200,6 @@ async def test_stopping_ends_calls_in_both_directions_and_leaves_no_thread() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
-@on_event_loop
 async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
     with rpc_node(tls=tls) as node:
         async with running_endpoint(tls=tls) as caller:
@@ -230,7 +216,6 @@ async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_killed_peer_is_noticed_at_once() -> None:
     with rpc_node(stall_timeout_s=60.0) as node:
         async with running_endpoint(stall_timeout_s=60.0) as caller:
@@ -258,7 +243,6 @@ async def _receive_for_ever(stream: Stream) -> None:
 
 @pytest.mark.parametrize("signal_name", ["stop", "kill"])
 @pytest.mark.parametrize("method", ["test/mirror", "test/pour", "test/deaf"])
-@on_event_loop
 async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_name: str) -> None:
     """While frames are in full flow (mirror, pour), and while the peer takes none of them (deaf)."""
     with rpc_node() as node:
@@ -275,7 +259,6 @@ async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["stop", "kill"])
-@on_event_loop
 async def test_a_handler_hears_of_its_callers_end(signal_name: str) -> None:
     """The caller is the one that dies here: the node process opens a stream to this one."""
     heard: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -308,7 +291,6 @@ async def test_a_handler_hears_of_its_callers_end(signal_name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_noticed", [True, False])
-@on_event_loop
 async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certificate(
     is_noticed: bool, tmp_path: Path
 ) -> None:
@@ -340,7 +322,6 @@ async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certifica
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tls", [False, True])
-@on_event_loop
 async def test_a_port_that_accepts_and_says_nothing_is_given_up(tls: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         peer = Peer(Identity.create().peer_id, f"127.0.0.1:{mute.getsockname()[1]}")

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.support.event_loop import on_event_loop
 from tests.support.raw_http2 import any_certificate
 from tests.support.rpc_pair import Clock, ask, running_endpoint, until
 from trainer.network.rpc import Endpoint
@@ -155,7 +154,6 @@ async def _drained(reader: asyncio.StreamReader) -> None:
 @pytest.mark.slow
 @_where_visible
 @pytest.mark.parametrize("tls", [False, True])
-@on_event_loop
 async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
     # A stall time-out that no test waits for: gRPC's pings would end connections that do not answer.
     options = {"tls": tls, "stall_timeout_s": 60.0}
@@ -177,7 +175,6 @@ async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
 
 
 @_where_visible
-@on_event_loop
 async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
     async with running_endpoint() as endpoint, running_endpoint() as other:
         await ask(other, endpoint.peer)

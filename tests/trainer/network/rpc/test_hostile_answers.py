@@ -11,7 +11,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import Question
 from tests.support.rpc_pair import ask, refused, running_endpoint
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
@@ -110,7 +109,6 @@ _DATA = {"kind": "data", "body": None}
         (True, "sender", [{**_DATA, "identity": _OTHER}]),
     ],
 )
-@on_event_loop
 async def test_an_answer_that_fails_a_check_is_none(is_stream: bool, reason: str, frames: list[Any]) -> None:
     async with running_endpoint() as caller, hostile_callee(_answering(*frames)) as callee:
         with pytest.raises(PeerUnavailableError, match=rf"fails a check \({reason}\)"):
@@ -125,7 +123,6 @@ async def test_an_answer_that_fails_a_check_is_none(is_stream: bool, reason: str
 
 
 @pytest.mark.parametrize("body", [None, {"text": 1}, {"text": "a", "more": [[[{}]]]}, {"text": 2**62}])
-@on_event_loop
 async def test_a_signed_answer_that_is_none_to_the_question_is_the_peers_doing(body: dict[str, object] | None) -> None:
     async with running_endpoint() as caller, hostile_callee(_answering({"body": body})) as callee:
         with pytest.raises(MalformedAnswerError, match=r"fails a check \(body\)"):
@@ -133,7 +130,6 @@ async def test_a_signed_answer_that_is_none_to_the_question_is_the_peers_doing(b
         assert caller.counters.refused == {"body": 1}
 
 
-@on_event_loop
 async def test_a_captured_answer_does_not_fit_a_second_call() -> None:
     captured: list[bytes] = []
 
@@ -148,7 +144,6 @@ async def test_a_captured_answer_does_not_fit_a_second_call() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_heartbeats_alone_go_on_to_the_deadline_only() -> None:
     async def script(_request: EnvelopeHeader, context: Context) -> None:
         while True:
@@ -159,7 +154,6 @@ async def test_heartbeats_alone_go_on_to_the_deadline_only() -> None:
             await ask(caller, callee, timeout_s=0.5)
 
 
-@on_event_loop
 async def test_an_answer_too_large_to_be_one_is_not_read() -> None:
     async with running_endpoint() as caller, hostile_callee(_answering(bytes(64 << 20))) as callee:
         with refused("size"):
@@ -167,7 +161,6 @@ async def test_an_answer_too_large_to_be_one_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("frames", [[], [HEARTBEAT]])
-@on_event_loop
 async def test_an_end_without_an_answer_is_none(frames: list[bytes]) -> None:
     async with running_endpoint() as caller, hostile_callee(_answering(*frames)) as callee:
         with pytest.raises(PeerUnavailableError, match="expected a reply"):
@@ -185,7 +178,6 @@ async def test_an_end_without_an_answer_is_none(frames: list[bytes]) -> None:
         ("odd_one", "line\x1b[31m\r\nbreak" + "y" * 5000, "odd_one"),
     ],
 )
-@on_event_loop
 async def test_what_a_refusal_says_is_made_harmless(reason: str, text: str, expected_reason: str | None) -> None:
     async def script(_request: EnvelopeHeader, context: Context) -> None:
         await context.abort(grpc.StatusCode.ABORTED, text, (("genesis-reason", reason),))
@@ -199,7 +191,6 @@ async def test_what_a_refusal_says_is_made_harmless(reason: str, text: str, expe
             assert isinstance(caught.value, RefusedError) and caught.value.reason == expected_reason
 
 
-@on_event_loop
 async def test_whoever_answers_at_an_address_must_go_on_answering() -> None:
     """Of a peer known by address only, the first signed frame says who it is, and binds the rest."""
     script = _answering(_DATA, {**_DATA, "sequence": 1, "identity": _OTHER})

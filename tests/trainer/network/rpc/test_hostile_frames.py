@@ -15,7 +15,6 @@ import grpc
 import pytest
 
 from tests.support.attacks import Target
-from tests.support.event_loop import on_event_loop
 from tests.support.hostile_caller import HostileCaller, header_fields, hostile_caller
 from tests.support.rpc_node import RUN_ID, Answer, Question, rpc_node
 from tests.support.rpc_pair import ask, running_endpoint, until
@@ -39,7 +38,6 @@ async def _check(endpoint: Endpoint, hostile: HostileCaller, cases: dict[str, tu
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_first_frames() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
         frame = hostile.frame
@@ -77,7 +75,6 @@ async def test_first_frames() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_frames_of_a_stream() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
 
@@ -129,7 +126,6 @@ async def test_frames_of_a_stream() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_what_grpc_itself_refuses() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
         for size_bytes in (MAX_FRAME_BYTES + 1, 64 << 20):
@@ -139,7 +135,6 @@ async def test_what_grpc_itself_refuses() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_caller_that_opens_and_says_nothing_is_cut_off() -> None:
     async with running_endpoint(request_timeout_s=0.3) as endpoint, hostile_caller(endpoint.peer) as hostile:
         call = hostile.channel.stream_stream(METHOD_PATH)(timeout=20)
@@ -149,7 +144,6 @@ async def test_a_caller_that_opens_and_says_nothing_is_cut_off() -> None:
         assert endpoint.counters.refused == {"no_request": 1}
 
 
-@on_event_loop
 async def test_calls_without_a_sender_are_bounded_by_their_address() -> None:
     async with running_endpoint(max_waiting_per_host=5) as endpoint, hostile_caller(endpoint.peer) as hostile:
         calls = [hostile.channel.stream_stream(METHOD_PATH)(timeout=20) for _ in range(40)]
@@ -163,7 +157,6 @@ async def test_calls_without_a_sender_are_bounded_by_their_address() -> None:
                 await asyncio.sleep(0.02)
 
 
-@on_event_loop
 async def test_connections_are_bounded() -> None:
     async with running_endpoint(max_connections=3) as endpoint:
         host, _, port = endpoint.address.rpartition(":")
@@ -211,7 +204,6 @@ async def _flood(hostile: HostileCaller, source: random.Random, num_frames: int)
 @pytest.mark.parametrize(
     "num_frames", [pytest.param(3000, marks=pytest.mark.slow), pytest.param(30_000, marks=pytest.mark.long)]
 )
-@on_event_loop
 async def test_memory_stays_where_it_was_under_hostile_frames(num_frames: int) -> None:
     with rpc_node() as node:
         async with running_endpoint() as honest, hostile_caller(node.peer) as hostile:
@@ -230,7 +222,6 @@ async def test_memory_stays_where_it_was_under_hostile_frames(num_frames: int) -
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_message_that_would_decompress_to_much_more_is_not_decompressed() -> None:
     with rpc_node() as node:
         async with running_endpoint() as honest, hostile_caller(node.peer) as hostile:
@@ -254,7 +245,6 @@ _IN_WITHIN_S = 10.0
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["no_window", "idle_connections"])
-@on_event_loop
 async def test_newcomers_and_proven_peers_get_in_under_attack(name: str, tmp_path: Path) -> None:
     """Few connections of an attack, beside newcomers of the same address; a swarm's is in tests/trainer/attacks."""
 

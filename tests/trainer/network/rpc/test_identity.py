@@ -17,7 +17,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import ask, endpoint_pair, refused, running_endpoint
 from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.rpc import Identity, Peer, load_or_create_identity, verify_signature
@@ -102,7 +101,6 @@ async def _man_in_the_middle(victim: Peer) -> AsyncIterator[str]:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_nothing_passes_through_a_man_in_the_middle() -> None:
     async with endpoint_pair(tls=True) as (caller, callee):
         async with _man_in_the_middle(callee.peer) as address:
@@ -119,7 +117,6 @@ async def test_nothing_passes_through_a_man_in_the_middle() -> None:
         assert (await ask(caller, Peer(callee.peer_id, callee.address))).sender == callee.peer_id
 
 
-@on_event_loop
 async def test_a_certificate_is_fetched_once_and_pinned_when_a_signed_answer_named_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,7 +168,6 @@ def test_what_the_network_says_is_said_in_words(failure: OSError, said: str, mon
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = silent.getsockname()
@@ -182,7 +178,6 @@ async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
             await fetch_certificate(host, where[1], 20.0)
 
 
-@on_event_loop
 async def test_each_start_makes_another_certificate_and_none_and_others_do_not_mix() -> None:
     async with endpoint_pair(tls=True) as (one, other), running_endpoint(tls=False) as plain:
         assert one.certificate != other.certificate and plain.certificate is None
@@ -199,7 +194,6 @@ async def test_each_start_makes_another_certificate_and_none_and_others_do_not_m
         assert (await ask(one, other.peer)).sender == other.peer_id
 
 
-@on_event_loop
 async def test_a_request_to_a_nodes_former_life_is_refused_by_its_next() -> None:
     """The replay guard forgets with the process; the certificate, which requests name, is a new one each time."""
     identity = Identity.create()
@@ -212,7 +206,6 @@ async def test_a_request_to_a_nodes_former_life_is_refused_by_its_next() -> None
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_many_peers_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are bounded: the longest unused goes first, and one in use never."""
     monkeypatch.setattr("trainer.network.rpc.channels.MAX_CHANNELS", 3)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.event_loop import on_event_loop
 from tests.support.raw_http2 import NoWindow, no_window_connection
 from tests.support.rpc_node import RUN_ID, Question
 from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
@@ -52,7 +51,6 @@ def _stranger(address: str) -> Share:
     return Share(address, False)
 
 
-@on_event_loop
 async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
     calls = _calls(total=3)
     held = [calls.take("1", PROVEN_A, holder="a", stalled_s=0.1), calls.take("2", PROVEN_A, holder="a")]
@@ -67,7 +65,6 @@ async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
     assert not calls.is_busy(PROVEN_A, "a")
 
 
-@on_event_loop
 async def test_strangers_share_what_their_address_may_take_and_leave_a_quarter_to_proven_peers() -> None:
     calls = _calls()
     for name in "wxyz":
@@ -82,7 +79,6 @@ async def test_strangers_share_what_their_address_may_take_and_leave_a_quarter_t
     assert not calls.shed
 
 
-@on_event_loop
 async def test_a_newcomer_gets_the_place_of_what_has_stalled_for_longest() -> None:
     calls = _calls()
     for name, stalled_s in (("moves", None), ("just now", 0.1), ("long", 5.0), ("longest", 9.0)):
@@ -94,7 +90,6 @@ async def test_a_newcomer_gets_the_place_of_what_has_stalled_for_longest() -> No
     assert calls.is_busy(_stranger("192.0.2.1")), "what moves, or was about to, is not ended"
 
 
-@on_event_loop
 async def test_when_all_is_full_the_address_that_holds_most_gives_way_and_proven_peers_last() -> None:
     calls = _calls(total=8, address=3)
     for name in ("a", "b"):
@@ -145,7 +140,6 @@ async def _held(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["call", "stream"])
-@on_event_loop
 async def test_what_one_peer_has_at_once_is_bounded(kind: str) -> None:
     async with running_endpoint() as caller, running_endpoint(max_calls_per_peer=2, max_streams_per_peer=2) as callee:
 
@@ -166,7 +160,6 @@ async def test_what_one_peer_has_at_once_is_bounded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-@on_event_loop
 async def test_a_call_whose_answer_nobody_takes_ends_with_its_connection(tls: bool) -> None:
     async with running_endpoint(tls=tls) as victim, AsyncExitStack() as stack:
         [connection] = await _held(stack, victim, 1, tls=tls)
@@ -178,7 +171,6 @@ async def test_a_call_whose_answer_nobody_takes_ends_with_its_connection(tls: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["request", "open"])
-@on_event_loop
 async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None:
     """Also from the same address, and long before the stall time-out."""
     async with (
@@ -204,7 +196,6 @@ async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None
         await until(lambda: len(slots) == 3)
 
 
-@on_event_loop
 async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
     """Calls in good order fill the address's share: a newcomer is told so, a proven peer is not."""
     async with running_endpoint(**_LIMITS) as victim, running_endpoint() as proven, running_endpoint() as newcomer:
@@ -223,7 +214,6 @@ async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
     async with running_endpoint() as victim, AsyncExitStack() as stack:
         standing = victim._serving.standing
@@ -234,7 +224,6 @@ async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
         await until(lambda: not standing.is_proven(identity.peer_id))
 
 
-@on_event_loop
 async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_time() -> None:
     """What 32 calls of one connection cost is what one does, and a newcomer of the same address gets in at once."""
     async with running_endpoint() as victim, running_endpoint() as newcomer, AsyncExitStack() as stack:

@@ -56,7 +56,6 @@ async def _pour(stream: Stream, size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-@on_event_loop
 async def test_frames_go_both_ways_at_once_in_order(tls: bool) -> None:
     frames = [(2 * number, bytes([number]) * (number * 40_000)) for number in range(24)]
     async with endpoint_pair(tls=tls) as (caller, callee):
@@ -84,7 +83,6 @@ def test_any_frames_come_as_they_were_sent(frames: list[tuple[int, bytes]]) -> N
     scenario()
 
 
-@on_event_loop
 async def test_sends_from_several_tasks_are_put_in_one_order_and_a_payload_may_be_changed_once_it_was_sent() -> None:
     async with open_stream() as (stream, _, _):
         await asyncio.gather(*(stream.send(index, bytes(300_000)) for index in range(12)))
@@ -99,7 +97,6 @@ async def test_sends_from_several_tasks_are_put_in_one_order_and_a_payload_may_b
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_peer_that_does_not_read_is_not_sent_more_than_a_little() -> None:
     """Backpressure: the queue and a few windows, however long the sender goes on and however busy the machine is."""
     async with open_stream("test/deaf", sleep_s=20, stall_timeout_s=5.0) as (stream, _, callee):
@@ -109,7 +106,6 @@ async def test_a_peer_that_does_not_read_is_not_sent_more_than_a_little() -> Non
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_reader_who_takes_a_pause_longer_than_the_stall_timeout_loses_nothing() -> None:
     async with open_stream("test/pour", timeout_s=60, stall_timeout_s=0.4) as (stream, _, _):
         for index in range(10):
@@ -119,7 +115,6 @@ async def test_a_reader_who_takes_a_pause_longer_than_the_stall_timeout_loses_no
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_silence_of_both_is_bridged_by_heartbeats_and_a_cancelled_receive_loses_no_frame() -> None:
     async with open_stream(stall_timeout_s=0.4) as (stream, _, _):
         for _ in range(3):
@@ -131,7 +126,6 @@ async def test_silence_of_both_is_bridged_by_heartbeats_and_a_cancelled_receive_
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_cancelled_send_leaves_no_gap() -> None:
     """Cancelled while it waits, nothing was sent; what is sent later follows on."""
     got: list[int] = []
@@ -149,7 +143,6 @@ async def test_a_cancelled_send_leaves_no_gap() -> None:
     assert got == list(range(sent + 1))
 
 
-@on_event_loop
 async def test_leaving_early_cancels_the_handler() -> None:
     ended = asyncio.Event()
 
@@ -167,7 +160,6 @@ async def test_leaving_early_cancels_the_handler() -> None:
         await asyncio.wait_for(ended.wait(), 5)
 
 
-@on_event_loop
 async def test_nothing_can_be_sent_after_the_end() -> None:
     async with open_stream() as (stream, _, _):
         with pytest.raises(TrainerUsageError, match="index"):
@@ -181,7 +173,6 @@ async def test_nothing_can_be_sent_after_the_end() -> None:
         assert await _drain(stream) == []
 
 
-@on_event_loop
 async def test_a_handlers_refusal_ends_sends_and_receives() -> None:
     async def refuse(_request: Request[Question], stream: Stream) -> None:
         await stream.receive()
@@ -200,7 +191,6 @@ async def test_a_handlers_refusal_ends_sends_and_receives() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_refusal_is_told_though_heartbeats_and_frames_are_in_flight() -> None:
     """gRPC cannot send a status while a write is in flight; heartbeats every half millisecond see to it that one is."""
 
@@ -228,7 +218,6 @@ async def test_a_refusal_is_told_though_heartbeats_and_frames_are_in_flight() ->
 @pytest.mark.slow
 @pytest.mark.parametrize("reader_s", [0.0, 0.5])
 @pytest.mark.parametrize("reason", ["not_in_round", "internal"])
-@on_event_loop
 async def test_a_sender_in_full_flow_hears_the_error_and_what_came_before_it(
     reason: str, reader_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,7 +242,6 @@ async def test_a_sender_in_full_flow_hears_the_error_and_what_came_before_it(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_callee_that_ends_early_leaves_its_answer_to_a_caller_still_sending() -> None:
     async def answer(_request: Request[Question], stream: Stream) -> None:
         for index in range(6):
@@ -266,7 +254,6 @@ async def test_a_callee_that_ends_early_leaves_its_answer_to_a_caller_still_send
             assert [index for index, _ in await _drain(stream)] == list(range(6))
 
 
-@on_event_loop
 async def test_a_callee_that_does_not_wait_for_the_end_is_no_error() -> None:
     async def glance(_request: Request[Question], stream: Stream) -> None:
         await stream.receive()
@@ -281,7 +268,6 @@ async def test_a_callee_that_does_not_wait_for_the_end_is_no_error() -> None:
                 assert await stream.receive() is None
 
 
-@on_event_loop
 async def test_a_budget_too_small_for_all_streams_stops_none_of_them() -> None:
     """Each stream may hold one frame, so that streams that wait for each other do not do so for ever."""
     options = {"max_queued_bytes": 1, "max_queued_bytes_per_peer": 1}
@@ -298,7 +284,6 @@ async def test_a_budget_too_small_for_all_streams_stops_none_of_them() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_the_deadline_ends_a_stream() -> None:
     async with open_stream(timeout_s=0.5) as (stream, _, _):
         for half in (stream.receive(), stream.send(0, b"x")):
@@ -307,7 +292,6 @@ async def test_the_deadline_ends_a_stream() -> None:
 
 
 @pytest.mark.parametrize("stopped", ["callee", "caller"])
-@on_event_loop
 async def test_stopping_either_side_ends_its_streams(stopped: str) -> None:
     async with open_stream() as (stream, caller, callee):
         await stream.send(0, b"x")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import refused
 from tests.support.state_actor import Actor, actors, peer_fields
 from trainer.errors import StateTransferError
@@ -128,7 +127,6 @@ def state(tmp_path: Path, make_tensors: Callable[..., dict[str, torch.Tensor]]) 
 
 
 @pytest.mark.parametrize("num_donors", [1, 3])
-@on_event_loop
 async def test_the_state_arrives_bit_for_bit_and_all_donors_share_the_work(state: _State, num_donors: int) -> None:
     async with _endpoints(state.source, *[StateDonor] * num_donors) as (endpoint, donors, peers):
         snapshot = await state.fetch_from(endpoint, peers)
@@ -144,7 +142,6 @@ async def test_the_state_arrives_bit_for_bit_and_all_donors_share_the_work(state
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [_FlippingDonor, _WrongChunkDonor])
-@on_event_loop
 async def test_liars_are_named_and_dropped_and_the_rest_suffice(
     state: _State, kind: type[StateDonor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,7 +154,6 @@ async def test_liars_are_named_and_dropped_and_the_rest_suffice(
 
 
 @pytest.mark.parametrize("kinds", [(_OtherDonor, _OtherDonor), (_SilentDonor, StateDonor)])
-@on_event_loop
 async def test_donors_that_end_early_or_only_send_heartbeats_do_not_keep_the_state_away(
     state: _State, kinds: tuple[type[StateDonor], ...]
 ) -> None:
@@ -165,7 +161,6 @@ async def test_donors_that_end_early_or_only_send_heartbeats_do_not_keep_the_sta
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_silent_donor_is_dropped_and_the_time_is_kept_and_what_was_received_stays(state: _State) -> None:
     config = StateConfig(chunk_timeout_s=0.3, retry_pause_s=0.05, max_failures=2)
     with pytest.raises(StateTransferError, match=r"12 of 12 chunks .* did not send a chunk within 0\.3 s"):
@@ -175,7 +170,6 @@ async def test_a_silent_donor_is_dropped_and_the_time_is_kept_and_what_was_recei
     assert state.is_in(await state.fetch(StateDonor))
 
 
-@on_event_loop
 async def test_donors_without_the_state_and_unreachable_ones_are_named_and_cost_nothing_but_time(state: _State) -> None:
     missing = replace(state, digest="0" * 64)
     with pytest.raises(StateTransferError, match=r"no donor sent the descriptor .* is not here \(any more\)"):
@@ -190,7 +184,6 @@ async def test_donors_without_the_state_and_unreachable_ones_are_named_and_cost_
         assert state.is_in(await state.fetch_from(endpoint, donors))
 
 
-@on_event_loop
 async def test_what_the_caller_does_not_expect_is_not_fetched(state: _State) -> None:
     with pytest.raises(StateTransferError, match="at most 1000 bytes"):
         await state.fetch(StateDonor, expectation=Expectation(max_bytes=1000))
@@ -200,7 +193,6 @@ async def test_what_the_caller_does_not_expect_is_not_fetched(state: _State) -> 
     assert not (state.target / f".fetch-{state.digest}" / "data").exists()
 
 
-@on_event_loop
 async def test_a_state_that_is_not_finite_is_never_a_snapshot(state: _State) -> None:
     state.tensors["momentum"][-1] = float("nan")
     state.digest = write_snapshot(state.source, {}, state.tensors).digest
@@ -210,7 +202,6 @@ async def test_a_state_that_is_not_finite_is_never_a_snapshot(state: _State) -> 
     assert snapshots_in(state.target) == []
 
 
-@on_event_loop
 async def test_a_snapshot_that_was_replaced_meanwhile_is_still_served(state: _State) -> None:
     async with _endpoints(state.source, StateDonor) as (endpoint, _, peers):
         assert (await fetch_descriptor(endpoint, peers, state.digest)).digest == state.digest
@@ -220,7 +211,6 @@ async def test_a_snapshot_that_was_replaced_meanwhile_is_still_served(state: _St
         assert state.is_in(await state.fetch_from(endpoint, peers))
 
 
-@on_event_loop
 async def test_a_donor_keeps_to_its_rate_for_all_fetchers_together(state: _State) -> None:
     """One chunk may go at once, and each further one takes its time, whoever asked for it."""
     rate = 64.0 * CHUNK_BYTES
@@ -241,7 +231,6 @@ async def test_a_donor_keeps_to_its_rate_for_all_fetchers_together(state: _State
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_donor_serves_no_more_at_once_than_it_may(state: _State) -> None:
     config = StateConfig(max_uploads=1, max_upload_bytes_per_s=float(4 << 20))
     async with _endpoints(state.source, StateDonor, config=config) as (endpoint, _, [peer]):
@@ -255,7 +244,6 @@ async def test_a_donor_serves_no_more_at_once_than_it_may(state: _State) -> None
         assert state.is_in(await state.fetch_from(endpoint, [peer]))
 
 
-@on_event_loop
 async def test_a_donor_refuses_what_it_does_not_have(state: _State) -> None:
     async with _endpoints(state.source, StateDonor) as (endpoint, donors, [peer]):
         with refused("unknown_state"):

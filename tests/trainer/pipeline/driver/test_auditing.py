@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.event_loop import on_event_loop
 from tests.support.toy_stage import (
     FAST,
     ONE_EACH,
@@ -85,7 +84,6 @@ def lie_for_ever(liar: ToyStage, lie: Fault, *methods: str) -> str:
         ("tail", "-3 times"),
     ],
 )
-@on_event_loop
 async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
     stage: str, lie: str, routing: str
 ) -> None:
@@ -106,7 +104,6 @@ async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
 @pytest.mark.parametrize(
     ("replicas", "unopposed"), [(THREE_EACH, ()), (ONE_EACH | {"tail": 2}, ("body-1", "head"))], ids=["three", "one"]
 )
-@on_event_loop
 async def test_honest_workers_are_compared_where_there_are_others_and_nobody_suspected(
     replicas: dict[str, int], unopposed: tuple[str, ...]
 ) -> None:
@@ -121,7 +118,6 @@ async def test_honest_workers_are_compared_where_there_are_others_and_nobody_sus
 @pytest.mark.parametrize("asked", [(EVALUATE,), ()], ids=["lies when asked", "honest when asked"])
 @pytest.mark.parametrize(("stage", "method"), [("body-1", BACKWARD), ("tail", TAIL)])
 @pytest.mark.parametrize(("replicas", "factor"), [(1, -3), (2, -3), (2, 0)])
-@on_event_loop
 async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
     replicas: int, factor: int, stage: str, method: str, asked: tuple[str, ...]
 ) -> None:
@@ -141,7 +137,6 @@ async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
     ("replicas", "stage", "lie", "num_liars"),
     [(THREE_EACH, "tail", "-3 times", 2), (TWO_EACH, "head", "another each time", 1)],
 )
-@on_event_loop
 async def test_half_of_a_stage_or_more_may_lie_where_they_contradict_themselves(
     replicas: dict[str, int], stage: str, lie: str, num_liars: int
 ) -> None:
@@ -152,7 +147,6 @@ async def test_half_of_a_stage_or_more_may_lie_where_they_contradict_themselves(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
         lie_for_ever(drive.swarm.at("head"), LIES["a spike"])
@@ -166,7 +160,6 @@ async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
     async with driving(TWO_EACH, 20, replace(AUDITED, audit_every=1, request_timeout_s=30.0)) as drive:
         for toy in drive.swarm.all:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.event_loop import on_event_loop
 from tests.support.toy_stage import (
     FAST,
     ONE_EACH,
@@ -33,7 +32,6 @@ TOKENS = ROWS * POSITIONS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
-@on_event_loop
 async def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pytest.LogCaptureFixture) -> None:
     async with driving(ONE_EACH | {"body-1": 0}, 3, replace(FAST, routing=routing)) as drive:
         running = asyncio.create_task(drive.driver.run())
@@ -52,7 +50,6 @@ async def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplo
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("stage", STAGES)
-@on_event_loop
 async def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: str, routing: str) -> None:
     """It holds as many as may be under way, and is asked again for long: nothing of it is lost."""
     config = replace(FAST, routing=routing, max_in_flight=1, unclear_s=60.0, **SILENCE)
@@ -71,7 +68,6 @@ async def test_others_go_on_while_some_wait_for_a_worker_that_is_stopped(stage: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_counted", [False, True])
-@on_event_loop
 async def test_when_a_lease_runs_out_what_some_have_counted_is_left_and_the_rest_handed_back(is_counted: bool) -> None:
     async with driving(ONE_EACH | {"body-1": int(is_counted)}, 1, lease_s=2.0) as drive:
         bodies = drive.swarm.workers_by_stage["body-1"]
@@ -88,7 +84,6 @@ async def test_when_a_lease_runs_out_what_some_have_counted_is_left_and_the_rest
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_renewed_lease_goes_on() -> None:
     async with driving(ONE_EACH, 1, lease_s=2.0) as drive:
         drive.swarm.at("body-1").faults[FORWARD].append(refuse("busy"))
@@ -103,7 +98,6 @@ async def test_a_renewed_lease_goes_on() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_stop_lets_what_is_under_way_end() -> None:
     async with driving(ONE_EACH, 100) as drive:
         for toy in drive.swarm.all:
@@ -117,7 +111,6 @@ async def test_stop_lets_what_is_under_way_end() -> None:
 
 
 @pytest.mark.parametrize(("stage", "method", "fate"), [("head", FORWARD, "handed-back"), ("tail", TAIL, "left")])
-@on_event_loop
 async def test_what_does_not_end_in_time_is_handed_back_or_left(stage: str, method: str, fate: str) -> None:
     async with driving(ONE_EACH, 1, replace(FAST, drain_s=0.1, request_timeout_s=30.0)) as drive:
         drive.swarm.at(stage).faults[method].append(lose_answer if fate == "left" else say_nothing)
@@ -130,7 +123,6 @@ async def test_what_does_not_end_in_time_is_handed_back_or_left(stage: str, meth
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_losses_by_step_weigh_by_tokens() -> None:
     steps: list[StepLoss] = []
     async with driving(
@@ -144,7 +136,6 @@ async def test_losses_by_step_weigh_by_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("max_in_flight", "routing"), [(1, "hub"), (8, "hub"), (3, "chain")])
-@on_event_loop
 async def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(max_in_flight: int, routing: str) -> None:
     config = replace(FAST, synchronous=True, max_in_flight=max_in_flight, routing=routing)
     async with driving(ONE_EACH, 12, config, target_tokens=4 * TOKENS) as drive:
@@ -158,7 +149,6 @@ async def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(ma
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() -> None:
     config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1, request_timeout_s=10.0)
     async with driving(ONE_EACH, 5, config, target_tokens=2 * TOKENS) as drive:
@@ -172,7 +162,6 @@ async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() 
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_synchronous_stop_does_not_wait_for_a_step() -> None:
     config = replace(FAST, synchronous=True, request_timeout_s=30.0)
     async with driving(ONE_EACH, 4, config, target_tokens=2 * TOKENS) as drive:
@@ -184,7 +173,6 @@ async def test_synchronous_stop_does_not_wait_for_a_step() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_what_goes_wrong_with_the_account_ends_the_run() -> None:
     async with driving(ONE_EACH, 3) as drive:
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.toy_stage import FAST, ONE_EACH, SILENCE, ToyStage, ToySwarm, driving, say_nothing, toy_swarm, until
 from trainer.network.rpc import Peer
@@ -59,14 +58,12 @@ def worker_at(address: str) -> StageWorker:
     return StageWorker("tail", "tail.0.40", Peer(KEY, address), "first")
 
 
-@on_event_loop
 async def test_on_this_machine_a_refusal_is_proof_enough(port: int) -> None:
     liveness = LivenessProbe(Heard())
     assert await liveness.probe(worker_at(f"127.0.0.1:{port}"), 5.0) == "gone"
     assert await liveness.probe(worker_at(f"localhost:{port}"), 5.0) == "gone"
 
 
-@on_event_loop
 async def test_elsewhere_it_takes_silence_too_from_the_first_refusal_on(port: int) -> None:
     worker = worker_at(f"0.0.0.0:{port}")
     heard = Heard(LastWord("first", worker.peer.address, heard_s=10.0))  # Silent for long, and not refused.
@@ -89,7 +86,6 @@ async def test_elsewhere_it_takes_silence_too_from_the_first_refusal_on(port: in
     ("incarnation", "moved", "proven"),
     [("second", True, True), ("second", False, False), ("first", True, False), ("first", False, False)],
 )
-@on_event_loop
 async def test_its_key_may_say_that_it_is_another_process_elsewhere(
     incarnation: str, moved: bool, proven: bool, port: int
 ) -> None:
@@ -99,7 +95,6 @@ async def test_its_key_may_say_that_it_is_another_process_elsewhere(
     assert await LivenessProbe(heard, heard.clock).probe(worker, 5.0) == ("gone" if proven else "refused")
 
 
-@on_event_loop
 async def test_who_listens_is_there_however_long_it_is_silent() -> None:
     heard, held = Heard(), socket.socket()
     held.bind(("0.0.0.0", 0))
@@ -115,7 +110,6 @@ async def test_who_listens_is_there_however_long_it_is_silent() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("is_killed", [False, True])
-@on_event_loop
 async def test_a_worker_elsewhere_that_refuses_is_replaced_only_if_it_was_killed(
     is_killed: bool, routing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +311,6 @@ async def asked(pool: StagePool, times: int = 40) -> set[str]:
 
 
 @pytest.mark.parametrize("verdict", [UNAVAILABLE, NONSENSE])
-@on_event_loop
 async def test_what_a_newcomer_did_amiss_those_of_its_host_wait_for_and_nobody_else_does(verdict: Verdict) -> None:
     clock = Clock()
     pool = await pool_of(clock, HONEST, worker(2), worker(3), worker(4, "192.0.2.7"))
@@ -328,7 +321,6 @@ async def test_what_a_newcomer_did_amiss_those_of_its_host_wait_for_and_nobody_e
     assert await asked(pool) & {"tail.0.2", "tail.0.3"}, "a first ban is a short one"
 
 
-@on_event_loop
 async def test_keys_without_end_of_one_host_get_less_and_less() -> None:
     clock = Clock()
     waits_s = []
@@ -344,7 +336,6 @@ async def test_keys_without_end_of_one_host_get_less_and_less() -> None:
     assert waits_s == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-@on_event_loop
 async def test_one_that_counts_clears_its_host_s_name_and_is_not_judged_by_it_again() -> None:
     clock = Clock()
     pool = await pool_of(clock, worker(2), worker(3), worker(4))
@@ -356,7 +347,6 @@ async def test_one_that_counts_clears_its_host_s_name_and_is_not_judged_by_it_ag
     assert await asked(pool) == {"tail.0.2", "tail.0.4"}
 
 
-@on_event_loop
 async def test_a_stage_with_nobody_else_asks_them_all_the_same() -> None:
     clock = Clock()
     pool = StagePool("tail", replace(FAST, ban_s=1.0, max_ban_s=600.0), clock)
@@ -394,7 +384,6 @@ async def watched(replicas: dict[str, int] = ONE_EACH, *, is_idle: bool = False)
         yield Watched(swarm, StallDetector(endpoint, pools, clock), pools, clock)
 
 
-@on_event_loop
 async def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptureFixture) -> None:
     async with watched() as here:
         tail = here.swarm.at("tail")
@@ -413,7 +402,6 @@ async def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptu
     ]
 
 
-@on_event_loop
 async def test_one_that_is_announced_no_longer_is_waited_for_no_longer(caplog: pytest.LogCaptureFixture) -> None:
     async with watched() as here:
         await here.swarm.at("tail").kill()
@@ -424,7 +412,6 @@ async def test_one_that_is_announced_no_longer_is_waited_for_no_longer(caplog: p
     assert said(caplog)[-1] == "tail.0.32 is gone: nothing came from it for 18 s"
 
 
-@on_event_loop
 async def test_whoever_has_nothing_under_way_is_not_asked() -> None:
     async with watched(is_idle=True) as here:
         await here.swarm.at("tail").kill()
@@ -437,7 +424,6 @@ async def test_whoever_has_nothing_under_way_is_not_asked() -> None:
     ("verdicts", "is_free"),
     [((UNAVAILABLE, UNAVAILABLE), True), ((REFUSES, REFUSES), False), ((UNAVAILABLE, None), False)],
 )
-@on_event_loop
 async def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_else(
     verdicts: tuple[Verdict | None, ...], is_free: bool
 ) -> None:
@@ -471,7 +457,6 @@ def test_a_worker_that_restarts_is_free_of_its_ban_though_it_was_not_announced_f
 
 
 @pytest.mark.parametrize("routing", ["hub", "chain"])
-@on_event_loop
 async def test_a_driver_tells_who_holds_it_up(
     routing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

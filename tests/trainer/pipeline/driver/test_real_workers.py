@@ -70,7 +70,6 @@ def reference_losses(setup: WorkerSetup, num_steps: int) -> list[float]:
 
 
 @both_routings
-@on_event_loop
 async def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
     unclipped = dict.fromkeys(("clip_factor", "tail_clip_factor"), float("inf"))
     setup = WorkerSetup(target_tokens=TARGET, inner={"lr": 1e-2}, stage_config=unclipped)
@@ -87,7 +86,6 @@ async def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
 
 @both_routings
 @pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
-@on_event_loop
 async def test_what_a_codec_sends_is_passed_on_as_it_is_and_honest_workers_are_alike(routing: str, codec: str) -> None:
     setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
     results: list[MicroBatchResult] = []
@@ -102,7 +100,6 @@ async def test_what_a_codec_sends_is_passed_on_as_it_is_and_honest_workers_are_a
 
 @both_routings
 @pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
-@on_event_loop
 async def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
     lying_stage, lying = lie_named(lie)
 

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from tests.support.attacks.shapes import NOT_ONLY_JSON, Liar
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import RUN_ID, fast_config
 from tests.support.toy_stage import (
     FAST,
@@ -63,7 +62,6 @@ FIRST = "e0.s1.r0"
     [(FAST, ["head", "body-1", "tail", "body-1", "head"]), (CHAINED, ["head"])],
     ids=["hub", "chain"],
 )
-@on_event_loop
 async def test_undisturbed_every_stage_counts_everything_once(config: DriverConfig, hops: list[str]) -> None:
     async with driving(ONE_EACH, 10, config) as drive:
         await drive.all_done()
@@ -88,7 +86,6 @@ async def test_undisturbed_every_stage_counts_everything_once(config: DriverConf
         *((CHAINED, (stage,), CHAIN, reason) for stage in STAGES for reason in ("busy", "expired", "nonfinite")),
     ],
 )
-@on_event_loop
 async def test_a_refusal_goes_elsewhere_and_costs_nothing(
     config: DriverConfig, stages: tuple[str, ...], method: str, reason: str
 ) -> None:
@@ -112,7 +109,6 @@ UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die
     ],
 )
 @pytest.mark.parametrize("fault", UNCLEAR, ids=lambda fault: fault.__name__)
-@on_event_loop
 async def test_what_may_have_been_counted_is_resolved_exactly(
     config: DriverConfig, stage: str, method: str, fault: Fault
 ) -> None:
@@ -207,7 +203,6 @@ def test_the_account_adds_up_whatever_workers_do_and_whenever(
     asyncio.run(test())  # An endpoint that is stopped in the midst of a call is not as tidy as a process killed.
 
 
-@on_event_loop
 async def test_a_worker_that_has_dropped_its_input_is_sent_it() -> None:
     async with driving(ONE_EACH, 1) as drive:
         body = drive.swarm.at("body-1")
@@ -220,7 +215,6 @@ async def test_a_worker_that_has_dropped_its_input_is_sent_it() -> None:
 @pytest.mark.parametrize(
     ("method", "refusal", "reason"), [(BACKWARD, "already-applied", "answer-gone"), (FORWARD, "malformed", "malformed")]
 )
-@on_event_loop
 async def test_what_is_lost_says_where_and_why(method: str, refusal: str, reason: str) -> None:
     """It was counted and its answer is gone, or all workers call it malformed."""
     async with driving(TWO_EACH, 1) as drive:
@@ -234,7 +228,6 @@ async def test_what_is_lost_says_where_and_why(method: str, refusal: str, reason
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [TAIL, BACKWARD])
 @pytest.mark.parametrize("reason", ["already-applied", "stale"])
-@on_event_loop
 async def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, reason: str) -> None:
     config = replace(FAST, ban_s=60.0, max_ban_s=60.0)
     async with driving(TWO_EACH, 60, config) as drive:
@@ -248,7 +241,6 @@ async def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, 
         assert drive.work.fates().count("lost") <= (config.max_in_flight if reason == "already-applied" else 0)
 
 
-@on_event_loop
 async def test_an_unclear_outcome_is_asked_again_at_the_same_worker() -> None:
     async with driving(TWO_EACH, 1, replace(FAST, **SILENCE)) as drive:
         for toy in drive.swarm.workers_by_stage["body-1"]:
@@ -258,7 +250,6 @@ async def test_an_unclear_outcome_is_asked_again_at_the_same_worker() -> None:
         assert other == 0 and asked >= 2
 
 
-@on_event_loop
 async def test_a_worker_dies_between_forward_and_backward() -> None:
     async with driving(TWO_EACH, 4) as drive:
         first, go_on = drive.swarm.at("head"), asyncio.Event()
@@ -279,7 +270,6 @@ async def test_a_worker_dies_between_forward_and_backward() -> None:
     [(FAST, "head", BACKWARD), pytest.param(CHAINED, "body-1", CHAIN, marks=pytest.mark.slow)],
     ids=["hub", "chain"],
 )
-@on_event_loop
 async def test_another_incarnation_at_the_same_address_counts_anew(
     config: DriverConfig, stage: str, method: str
 ) -> None:
@@ -298,7 +288,6 @@ async def test_another_incarnation_at_the_same_address_counts_anew(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_what_stays_unclear_is_lost_and_says_where() -> None:
     async with driving(ONE_EACH, 1, replace(FAST, request_timeout_s=0.5, unclear_s=1.0)) as drive:
         body = drive.swarm.at("body-1")
@@ -334,7 +323,6 @@ MALFORMED: dict[str, Fault] = {
         *((CHAINED, stage, CHAIN, "half") for stage in STAGES),
     ],
 )
-@on_event_loop
 async def test_a_worker_that_answers_nonsense_is_banned_for_long_and_the_rest_goes_on(
     config: DriverConfig, stage: str, method: str, name: str
 ) -> None:
@@ -364,7 +352,6 @@ TAIL_LIES = {
 
 
 @pytest.mark.parametrize("name", TAIL_LIES)
-@on_event_loop
 async def test_a_tail_that_contradicts_itself_is_found_out(name: str) -> None:
     async with driving(TWO_EACH, 1) as drive:
         for tail in drive.swarm.workers_by_stage["tail"]:
@@ -375,7 +362,6 @@ async def test_a_tail_that_contradicts_itself_is_found_out(name: str) -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_workers() -> None:
     async with driving(ONE_EACH, 3, replace(CHAINED, **SILENCE)) as drive:
         for toy in drive.swarm.all:
@@ -384,7 +370,6 @@ async def test_a_chain_with_one_worker_a_stage_is_tried_again_by_the_same_worker
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
     """The first loses its body, the second its head: what is left of both routes is one worker a stage."""
     config = replace(CHAINED, max_in_flight=2, max_in_flight_per_worker=1, ban_s=60.0, max_ban_s=60.0)
@@ -395,7 +380,6 @@ async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_has() -> None:
     config = replace(CHAINED, **SILENCE, unclear_s=60.0, ban_s=60.0, max_ban_s=60.0)
     async with driving({"head": 1, "body-1": 1, "tail": 2}, 30, config) as drive:
@@ -413,7 +397,6 @@ async def test_a_worker_that_hangs_gets_nothing_else_until_it_answers_what_it_ha
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_head_that_claims_what_the_others_deny_is_found_out() -> None:
     async with driving(TWO_EACH, 6, replace(CHAINED, ban_s=20.0, max_ban_s=20.0)) as drive:
         drive.swarm.at("head").faults[CHAIN].extend([claim] * 50)
@@ -431,7 +414,6 @@ async def claim(stage: ToyStage, key: str, _work: object) -> object:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -454,7 +436,6 @@ async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_liars_of_every_kind_end_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack ``shapes``: in processes of their own they are tried in `tests/trainer/attacks`."""
     monkeypatch.setattr("trainer.network.rpc.envelope.json", NOT_ONLY_JSON)

@@ -94,7 +94,6 @@ def test_whatever_is_sent_comes_back(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_what_does_not_fit_into_one_message_goes_as_a_stream() -> None:
     values = torch.arange(700_001, dtype=torch.float32).view(-1, 1)  # 2.67 MiB: frames end within values.
     ids = torch.arange(100_001, dtype=torch.int8)
@@ -107,7 +106,6 @@ async def test_what_does_not_fit_into_one_message_goes_as_a_stream() -> None:
         assert mirror.seen == [caller.peer_id]
 
 
-@on_event_loop
 async def test_more_than_is_allowed_is_refused_before_it_is_read() -> None:
     mirror = Mirror()
     async with pair(mirror, max_bytes=MIB) as (caller, callee):
@@ -120,7 +118,6 @@ async def test_more_than_is_allowed_is_refused_before_it_is_read() -> None:
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held_until_they_are_answered() -> None:
     mirror, held = Mirror(), list[tuple[str, int, int]]()
 
@@ -143,7 +140,6 @@ async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_larger_answer_than_expected_is_no_answer() -> None:
     async with pair(Mirror()) as (caller, callee):
         for num_values, limit in ((8, 32), (MIB, 2 * MIB)):
@@ -162,7 +158,6 @@ async def test_a_larger_answer_than_expected_is_no_answer() -> None:
         ((), 8, "expected 0 bytes of tensors, found 8"),
     ],
 )
-@on_event_loop
 async def test_what_is_announced_is_what_must_come(
     specs: tuple[tuple[str, tuple[int, ...]], ...], payload: int, said: str
 ) -> None:
@@ -176,7 +171,6 @@ async def test_what_is_announced_is_what_must_come(
 
 
 @pytest.mark.parametrize("frames", [(), (MIB,), (MIB, MIB), (100, MIB), (MIB, 99), (MIB, 100, 1)])
-@on_event_loop
 async def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: tuple[int, ...]) -> None:
     mirror = Mirror()
     ask = Ask(tensors=(TensorSpec(name="a", dtype="uint8", shape=(MIB + 100,)),))
@@ -202,7 +196,6 @@ async def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: 
         b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "float32", "shape": [2]}]}',
     ],
 )
-@on_event_loop
 async def test_a_malformed_answer_is_called_so(first: bytes) -> None:
     async def lie(request: Request[Ask], stream: Stream) -> None:
         while await stream.receive() is not None:

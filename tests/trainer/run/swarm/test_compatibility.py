@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from manifests import FIRST_MERGE_ID, VocabularyFile
-from tests.support.event_loop import on_event_loop
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
@@ -88,7 +87,6 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: SwarmShape, theirs: SwarmShape) -> None:
     async with AsyncExitStack() as stack, running_endpoint() as own:
         stranger = await a_driver(stack, theirs, "stranger")
@@ -97,7 +95,6 @@ async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: S
 
 
 @pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
-@on_event_loop
 async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_it_is_there(
     is_there: bool, ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +110,6 @@ async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_i
 
 
 @pytest.mark.slow
-@on_event_loop
 @pytest.mark.parametrize("like", ["the newcomer", "the others"])
 async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_they_are_heard_of(
     like: str, ours: SwarmShape, theirs: SwarmShape, quick: None
@@ -136,7 +132,6 @@ async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_the
                 await going_on
 
 
-@on_event_loop
 async def test_the_answer_of_one_that_fits_ends_the_question_and_so_does_being_the_first(
     ours: SwarmShape, theirs: SwarmShape, quick: None
 ) -> None:
@@ -158,7 +153,6 @@ async def test_the_answer_of_one_that_fits_ends_the_question_and_so_does_being_t
         assert not check.is_open
 
 
-@on_event_loop
 async def test_a_refusal_that_says_nothing_of_terms_is_no_difference(ours: SwarmShape, theirs: SwarmShape) -> None:
     """Such as that a limit is reached."""
     async with AsyncExitStack() as stack, running_endpoint() as own:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from loader.stream.schedule import Lane
-from tests.support.event_loop import on_event_loop
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
 from tests.support.training_swarm import free_port
@@ -176,7 +175,6 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerVi
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_whose_addresses_are_dead_says_which_and_looks_on_whatever_goes_wrong_with_one_look(
     config: RunConfig, shape: SwarmShape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,7 +207,6 @@ async def for_ever() -> None:
 @pytest.mark.parametrize(
     ("of_keeper", "error"), [(True, LedgerError("the disk is full")), (False, ZeroDivisionError())]
 )
-@on_event_loop
 async def test_a_driver_ends_with_whatever_cannot_go_on(of_keeper: bool, error: Exception, make: Make) -> None:
     async def broken() -> None:
         raise error
@@ -236,7 +233,6 @@ class Working:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, False), (0.1, True)])
-@on_event_loop
 async def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
     quiet_s: float, waits: bool, make: Make, shape: SwarmShape
 ) -> None:
@@ -255,7 +251,6 @@ async def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
 
 
 @pytest.mark.slow
-@on_event_loop
 async def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
     make: Make, shape: SwarmShape, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,7 +272,6 @@ async def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
 
 
 @pytest.mark.parametrize(("wait_s", "max_steps"), [(0.0, 0), (30.0, 3)])
-@on_event_loop
 async def test_it_does_not_wait_for_ever_nor_when_all_is_done(
     wait_s: float, max_steps: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +285,6 @@ async def test_it_does_not_wait_for_ever_nor_when_all_is_done(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["it begins", "it keeps the account"])
-@on_event_loop
 async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(
     when: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
