@@ -31,8 +31,7 @@ class EffectiveRule:
     """The rule that is applied among a given number of members."""
 
     rule: RuleName
-    note: str
-    """Why it is another rule, or protects less than was asked for; empty otherwise."""
+    note: str  # Why it is another rule, or protects less than was asked for; empty otherwise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,9 @@ class RuleDecision:
 
     coefficients: tuple[float, ...] | None
     """[n] shares of a linear combination; None: ``rule_used`` works coordinate by coordinate."""
-    reference_coefficient: float
-    """The reference's share; 0 without ``coefficients``."""
-    excluded: Mapping[int, str]
-    """Members left out before the rule, and why. Positions among the contributions."""
-    rule_used: RuleName | Literal["none"]
-    """none: everybody is left out, and there is nothing to aggregate."""
+    reference_coefficient: float  # The reference's share; 0 without ``coefficients``.
+    excluded: Mapping[int, str]  # Members left out before the rule, and why. Positions among the contributions.
+    rule_used: RuleName | Literal["none"]  # none: everybody is left out, and there is nothing to aggregate.
     note: str
     findings: tuple[Finding, ...] = ()
 

@@ -153,14 +153,11 @@ def _middle_mean(rows: Sequence[_Values], num_trimmed: int, weights: Sequence[fl
 class CompareExchange:
     """Orders two wires: reads two registers, and writes the lesser value to one and the greater to another."""
 
-    low: int
-    """Wire that carries the lesser value from here on."""
+    low: int  # Wire that carries the lesser value from here on.
     high: int
-    read_low: int
-    """Register that wire ``low`` is in."""
+    read_low: int  # Register that wire ``low`` is in.
     read_high: int
-    write_low: int
-    """Register for the lesser value, never one that is read here; -1: not needed."""
+    write_low: int  # Register for the lesser value, never one that is read here; -1: not needed.
     write_high: int
 
 

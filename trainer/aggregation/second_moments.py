@@ -21,10 +21,8 @@ from typing_extensions import Buffer
 
 from trainer.errors import CodecError, TrainerUsageError
 
-GramMatrix = Sequence[Sequence[float]]
-"""Inner products, row by row; symmetric."""
-MAX_MEMBERS: Final = 256
-"""Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB."""
+GramMatrix = Sequence[Sequence[float]]  # Inner products, row by row; symmetric.
+MAX_MEMBERS: Final = 256  # Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB.
 _MAGIC: Final = b"GMO1"
 _HEADER: Final = struct.Struct("<4sIQ")
 # Values worked on at once, all vectors together: 4 MiB of float64, which stays in the last-level cache.
@@ -59,13 +57,10 @@ def krum_order(distances: Sequence[Sequence[float]], num_neighbours: int) -> lis
 class Moments:
     """Second moments of n vectors and a reference over some of their coordinates."""
 
-    gram: NDArray[np.float64]
-    """[n+1, n+1], inner products of (reference, x_1, ..., x_n); symmetric, finite."""
-    sums: NDArray[np.float64]
-    """[n+1], sums of the values of each."""
+    gram: NDArray[np.float64]  # [n+1, n+1], inner products of (reference, x_1, ..., x_n); symmetric, finite.
+    sums: NDArray[np.float64]  # [n+1], sums of the values of each.
     num_values: int
-    finite: NDArray[np.bool_]
-    """[n], whether the vector is finite; if not, its entries are zero or cover a part only."""
+    finite: NDArray[np.bool_]  # [n], whether the vector is finite; if not, its entries are zero or cover a part only.
 
     @property
     def num_members(self) -> int:

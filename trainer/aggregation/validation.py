@@ -26,8 +26,7 @@ _STALE: Final = 0.3
 # More than any run trains in a round; keeps the square root finite for a claimed integer of a thousand digits.
 _MAX_BATCHES: Final = 10**12
 
-LEAST_MEMBERS: Final = 3
-"""Among fewer there is no majority to compare with."""
+LEAST_MEMBERS: Final = 3  # Among fewer there is no majority to compare with.
 
 _SLACK: Final = 1e-9
 # A variance below this share of the mean square is rounding, and the vector constant.
@@ -81,8 +80,7 @@ class Finding:
 
     member: int
     passed: bool
-    reason: str
-    """One line; empty if every check was made and passed."""
+    reason: str  # One line; empty if every check was made and passed.
     cosine: float | None = None
     """Agreement with the others of the round; among one or two members, cosine to the reference."""
     norm_ratio: float | None = None

@@ -33,8 +33,7 @@ FORMAT_KEY: Final = "format"
 _FORMAT: Final = "genesis-checkpoint-1"
 DIGEST: Final = "sha256"
 
-_WRITE_BYTES: Final = 1 << 30
-"""Linux writes at most 2 GiB a call."""
+_WRITE_BYTES: Final = 1 << 30  # Linux writes at most 2 GiB a call.
 _ARCHIVE: Final = b"PK\x03\x04"
 
 

@@ -19,16 +19,12 @@ from trainer.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 600.0
-"""A disk that takes longer hangs."""
-Staged = Callable[[], dict[str, object]]
-"""Waits for the copies from GPUs, and returns the copied state."""
+TIMEOUT_S = 600.0  # A disk that takes longer hangs.
+Staged = Callable[[], dict[str, object]]  # Waits for the copies from GPUs, and returns the copied state.
 _Path = tuple[str | int, ...]
-_PLAIN = (bool, int, float, str)
-"""bool before int, of which it is a kind."""
+_PLAIN = (bool, int, float, str)  # bool before int, of which it is a kind.
 
-_INT_BITS = 1024
-"""``weights_only`` does not load those of more than some 2,000."""
+_INT_BITS = 1024  # ``weights_only`` does not load those of more than some 2,000.
 
 
 class HostBuffers:
@@ -123,8 +119,7 @@ class BackgroundSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
         self._writing: Future[None] | None = None
         self.saved = 0
-        self.skipped = 0
-        """Periodic saves left out because the one before was still being written."""
+        self.skipped = 0  # Periodic saves left out because the one before was still being written.
 
     @property
     def busy(self) -> bool:

@@ -39,8 +39,7 @@ from trainer.outer.engine.collective import MemberFinding, member_findings
 
 logger = logging.getLogger(__name__)
 
-Payload: TypeAlias = bytes | memoryview
-"""An encoded part, as made here or as received."""
+Payload: TypeAlias = bytes | memoryview  # An encoded part, as made here or as received.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,9 @@ class ReducedPart:
     """A part's result, as it travels."""
 
     payload: Payload
-    num_included: int
-    """Contributions in it."""
-    dropped: Mapping[str, str]
-    """Members whose part is not a vector, and why: the rest of what they send is ignored."""
-    odd: Mapping[str, str]
-    """Members left out of this part by validation, and why."""
+    num_included: int  # Contributions in it.
+    dropped: Mapping[str, str]  # Members whose part is not a vector, and why: the rest of what they send is ignored.
+    odd: Mapping[str, str]  # Members left out of this part by validation, and why.
     sums: Moments | None = None
 
 

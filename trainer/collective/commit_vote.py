@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 Probe = Callable[[str], Awaitable[tuple[bool, CommitDecision | None]]]
 """Asks a member whether it is there, and for the outcome it knows."""
 
-_Held = Mapping[str, Mapping[str, str | None]]
-"""Digests by task, by voter."""
+_Held = Mapping[str, Mapping[str, str | None]]  # Digests by task, by voter.
 
 _PROBE_INTERVAL_S = 0.5
 _LOOK_EVERY_S = 0.25

@@ -37,10 +37,8 @@ _MAX_BACKOFF_ROUNDS = 1 << 10
 
 @dataclass(slots=True)
 class _Backoff:
-    next_round: int = 0
-    """Not waited for before that one."""
-    num_rounds: int = 1
-    """To be left out when it is waited for in vain once more."""
+    next_round: int = 0  # Not waited for before that one.
+    num_rounds: int = 1  # To be left out when it is waited for in vain once more.
 
 
 class LatecomerBackoff:

@@ -24,8 +24,7 @@ from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
 
-MAX_ROUND_MEMBERS = 48
-"""An agreement of so many, with certificates, just fits a message."""
+MAX_ROUND_MEMBERS = 48  # An agreement of so many, with certificates, just fits a message.
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -33,8 +32,7 @@ Count = Annotated[int, Ge(0), Le(1 << 48)]
 Share = Annotated[float, Ge(0), Le(1)]
 ShortText = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
 """A reason, for people: ASCII, so that its length is its size (`short`)."""
-Certificate = Annotated[str, MaxLen(800)]
-"""PEM; those made here have some 570 characters."""
+Certificate = Annotated[str, MaxLen(800)]  # PEM; those made here have some 570 characters.
 
 
 def _reachable(address: str) -> str:
@@ -68,8 +66,7 @@ class Terms(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    architecture: dict[str, JsonValue]
-    """Shape of the model, without the rows of its vocabulary, which grow."""
+    architecture: dict[str, JsonValue]  # Shape of the model, without the rows of its vocabulary, which grow.
     tokenizer_lineage: str
     """Digest of what never changes in the vocabulary (pattern, special ids and the first merges)."""
     synchronisation: dict[str, JsonValue]
@@ -115,8 +112,7 @@ class JoinRequest(_Message):
     num_values: Count
     num_batches: Count
     age_s: Annotated[float, Ge(0)]
-    progress: Share = 1.0
-    """Share of the round's planned work that is done."""
+    progress: Share = 1.0  # Share of the round's planned work that is done.
     vocabulary_rows: Count
     address: Address
     certificate: Certificate | None
@@ -148,10 +144,8 @@ class Agreement(_Message):
     state_digest: Digest
     num_values: Count
     part_values: Annotated[int, Ge(1)]
-    vocabulary_rows: Count
-    """Rows of the embedding after this round: the most that every member can have."""
-    members: Annotated[tuple[Member, ...], MaxLen(MAX_ROUND_MEMBERS)]
-    """Sorted by peer id."""
+    vocabulary_rows: Count  # Rows of the embedding after this round: the most that every member can have.
+    members: Annotated[tuple[Member, ...], MaxLen(MAX_ROUND_MEMBERS)]  # Sorted by peer id.
 
     @property
     def peer_ids(self) -> tuple[str, ...]:
@@ -198,8 +192,7 @@ class Task(_Message):
     key: TaskKey
     reducer: PeerIdField
     first_part: Count
-    last_part: Count
-    """Exclusive."""
+    last_part: Count  # Exclusive.
 
 
 class Plan(_Message):
@@ -207,8 +200,7 @@ class Plan(_Message):
 
     agreement: Digest
     pass_index: Annotated[int, Ge(0), Le(99)]
-    members: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]
-    """Members still present."""
+    members: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]  # Members still present.
     tasks: Annotated[tuple[Task, ...], MaxLen(4 * MAX_ROUND_MEMBERS)]
 
     @property
@@ -243,8 +235,7 @@ class TaskDigest(_Message):
 
     key: TaskKey
     digest: Digest | None
-    num_included: Count | None = None
-    """Contributed parts in it; only its reducer knows."""
+    num_included: Count | None = None  # Contributed parts in it; only its reducer knows.
 
 
 class MemberReason(_Message):
@@ -274,8 +265,7 @@ class Commit(_Message):
     digests: Annotated[tuple[TaskDigest, ...], MaxLen(4 * MAX_ROUND_MEMBERS)]
     dropped: Annotated[tuple[MemberReason, ...], MaxLen(2 * MAX_ROUND_MEMBERS)]
     completeness: Annotated[float, Ge(0), Le(1)]
-    findings: Annotated[tuple[MemberReason, ...], MaxLen(MAX_ROUND_MEMBERS)]
-    """Of gradient validation (spec T-20)."""
+    findings: Annotated[tuple[MemberReason, ...], MaxLen(MAX_ROUND_MEMBERS)]  # Of gradient validation (spec T-20).
 
 
 class CommitDecision(_Message):
@@ -298,12 +288,10 @@ class InviteReply(_Message):
     """Whether the node trains towards that round, and will join it."""
 
     coming: bool
-    next_round: Annotated[int, Ge(-1), Le(1 << 48)]
-    """The round it trains towards; -1: none."""
+    next_round: Annotated[int, Ge(-1), Le(1 << 48)]  # The round it trains towards; -1: none.
     coordinator: PeerIdField | None = None
     """The node that coordinates the round already, and precedes the one that asks."""
-    catching_up: bool = False
-    """It is fetching the state that the others hold, and will join once it has it."""
+    catching_up: bool = False  # It is fetching the state that the others hold, and will join once it has it.
 
 
 class StatusRequest(_Message):

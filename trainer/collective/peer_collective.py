@@ -71,8 +71,7 @@ class PeerCollective:
         )
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
-        self.behind = False
-        """Whether the last round failed because the others hold another state."""
+        self.behind = False  # Whether the last round failed because the others hold another state.
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""

@@ -18,8 +18,7 @@ from trainer.collective.messages import Agreement, Commit, JoinRequest, Plan, Ta
 from trainer.errors import RefusedError
 
 _PARTS_PER_SLICE = 4
-_ALIGNMENT = 1024
-"""Values; the block of the int8 codec."""
+_ALIGNMENT = 1024  # Values; the block of the int8 codec.
 _ROUNDING = 1e-9
 
 

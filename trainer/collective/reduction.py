@@ -57,8 +57,7 @@ class Reduction:
         self.task = task
         self.parts = range(task.first_part, task.last_part)
         self.dropped: dict[str, str] = {}
-        self.odd: dict[str, str] = {}
-        """Members left out of parts by validation, and why of the first part."""
+        self.odd: dict[str, str] = {}  # Members left out of parts by validation, and why of the first part.
         self.num_included = 0
         self.sums: Moments | None = None
         self._members = members
@@ -204,14 +203,10 @@ class ReductionPass:
     plan_digest: str
     endpoint: Endpoint
     arithmetic: Arithmetic
-    results: Mapping[str, TaskResult]
-    """Empty ones, of the plan's fresh tasks, by key."""
-    reductions: Mapping[str, Reduction]
-    """This node's own tasks in this pass, by key."""
-    stall_timeout_s: float
-    """Silence after which a reducer is given up."""
-    timeout_s: float
-    """How long the pass may take."""
+    results: Mapping[str, TaskResult]  # Empty ones, of the plan's fresh tasks, by key.
+    reductions: Mapping[str, Reduction]  # This node's own tasks in this pass, by key.
+    stall_timeout_s: float  # Silence after which a reducer is given up.
+    timeout_s: float  # How long the pass may take.
     _failed: dict[str, str] = field(default_factory=dict, init=False)
 
     async def run(self) -> dict[str, str]:

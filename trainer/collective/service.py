@@ -30,8 +30,7 @@ from trainer.network.rpc import Peer, Reply, Request, ServerStream
 logger = logging.getLogger(__name__)
 
 _KEPT = 4
-_LARGEST_SUM = 1e90
-"""Squares of the largest fp32 number, added up 1e13 times."""
+_LARGEST_SUM = 1e90  # Squares of the largest fp32 number, added up 1e13 times.
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -41,15 +40,11 @@ class KnownRound:
     """One agreement this node has acknowledged."""
 
     agreement: Agreement
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a member has begun the round."""
-    abandoned: bool = False
-    """Messages about it are refused."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # Set when a member has begun the round.
+    abandoned: bool = False  # Messages about it are refused.
     commit_vote: CommitVote | None = None
-    sums: dict[str, bytes] = field(default_factory=dict)
-    """Reducers' sums over their slices, by reducer."""
-    all_sums: list[bytes] | None = None
-    """The sums that go out to all, in the order of the reducers' ids."""
+    sums: dict[str, bytes] = field(default_factory=dict)  # Reducers' sums over their slices, by reducer.
+    all_sums: list[bytes] | None = None  # The sums that go out to all, in the order of the reducers' ids.
     outcome: CommitDecision | None = None
 
     def end(self) -> None:
@@ -63,10 +58,8 @@ class RoundService:
 
     def __init__(self, settings: RoundSettings) -> None:
         self.settings = settings
-        self.next_round = -1
-        """The round this node trains towards; -1 while it has no state to take part with."""
-        self.catching_up = False
-        """Whether it is fetching the others' state, to take part with that."""
+        self.next_round = -1  # The round this node trains towards; -1 while it has no state to take part with.
+        self.catching_up = False  # Whether it is fetching the others' state, to take part with that.
         self._own_id = settings.own_id
         self._config = settings.config
         self._invited_at_s: float | None = None

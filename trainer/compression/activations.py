@@ -51,15 +51,12 @@ IDS: Final = "ids"
 
 _PREFIX = "subspace"
 _FP16_EXPONENT: Final = 15
-_MAX_EXPONENT: Final = 126 - _FP16_EXPONENT
-"""Scales from 2^-111 to 2^111: their reciprocals are fp32 numbers too."""
+_MAX_EXPONENT: Final = 126 - _FP16_EXPONENT  # Scales from 2^-111 to 2^111: their reciprocals are fp32 numbers too.
 _MEASURED_EVERY = 16
-_KEPT = 0.9
-"""Weight of the old value in the moving average."""
+_KEPT = 0.9  # Weight of the old value in the moving average.
 _LOG_INTERVAL_S = 60.0
 
-Shape = tuple[int, int, int]
-"""Rows, positions, values of a position."""
+Shape = tuple[int, int, int]  # Rows, positions, values of a position.
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +64,7 @@ logger = logging.getLogger(__name__)
 class _Packing(Protocol):
     """Writes finite values, fp32[B, S, K], as CPU tensors, and reads back tensors of the right specs."""
 
-    rounding: float
-    """Largest relative error (Euclidean, of a whole tensor) that the packing itself causes."""
+    rounding: float  # Largest relative error (Euclidean, of a whole tensor) that the packing itself causes.
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]: ...
 
@@ -113,8 +109,7 @@ class _Fp16:
 
 
 class _Int8:
-    rounding = 2.0**-6
-    """Normal values have 0.0075; blocks with an outlier more."""
+    rounding = 2.0**-6  # Normal values have 0.0075; blocks with an outlier more.
     _codec = Int8Codec()
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
@@ -141,12 +136,9 @@ _PACKINGS: Final = MappingProxyType[str, _Packing]({"fp32": _Fp32(), "fp16": _Fp
 class Encoded:
     """The tensors that are sent for one activation or gradient."""
 
-    tensors: dict[str, Tensor]
-    """By name, contiguous, on the CPU. They may share memory with what was encoded."""
-    raw_bytes: int
-    """Size of the values in fp32."""
-    wire_bytes: int
-    """Size of the tensors, ids not included."""
+    tensors: dict[str, Tensor]  # By name, contiguous, on the CPU. They may share memory with what was encoded.
+    raw_bytes: int  # Size of the values in fp32.
+    wire_bytes: int  # Size of the tensors, ids not included.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,8 +148,7 @@ class _Subspace:
     dim: int
     rank: int
     basis: Projector
-    fixed: Tensor
-    """fp32[vocabulary, dim]."""
+    fixed: Tensor  # fp32[vocabulary, dim].
     fixed_coefficients: Tensor
     """fp32[vocabulary, rank], so that encoding reads rank values of a fixed row instead of all."""
 
@@ -179,10 +170,8 @@ class _Subspace:
 class ActivationCodec:
     """Encodes and decodes activations and gradients of a link; made by `activation_codec`. Thread-safe."""
 
-    name: str
-    """One of `ACTIVATION_CODECS`."""
-    device: torch.device
-    """Device of decoded tensors."""
+    name: str  # One of `ACTIVATION_CODECS`.
+    device: torch.device  # Device of decoded tensors.
     _packing: _Packing
     _subspace: _Subspace | None = None
 
@@ -358,18 +347,13 @@ def _check_width(values: Tensor, width: int) -> None:
 class LinkFigures:
     """A link's totals so far."""
 
-    raw_bytes: int = 0
-    """Size in fp32 of what was encoded."""
-    wire_bytes: int = 0
-    """Size of what was sent for it, ids not included."""
-    num_tensors: int = 0
-    """Number of activations and gradients."""
+    raw_bytes: int = 0  # Size in fp32 of what was encoded.
+    wire_bytes: int = 0  # Size of what was sent for it, ids not included.
+    num_tensors: int = 0  # Number of activations and gradients.
     error: float = 0.0
     """Relative reconstruction error of activations, a moving average; 0 before the first measurement."""
-    max_error: float = 0.0
-    """The largest measured."""
-    alarms: int = 0
-    """Measurements above the limit."""
+    max_error: float = 0.0  # The largest measured.
+    alarms: int = 0  # Measurements above the limit.
 
     @property
     def ratio(self) -> float:

@@ -27,8 +27,7 @@ from trainer.errors import CodecError, TrainerUsageError
 
 CodecName = Literal["fp32", "fp16", "int8"]
 
-BLOCK_VALUES: Final = 1024
-"""Values of an int8 block."""
+BLOCK_VALUES: Final = 1024  # Values of an int8 block.
 FP16_MAX: Final = 65504.0
 SMALLEST_MAGNITUDE: Final = 2.0**-119
 """A block of int8 with no greater magnitude is sent as zeros: its scale would have lost digits of its own."""
@@ -48,11 +47,9 @@ class Codec(ABC):
     """Encodes vectors as bytes and decodes them; keeps no state."""
 
     name: ClassVar[CodecName]
-    block_values: ClassVar[int] = 1
-    """Values that share a scale; parts of a vector are cut at blocks."""
+    block_values: ClassVar[int] = 1  # Values that share a scale; parts of a vector are cut at blocks.
     _value_bytes: ClassVar[int]
-    _scale_bytes: ClassVar[int] = 0
-    """Of each block."""
+    _scale_bytes: ClassVar[int] = 0  # Of each block.
 
     def encode(self, vector: Tensor) -> memoryview:
         """Encodes a vector, fp32[n], contiguous, on the CPU.

@@ -45,10 +45,8 @@ class StepResult:
     grad_norm: float
     lr: float
     num_tokens: int
-    skipped: bool
-    """Loss or gradient was not finite, under DDP at any rank: nothing was applied."""
-    seconds: float
-    """From requesting its first batch until its last kernel was queued."""
+    skipped: bool  # Loss or gradient was not finite, under DDP at any rank: nothing was applied.
+    seconds: float  # From requesting its first batch until its last kernel was queued.
 
 
 class InnerLoop:
@@ -206,10 +204,8 @@ class NonFiniteGuard:
 
     def __init__(self, max_in_a_row: int) -> None:
         self._max_in_a_row = max_in_a_row
-        self.skipped = 0
-        """Steps dropped since the run began."""
-        self.skipped_in_a_row = 0
-        """Steps dropped since the latest good one."""
+        self.skipped = 0  # Steps dropped since the run began.
+        self.skipped_in_a_row = 0  # Steps dropped since the latest good one.
 
     def allows(self, loss: float, grad_norm: float) -> bool:
         """Returns whether to apply a step with this loss and gradient norm, which is finite only if every value is."""

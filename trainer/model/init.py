@@ -25,18 +25,14 @@ from torch import Tensor, nn
 
 from trainer.model.config import ModelConfig
 
-EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"
-"""The two parameters with a row for each id."""
+EMBEDDING, OUTPUT = "embedding.weight", "readout.output.weight"  # The two parameters with a row for each id.
 
-_CUT = 3.0
-"""Standard deviations beyond which there are no values."""
+_CUT = 3.0  # Standard deviations beyond which there are no values.
 _EMBEDDING_STD = 0.2
 _TABLE_BITS = 12
 _FRACTION_BITS = 32 - _TABLE_BITS
-_VALUES_PER_BLOCK = 8
-"""32-bit numbers that one step of the Philox counter yields."""
-_CHUNK = 1 << 18
-"""Values made at a time: what lies between fits a processor's cache."""
+_VALUES_PER_BLOCK = 8  # 32-bit numbers that one step of the Philox counter yields.
+_CHUNK = 1 << 18  # Values made at a time: what lies between fits a processor's cache.
 
 STREAM_WRITER = re.compile(r"layers\.(\d+)\.(?:attention\.o_proj|feed_forward\.down_proj)\.weight")
 """Names of the matrices that write to the residual stream; the group is their layer."""

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-IGNORED_LABEL = -100
-"""A label that counts neither as a loss nor as a token."""
+IGNORED_LABEL = -100  # A label that counts neither as a loss nor as a token.
 
-_CHUNK_LOGITS_CPU = 1 << 24
-"""64 MB of fp32; smaller chunks gain nothing."""
+_CHUNK_LOGITS_CPU = 1 << 24  # 64 MB of fp32; smaller chunks gain nothing.
 _CHUNK_LOGITS_ACCELERATOR = 1 << 27
 """512 MB of fp32: chunks large enough that adding up the output matrix's gradient stays a small part."""
 

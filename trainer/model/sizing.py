@@ -21,8 +21,7 @@ from trainer.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-TRAINING_BYTES_PER_PARAMETER = 16
-"""fp32 weight, gradient and AdamW's two moments."""
+TRAINING_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments.
 _MEMORY_TIER_BYTES = 500_000_000
 _STATE_PERCENT = 70
 

@@ -23,8 +23,7 @@ from trainer.model.loss import IGNORED_LABEL, sum_of_losses
 from trainer.model.plan import StagePlan, stage_ranges
 from trainer.model.subspace.constraint import SubspaceEmbedding, make_embedding, zero_writers_
 
-VOCAB_STEP = 1024
-"""Rows of embedding and output are a multiple of this."""
+VOCAB_STEP = 1024  # Rows of embedding and output are a multiple of this.
 
 
 class Readout(nn.Module):

@@ -12,9 +12,10 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiConfig:
-    """The verification API and the page of metrics. Raises `TrainerUsageError`: a value makes no sense."""
+    """The verification API and the page of metrics. Raises `TrainerUsageError` for an invalid value."""
 
     enabled: bool = True
+    """Serve both."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 lets other machines read, such as a Prometheus server."""
     port: int = 8000

@@ -36,8 +36,7 @@ from trainer.monitor.facts import RoundFacts, StepFacts
 
 logger = logging.getLogger(__name__)
 
-_RESERVED_FIELDS = frozenset({"time", "node", "kind"})
-"""Fields that every line has."""
+_RESERVED_FIELDS = frozenset({"time", "node", "kind"})  # Fields that every line has.
 _REPORT_FIELDS = (
     *("round_index", "members", "dropped", "completeness", "sent_bytes", "received_bytes", "rule"),
     *("num_passes", "weights", "validation", "note"),
@@ -48,8 +47,7 @@ _MAX_TEXT = 4_096
 _MAX_DEPTH = 8
 _COALESCE_S = 0.01
 """Events within this time are written together: at most 100 writes a second however short the steps are."""
-_MAX_WAITING = 100_000
-"""Events that may wait for a slow disk, some 50 MB; more are lost, and counted."""
+_MAX_WAITING = 100_000  # Events that may wait for a slow disk, some 50 MB; more are lost, and counted.
 _MAX_AT_ONCE = 1_000
 _CLOSE_WITHIN_S = 5.0
 

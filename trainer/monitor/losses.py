@@ -17,19 +17,16 @@ from numpy.typing import NDArray
 
 LossTrend = Literal["improving", "stable", "degrading", "unknown"]
 
-FIRST_LOSSES = 50
-"""The beginning, on which training has to improve."""
+FIRST_LOSSES = 50  # The beginning, on which training has to improve.
 _RECENT_LOSSES = 2_000
-_SHORTEST = 40
-"""Losses in the shortest window that is compared with the one before it."""
+_SHORTEST = 40  # Losses in the shortest window that is compared with the one before it.
 _NUM_BLOCKS = 8
 _STANDARD_ERRORS = 4.5
 """By which a difference must exceed the noise. Independent noise does so less than once in a thousand comparisons,
 noise whose neighbours correlate by 0.8 once in thirty in the shortest window, and once in a thousand in the next."""
 _UPPER_QUARTILE = 1.1503 * math.sqrt(2.0)
 """Of the absolute difference of two normal variables, in their standard deviations."""
-_MIN_SHARE = 1e-3
-"""A change by less than a thousandth of the loss does not count."""
+_MIN_SHARE = 1e-3  # A change by less than a thousandth of the loss does not count.
 _EMA_WEIGHT = 0.02
 
 

@@ -47,14 +47,11 @@ _MAX_REASONS = 32
 class Sources:
     """Numbers that other parts count, read when a page is requested."""
 
-    status: Callable[[], TrainingStatus]
-    """`TrainingTracker.status`."""
-    refused: Callable[[], Mapping[str, int]] = field(default=dict)
-    """Messages the RPC endpoint refused, by reason."""
+    status: Callable[[], TrainingStatus]  # `TrainingTracker.status`.
+    refused: Callable[[], Mapping[str, int]] = field(default=dict)  # Messages the RPC endpoint refused, by reason.
     rpc_bytes: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0))
     """Bytes the RPC endpoint sent and received."""
-    lost_events: Callable[[], int] = field(default=lambda: 0)
-    """`EventLog.lost_events`."""
+    lost_events: Callable[[], int] = field(default=lambda: 0)  # `EventLog.lost_events`.
     further: Callable[[], Iterable[tuple[str, str, float]]] = field(default=tuple)
     """Name, help and value of additional gauges; names without the prefix ``genesis_training_``."""
 

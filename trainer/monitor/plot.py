@@ -34,8 +34,7 @@ _MAX_NODES = 64
 _MAX_MARKS = 100
 _MAX_LABEL = 28
 _BLOCK = 25
-_SPAN_SHARE = 0.01
-"""The moving average looks back a hundredth of the run, at least 10 steps."""
+_SPAN_SHARE = 0.01  # The moving average looks back a hundredth of the run, at least 10 steps.
 _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60), ("seconds", 1))
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#e08214", "#555555")
 _STYLES: tuple[_Dashes, ...] = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
@@ -186,14 +185,10 @@ class NodeCurve:
 
     label: str
     steps: Array
-    tokens: Array
-    """Trained on up to and including the step."""
-    num_tokens: Array
-    """Of each step."""
-    losses: Array
-    """NaN where it was not finite."""
-    times_s: Array
-    """When the step ended, seconds since the epoch."""
+    tokens: Array  # Trained on up to and including the step.
+    num_tokens: Array  # Of each step.
+    losses: Array  # NaN where it was not finite.
+    times_s: Array  # When the step ended, seconds since the epoch.
     rounds: tuple[RoundMark, ...]
 
 

@@ -15,8 +15,7 @@ from statistics import median
 from trainer.monitor.facts import AnnouncedNode
 from trainer.monitor.status import HashAgreement
 
-_MAX_LOSS = 100.0
-"""Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most."""
+_MAX_LOSS = 100.0  # Nats; a model that knows nothing has ln(10,000,000) = 16.1 at most.
 _MAX_COUNT = 10**9
 _MAX_TOKENS_PER_S = 1e9
 _MAX_SHARDS = 10_000
@@ -37,8 +36,7 @@ class PlausibleNode:
     tokens_per_s: float
     shards: frozenset[int]
     expires_at: float
-    has_strange_loss: bool = False
-    """It announced a loss that was left out."""
+    has_strange_loss: bool = False  # It announced a loss that was left out.
 
 
 def plausible_node(announced: AnnouncedNode) -> PlausibleNode:

@@ -22,11 +22,9 @@ _VERSION = 1
 _MAX_PEERS = 4_096
 _MAX_NODES_SHOWN = 256
 _SPEED_STEPS = 50
-_MIN_STEPS = 2 * FIRST_LOSSES
-"""With fewer losses, the latest are still among the first."""
+_MIN_STEPS = 2 * FIRST_LOSSES  # With fewer losses, the latest are still among the first.
 _ATTEMPTS = 100
-_MIN_ROUNDS = 4
-"""Fewer attempted rounds do not show that a node is cut off."""
+_MIN_ROUNDS = 4  # Fewer attempted rounds do not show that a node is cut off.
 
 
 class TrainingTracker:

@@ -38,26 +38,17 @@ class CheckpointContents:
     layer_ids: tuple[int, ...]
     architecture: Mapping[str, Any]
     """The model's configuration, which wins over the run file's when the node starts again."""
-    layers: Mapping[str, Mapping[str, Tensor]]
-    """Parameters by stage or layer, then by name."""
-    optimizer: Mapping[str, Any]
-    """AdamW's state, ``optimizer`` of `InnerLoop.state_dict`."""
-    diloco: Mapping[str, Any]
-    """Anchor, outer momentum, position within the inner steps; empty without DiLoCo."""
-    training_rounds: int
-    """Steps taken, which names the file."""
+    layers: Mapping[str, Mapping[str, Tensor]]  # Parameters by stage or layer, then by name.
+    optimizer: Mapping[str, Any]  # AdamW's state, ``optimizer`` of `InnerLoop.state_dict`.
+    diloco: Mapping[str, Any]  # Anchor, outer momentum, position within the inner steps; empty without DiLoCo.
+    training_rounds: int  # Steps taken, which names the file.
     current_loss: float
-    timestamp: float
-    """Seconds since 1970."""
+    timestamp: float  # Seconds since 1970.
     loader: Mapping[str, Any]
-    rng: Mapping[str, Any]
-    """From `rng_state`."""
-    config: Mapping[str, Any]
-    """The run's resolved configuration."""
-    schedule: Mapping[str, Any]
-    """The inner loop's state without ``optimizer``: step index, steps dropped."""
-    num_ids: int | None = None
-    """Size of the vocabulary that losses are over; None in checkpoints of earlier releases."""
+    rng: Mapping[str, Any]  # From `rng_state`.
+    config: Mapping[str, Any]  # The run's resolved configuration.
+    schedule: Mapping[str, Any]  # The inner loop's state without ``optimizer``: step index, steps dropped.
+    num_ids: int | None = None  # Size of the vocabulary that losses are over; None in checkpoints of earlier releases.
     version: int = _VERSION
 
     def to_mapping(self) -> dict[str, Any]:

@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 WALLET_DIGITS: Final = 16
 _SALT: Final = b"genesis checkpoint name 2"
-_SCRYPT_COST: Final = 1 << 15
-"""With blocks of 8: 32 MiB and some 0.1 s for each token that somebody tries."""
+_SCRYPT_COST: Final = 1 << 15  # With blocks of 8: 32 MiB and some 0.1 s for each token that somebody tries.
 _INSTANCE: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _WALLET: Final = re.compile(r"[0-9a-f]{1,64}")
 

@@ -16,8 +16,7 @@ from trainer.model import ModelConfig
 from trainer.model.plan import StagePlan
 
 _KIND: Final = "genesis-stage"
-_FIELDS: Final = 1
-"""Version of the fields."""
+_FIELDS: Final = 1  # Version of the fields.
 _PLAIN: Final = ("version", "num_tokens", "vocabulary", "basis", "incarnation", "applied")
 _TREES: Final = ("parameters", "optimizer", "strategy", "accumulators")
 
@@ -29,10 +28,8 @@ class RunShape:
     run_id: str
     config: ModelConfig
     layers: tuple[int, ...]
-    vocabulary: str = ""
-    """Lineage of the vocabulary (`trainer.run.node.data.lineage_of`); empty if unknown."""
-    basis: str = ""
-    """Digest of the subspace's basis; empty without one."""
+    vocabulary: str = ""  # Lineage of the vocabulary (`trainer.run.node.data.lineage_of`); empty if unknown.
+    basis: str = ""  # Digest of the subspace's basis; empty without one.
 
     @property
     def plan(self) -> StagePlan:
@@ -55,11 +52,9 @@ class StageHeader:
 class StageState:
     """The state of a worker: tensors, and plain values that ``weights_only`` loads; others as in `RunShape`."""
 
-    config: ModelConfig
-    """Of the whole model now: its vocabulary may have grown since the plan was made."""
+    config: ModelConfig  # Of the whole model now: its vocabulary may have grown since the plan was made.
     version: int
-    parameters: Mapping[str, Tensor]
-    """By their names in the whole model."""
+    parameters: Mapping[str, Tensor]  # By their names in the whole model.
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
     """State of the strategy between a stage's workers: anchor, momentum, rounds."""
@@ -68,10 +63,8 @@ class StageState:
     num_tokens: int = 0
     vocabulary: str = ""
     basis: str = ""
-    incarnation: str = ""
-    """Incarnation of the worker that counted the micro-batches."""
-    applied: int = 0
-    """How many of the micro-batches it counted are applied."""
+    incarnation: str = ""  # Incarnation of the worker that counted the micro-batches.
+    applied: int = 0  # How many of the micro-batches it counted are applied.
 
     @classmethod
     def of_replica(

@@ -31,10 +31,8 @@ class StageName:
 
     path: Path
     stage: str
-    saved_us: int
-    """Time of the state, microseconds since 1970."""
-    who: str
-    """The worker that wrote it."""
+    saved_us: int  # Time of the state, microseconds since 1970.
+    who: str  # The worker that wrote it.
 
 
 def time_us(seconds: float) -> int:

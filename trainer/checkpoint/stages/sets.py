@@ -40,8 +40,7 @@ class StageFile:
 class StageSet:
     """One file of every stage, or of the requested ones."""
 
-    files: Mapping[str, StageFile]
-    """By stage, head first."""
+    files: Mapping[str, StageFile]  # By stage, head first.
 
     @property
     def shape(self) -> RunShape:
@@ -180,8 +179,7 @@ class WholeModel:
     """A whole model; a subspace network stays one until it is exported."""
 
     shape: RunShape
-    state: Mapping[str, Tensor]
-    """For `Transformer.load_state_dict`."""
+    state: Mapping[str, Tensor]  # For `Transformer.load_state_dict`.
 
     @property
     def config(self) -> ModelConfig:

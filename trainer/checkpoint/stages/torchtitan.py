@@ -26,8 +26,7 @@ from trainer.model.init import EMBEDDING, OUTPUT
 from trainer.model.subspace.constraint import plain_config, plain_state
 
 MODEL_NAME: Final = "genesis_model.json"
-RELEASE: Final = "0.3"
-"""The release of torchtitan whose names and arguments are written."""
+RELEASE: Final = "0.3"  # The release of torchtitan whose names and arguments are written.
 
 _NAMES: Final = {
     "attention.q_proj": "attention.qkv_linear.wq",

@@ -22,11 +22,9 @@ from trainer.checkpoint.stages.naming import StageName, file_name, named_files, 
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
 
-_ANY_TIME = "????????T??????.??????Z-"
-"""In a pattern for names; as long as a time is."""
+_ANY_TIME = "????????T??????.??????Z-"  # In a pattern for names; as long as a time is.
 
-_LOCK_WITHIN_S = 20.0
-"""For somebody who rolls back to have moved the files."""
+_LOCK_WITHIN_S = 20.0  # For somebody who rolls back to have moved the files.
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +52,8 @@ class StageCheckpoints(BackgroundSaver):
         self._slot: int | None = None
         self._opened_us = 0
         self.failed = 0
-        self.failure = ""
-        """Why the checkpoint that was due last is not on the disk; empty if it is, or none was due."""
-        self.last_saved_us = 0
-        """Time of this process's newest checkpoint on the disk; 0 for none."""
+        self.failure = ""  # Why the checkpoint that was due last is not on the disk; empty if it is, or none was due.
+        self.last_saved_us = 0  # Time of this process's newest checkpoint on the disk; 0 for none.
         self.last_version = 0
         self.last_mark: Hashable = None
         """Mark of the newest state that need not be saved: of that checkpoint, or as set."""

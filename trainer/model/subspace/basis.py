@@ -19,18 +19,15 @@ from torch import Tensor
 from trainer.errors import BasisError, TrainerUsageError
 from trainer.model.init import truncated_normal
 
-_MAX_DEVIATION = 1e-4
-"""Largest Frobenius norm of UᵀU − I (spec P-49)."""
-_ROWS = 1 << 14
-"""Rows projected at a time, so that temporary memory stays small beside an embedding."""
+_MAX_DEVIATION = 1e-4  # Largest Frobenius norm of UᵀU − I (spec P-49).
+_ROWS = 1 << 14  # Rows projected at a time, so that temporary memory stays small beside an embedding.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Basis:
     """Orthonormal columns; compare by `digest`."""
 
-    matrix: Tensor
-    """fp32[dim, rank] on the CPU; read only."""
+    matrix: Tensor  # fp32[dim, rank] on the CPU; read only.
 
     @property
     def dim(self) -> int:

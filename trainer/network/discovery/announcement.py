@@ -68,8 +68,7 @@ class Announcement(Message):
     address: Annotated[str, Field(max_length=262), AfterValidator(_reachable)]
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
     protocol: Counted = 1
-    terms_digest: Digest = ""
-    """Digest of what all members must agree on: architecture, vocabulary, DiLoCo options."""
+    terms_digest: Digest = ""  # Digest of what all members must agree on: architecture, vocabulary, DiLoCo options.
     outer_step: Counted = 0
     state_digest: Digest = ""
     """The snapshot the node holds and serves for `outer_step`; empty while it has none worth adopting."""

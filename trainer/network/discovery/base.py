@@ -40,8 +40,7 @@ from trainer.network.rpc.messages import Reason, Reply, Request
 
 logger = logging.getLogger(__name__)
 
-MAX_NEWS = 512
-"""Most records of one look-up or one exchange that are verified."""
+MAX_NEWS = 512  # Most records of one look-up or one exchange that are verified.
 _MAX_UNDER_WAY = 32
 _LOOK_INTERVAL_S = 0.1
 _CALLS_PER_LOOK = 4
@@ -263,8 +262,7 @@ class PeerWatchdog:
 
     discovery: Discovery
     whom: str
-    after_s: float
-    """Seconds without a peer before the first warning: nodes that start together are not there at once."""
+    after_s: float  # Seconds without a peer before the first warning: nodes that start together are not there at once.
     clock: Callable[[], float] = time.monotonic
     _due_s: float | None = field(default=None, init=False)
 

@@ -32,11 +32,9 @@ MAX_RECORDS = 4096
 MAX_LINE_BYTES = 16 << 20
 """Longest line. hivemind's own messages hold 4 MiB, and JSON at most doubles an announcement's quotation marks."""
 
-_START_TIMEOUT_S = 60.0
-"""hivemind takes 3 s to import on an idle core, and waits 15 s for its daemon."""
+_START_TIMEOUT_S = 60.0  # hivemind takes 3 s to import on an idle core, and waits 15 s for its daemon.
 _STOP_TIMEOUT_S = 8.0
-_GRACE_S = 1.0
-"""Added to a request's deadline, which the process keeps too."""
+_GRACE_S = 1.0  # Added to a request's deadline, which the process keeps too.
 _POLL_S = 0.05
 _MAX_UNANSWERED = 3
 _MAX_FOLDER_CHARS = 60
@@ -50,21 +48,16 @@ _Timeout = Annotated[float, Field(gt=0, le=3600)]
 class DhtSettings(Message):
     """The configuration of the process's DHT node."""
 
-    parent_pid: int
-    """The process ends when this is no longer its parent."""
+    parent_pid: int  # The process ends when this is no longer its parent.
     initial_peers: tuple[str, ...] = ()
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
-    """Addresses to publish instead of those listened on."""
-    identity_path: str | None = None
-    """File of the libp2p key, made if it is missing; None takes a new key each time."""
+    announce: tuple[str, ...] = ()  # Addresses to publish instead of those listened on.
+    identity_path: str | None = None  # File of the libp2p key, made if it is missing; None takes a new key each time.
     socket_folder: str = ""
     """Folder for the daemon's sockets, which the process removes at its end; empty: hivemind's choice, /tmp."""
     client_mode: bool = False
-    map_port: bool = True
-    """Whether to ask the router to forward the port (UPnP)."""
-    rejoin_interval_s: _Timeout = 5.0
-    """Seconds between two checks whether the initial peers are still connected."""
+    map_port: bool = True  # Whether to ask the router to forward the port (UPnP).
+    rejoin_interval_s: _Timeout = 5.0  # Seconds between two checks whether the initial peers are still connected.
     refresh_interval_s: _Timeout = 30.0
     """Seconds without contact with a part of the routing table after which nodes are looked for there."""
 
@@ -100,10 +93,8 @@ class DhtReply(Message):
     id: int
     error: str = ""
     records: tuple[Record, ...] = ()
-    skipped: int = 0
-    """Number of records left out because they are too long, not text, or too many."""
-    addresses: tuple[str, ...] = ()
-    """The node's addresses, each with its peer id: initial peers for others."""
+    skipped: int = 0  # Number of records left out because they are too long, not text, or too many.
+    addresses: tuple[str, ...] = ()  # The node's addresses, each with its peer id: initial peers for others.
     num_neighbours: int = 0
 
 
@@ -112,8 +103,7 @@ class DhtProcess:
 
     def __init__(self, settings: DhtSettings) -> None:
         self.num_restarts = 0
-        self.num_neighbours = 0
-        """Nodes in its routing table, by its last reply."""
+        self.num_neighbours = 0  # Nodes in its routing table, by its last reply.
         self._settings = settings
         self._process: Process | None = None
         self._pending: dict[int, asyncio.Future[DhtReply]] = {}

@@ -16,8 +16,7 @@ from dataclasses import KW_ONLY, dataclass, field
 Place = tuple[bytes, str]
 
 _RENEWAL_S = 1.0
-_OVERHEAD_BYTES = 128
-"""Of a record in a reply, besides its value."""
+_OVERHEAD_BYTES = 128  # Of a record in a reply, besides its value.
 
 
 @dataclass(slots=True)

@@ -25,18 +25,15 @@ from trainer.network.discovery.announcement import (
 from trainer.network.rpc.config import split_address
 from trainer.network.rpc.remote_address import address_group
 
-DIRECT = "direct:"
-"""Prefix of the `source` of a record sent by its own node; the host it called from follows."""
-TOLD = "told:"
-"""Prefix of the `source` of a record that another node passed on; that node's host follows."""
+DIRECT = "direct:"  # Prefix of the `source` of a record sent by its own node; the host it called from follows.
+TOLD = "told:"  # Prefix of the `source` of a record that another node passed on; that node's host follows.
 
 _CANDIDATE_SHARE = 4
 _MIN_CANDIDATES = 16
 _GROUP_SHARE = 4
 """A group above this fraction of the table holds more than its share; it matters only when the table is full."""
 _USE_INTERVAL_S = 1.0
-_RECHECK_LIFETIMES = 5.0
-"""After so many lifetimes without contact a reached peer is to be reached again."""
+_RECHECK_LIFETIMES = 5.0  # After so many lifetimes without contact a reached peer is to be reached again.
 _CONTACTS_PER_PEER = 2
 _MAX_DROPPED = 4096
 
@@ -49,13 +46,10 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Entry:
     known: KnownPeer
-    source: str
-    """The sender of the record, by which candidates are grouped."""
-    group: str
-    """The announced host, by which reached peers are grouped."""
+    source: str  # The sender of the record, by which candidates are grouped.
+    group: str  # The announced host, by which reached peers are grouped.
     heard_s: float
-    contact_s: float | None = None
-    """When it last answered from the announced address; None: never."""
+    contact_s: float | None = None  # When it last answered from the announced address; None: never.
     uses: int = 0
     used_s: float = float("-inf")
     retry_s: float = 0.0
@@ -72,17 +66,12 @@ class PeerTable:
     run_id: str
     own_peer_id: str
     _: KW_ONLY
-    max_peers: int
-    """Most reached peers; a quarter as many candidates come on top."""
+    max_peers: int  # Most reached peers; a quarter as many candidates come on top.
     max_clock_skew_s: float
-    lifetime_s: float = 60.0
-    """Longest time an announcement counts without a newer one or a contact."""
-    objection: Callable[[str], str] = lambda _: ""
-    """Returns why an address must not be dialled; empty: it may be."""
-    allowed_peers: frozenset[str] = frozenset()
-    """Identities that may join the run; empty: all."""
-    keeps_callers: bool = False
-    """Keep nodes without a stage that call this one and cannot be reached."""
+    lifetime_s: float = 60.0  # Longest time an announcement counts without a newer one or a contact.
+    objection: Callable[[str], str] = lambda _: ""  # Returns why an address must not be dialled; empty: it may be.
+    allowed_peers: frozenset[str] = frozenset()  # Identities that may join the run; empty: all.
+    keeps_callers: bool = False  # Keep nodes without a stage that call this one and cannot be reached.
     clock: Callable[[], float] = time.time
     refused: Counter[str] = field(default_factory=Counter, init=False)
     """Refused records by reason: those of `AnnouncementRefusedError`, ``address``, ``peer`` (not allowed), ``full``

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from trainer.network.discovery.announcement import Announcement
 
 FIRST_NUMBER = 32
-LAST_NUMBER = 1023
-"""Numbers of workers (spec P-7: ``head.0.[32:1024]``)."""
+LAST_NUMBER = 1023  # Numbers of workers (spec P-7: ``head.0.[32:1024]``).
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
 MAX_REASON = 80
 
@@ -39,16 +38,13 @@ class StageReport(Message):
 
     uid: Annotated[str, Field(pattern=r"^(head|tail|body[1-9][0-9]{0,3})\.0\.[1-9][0-9]{0,5}$")]
     incarnation: Incarnation
-    status: Literal["joining", "serving", "leaving"]
-    """Micro-batches are sent only to workers that serve."""
+    status: Literal["joining", "serving", "leaving"]  # Micro-batches are sent only to workers that serve.
     version: Counted = 0
-    saved: Counted = 0
-    """The newest version on this worker's disk, or the one it resumed from; 0: none."""
+    saved: Counted = 0  # The newest version on this worker's disk, or the one it resumed from; 0: none.
     round_index: Counted = 0
     round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the way to that round: newcomers adopt a state at its beginning (spec P-43)."""
-    shared_through: Counted = 0
-    """As in `StageAnswer`."""
+    shared_through: Counted = 0  # As in `StageAnswer`.
     num_tokens: Counted = 0
     queued: Counted = 0
     rows_per_s: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
@@ -57,8 +53,7 @@ class StageReport(Message):
     """Share of recent time in which it computed: how much its stage needs help."""
     resumed: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     """The incarnation whose checkpoint this process resumed from, as long as that holds."""
-    resumed_through: Counted = 0
-    """The checkpoint contains the first so many micro-batches that incarnation counted."""
+    resumed_through: Counted = 0  # The checkpoint contains the first so many micro-batches that incarnation counted.
     began_from: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     """Fingerprint of its first weights (`trainer.checkpoint.stages.fingerprint`), where it started from a model."""
     unsaved_s: Annotated[float, Field(ge=0, lt=1e11)] = 0.0
@@ -126,8 +121,7 @@ class StagePartitions:
     """How a run's stages, all in order, are dealt over keys; without stages there is one key."""
 
     stages: tuple[str, ...] = ()
-    num_partitions: int = 0
-    """0: each stage has its own."""
+    num_partitions: int = 0  # 0: each stage has its own.
 
     def __post_init__(self) -> None:
         if self.stages and self.num_partitions > len(self.stages):

@@ -101,8 +101,7 @@ class ChannelPool:
         self._config = config
         self._dialing = dialing
         self._channels: OrderedDict[tuple[str, str], PeerChannel] = OrderedDict()
-        self._retired: set[PeerChannel] = set()
-        """Taken out of use; each is closed when its last call ends."""
+        self._retired: set[PeerChannel] = set()  # Taken out of use; each is closed when its last call ends.
         self._pins: OrderedDict[tuple[PeerId | None, str], bytes] = OrderedDict()
         self._shown: OrderedDict[str, tuple[Socket, bytes | None]] = OrderedDict()
         """By address: where it was connected to last, and the certificate that was shown there."""

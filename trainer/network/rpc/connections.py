@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_INTERVAL_S = 1.0
 _MIN_SHARE = 16
-_MAX_OF_PROVEN_PEER = 8
-"""Connections of one proven peer that count as its own; a node needs one to each of its peers."""
+_MAX_OF_PROVEN_PEER = 8  # Connections of one proven peer that count as its own; a node needs one to each of its peers.
 _DESCRIPTORS: Final = "/proc/self/fd"
 
 
@@ -40,20 +39,13 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 class Connection:
     """One that was accepted; times are those of a clock that never goes back."""
 
-    grpc_peer: str
-    """Its other end, as gRPC names it."""
-    address: str
-    """The host, as limits count it."""
-    used_at_s: float
-    """When it was first seen, or a call on it last began or ended."""
-    num_calls: int = 0
-    """In progress."""
-    peer_id: PeerId = ""
-    """Whose call was last verified on it; empty: none was yet."""
-    known_since_s: float = 0.0
-    """Since when all its calls have been this peer's."""
-    num_good: int = 0
-    """Calls of this peer since then that ended in good order."""
+    grpc_peer: str  # Its other end, as gRPC names it.
+    address: str  # The host, as limits count it.
+    used_at_s: float  # When it was first seen, or a call on it last began or ended.
+    num_calls: int = 0  # In progress.
+    peer_id: PeerId = ""  # Whose call was last verified on it; empty: none was yet.
+    known_since_s: float = 0.0  # Since when all its calls have been this peer's.
+    num_good: int = 0  # Calls of this peer since then that ended in good order.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the one call that is served at a time, where `Connections.takes_turns` says so."""
 
@@ -187,8 +179,7 @@ class AcceptedSockets:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._peer_of: dict[int, str | None] = {}
-        """By inode."""
+        self._peer_of: dict[int, str | None] = {}  # By inode.
         self._descriptor_of: dict[str, int] = {}
 
     @staticmethod

@@ -27,13 +27,11 @@ from trainer.network.rpc.messages import Peer, PeerId
 from trainer.network.rpc.remote_address import HostKind, address_group, host_kind
 from trainer.network.rpc.token_buckets import TokenBuckets, remember
 
-Socket = tuple[str, int]
-"""An IP address and a port."""
+Socket = tuple[str, int]  # An IP address and a port.
 
 _MIN_STRANGERS_PORT = 1024
 _PAUSE_GROWTH = 3.0
-_PAUSES_S = (20.0, 3600.0)
-"""The first and the longest."""
+_PAUSES_S = (20.0, 3600.0)  # The first and the longest.
 _PAUSES_IN_CONTACT_S = (10.0, 60.0)
 """At a host that talks to this node: the host can spare itself the calls it brings about."""
 _CONTACT_S = 600.0
@@ -41,8 +39,7 @@ _HOST_BURST = 8.0
 _HOST_DIALS_PER_S = 0.1
 _BURST_IN_CONTACT = 64.0
 _DIALS_IN_CONTACT_PER_S = 1.0  # A try that a node answers is not counted.
-_MAX_FAILURES = 30
-"""Failures in a row after which an address where a node once answered counts as a stranger's."""
+_MAX_FAILURES = 30  # Failures in a row after which an address where a node once answered counts as a stranger's.
 _MAX_REMEMBERED = 4096
 _RESOLVED_FOR_S = 60.0
 _MAX_RESOLVED_ADDRESSES = 4
@@ -66,10 +63,8 @@ class Dialing:
         self._clock = clock
         self._is_guarded = False
         self._allows_private = False
-        self._kinds: set[HostKind] = {"public"}
-        """Kinds of address that the operator has named."""
-        self._is_public_named = False
-        """Whether an initial peer has a public address."""
+        self._kinds: set[HostKind] = {"public"}  # Kinds of address that the operator has named.
+        self._is_public_named = False  # Whether an initial peer has a public address.
         self._derived_kind: HostKind | None = None
         self._named: set[str] = set()
         self._named_sockets: set[Socket] = set()

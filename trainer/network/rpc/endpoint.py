@@ -37,16 +37,13 @@ from trainer.network.rpc.wire import CALL_FRAMES, STREAM_FRAMES, CallerEnd, Call
 
 logger = logging.getLogger(__name__)
 
-_IDLE_MS = 600_000
-"""Connections without calls are closed after this; their owners reconnect when they call."""
+_IDLE_MS = 600_000  # Connections without calls are closed after this; their owners reconnect when they call.
 _UNGUARDED_IDLE_MS = 60_000
 """The same where the platform does not let the guard see connections (`trainer.network.rpc.connections`)."""
 _SPARE_DESCRIPTORS = 768
 """For everything in this process but connections from others: connections to others, to the API (336), files, pipes."""
-_STOP_TIMEOUT_S = 5.0
-"""How long cancelled handlers may take to clean up."""
-_LAST_WRITE_TIMEOUT_S = 1.0
-"""A write ends with its call, which was cancelled before."""
+_STOP_TIMEOUT_S = 5.0  # How long cancelled handlers may take to clean up.
+_LAST_WRITE_TIMEOUT_S = 1.0  # A write ends with its call, which was cancelled before.
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
@@ -61,17 +58,14 @@ class Endpoint:
         self.identity = identity
         self.peer_id: PeerId = identity.peer_id
         self.run_id = run_id
-        self.allowed_peers = frozenset(config.allowed_peers)
-        """Who may call; empty: anyone."""
+        self.allowed_peers = frozenset(config.allowed_peers)  # Who may call; empty: anyone.
         self.certificate: bytes | None = None
         """PEM of this node's TLS certificate, for its announcement; None in plain mode and before `start`."""
         self._config = config
         self._serving = Serving(identity, run_id, config)
         self.counters = self._serving.counters
-        self.contacts = self._serving.contacts
-        """Tells who has answered, and who was served."""
-        self.dialing = Dialing(config, identity.peer_id)
-        """Judges where to connect."""
+        self.contacts = self._serving.contacts  # Tells who has answered, and who was served.
+        self.dialing = Dialing(config, identity.peer_id)  # Judges where to connect.
         self.contacts.when_served.append(lambda _peer_id, host, _method: self.dialing.in_contact(host))
         self._channels = ChannelPool(config, self.dialing)
         self._server: aio.Server | None = None

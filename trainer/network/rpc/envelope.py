@@ -59,19 +59,14 @@ class EnvelopeHeader(Message):
 
     kind: Literal["request", "open", "reply", "data", "end"]
     """request begins a call and reply ends it; open begins a stream, and data and end go in both its directions."""
-    origin: Literal["caller", "callee"]
-    """The direction, so that a frame cannot be turned back at its sender."""
+    origin: Literal["caller", "callee"]  # The direction, so that a frame cannot be turned back at its sender.
     method: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_./-]{0,63}$")]
     run_id: Annotated[str, Field(min_length=1, max_length=128)]
     sender: _Hex32
-    recipient: _Hex32 | Literal[""]
-    """"" in the first frame of a call to an address of which no identity is known."""
-    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    """Drawn by the caller; all frames of the call carry it."""
-    sequence: _Counter
-    """Counts the frames of each direction from 0 without gaps."""
-    index: _Counter = 0
-    """The sender's own number of a data frame."""
+    recipient: _Hex32 | Literal[""]  # "" in the first frame of a call to an address of which no identity is known.
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # Drawn by the caller; all frames of the call carry it.
+    sequence: _Counter  # Counts the frames of each direction from 0 without gaps.
+    index: _Counter = 0  # The sender's own number of a data frame.
     sent_at: Annotated[float, Field(ge=0, le=2.0**40)]
     """Seconds since 1970; checked in first frames, which alone can be replayed."""
     certificate_sha256: _Hex32 | Literal[""]

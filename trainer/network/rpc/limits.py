@@ -27,10 +27,8 @@ from trainer.network.rpc.token_buckets import TokenBuckets, count_down, remember
 
 MIN_GOOD_CALLS = 8
 MIN_TENURE_S = 30.0
-KEPT_S = 600.0
-"""How long a peer stays proven after the last contact, unless it lets an answer of this node stall."""
-MAX_PER_ADDRESS = 64
-"""Proven peers; those that came first stay."""
+KEPT_S = 600.0  # How long a peer stays proven after the last contact, unless it lets an answer of this node stall.
+MAX_PER_ADDRESS = 64  # Proven peers; those that came first stay.
 MAX_PROVEN = 1024
 _MAX_STALLS = 4
 _GREYLISTED_S = 60.0
@@ -39,8 +37,7 @@ _DISCOVERY_METHODS = "announce/"
 _BUCKETS_PER_WINDOW = 8
 _ADDRESS_PART = 0.25
 
-_Listener: TypeAlias = Callable[[PeerId, str, str], None]
-"""Takes a peer's id, an address and a method; must not raise."""
+_Listener: TypeAlias = Callable[[PeerId, str, str], None]  # Takes a peer's id, an address and a method; must not raise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,7 @@ class Contacts:
 class Share:
     """Under which key limits count something."""
 
-    key: str
-    """A proven peer's identity; of all others the address."""
+    key: str  # A proven peer's identity; of all others the address.
     is_proven: bool
 
 
@@ -140,8 +136,7 @@ class ByteBudget:
         self._max_total_bytes = max_total_bytes
         self._max_bytes_per_share = max_bytes_per_share
         self._by_share: Counter[Share] = Counter()
-        self.total_bytes = 0
-        """Held now."""
+        self.total_bytes = 0  # Held now.
 
     def has_room(self, share: Share, size_bytes: int) -> bool:
         """Returns whether ``size_bytes`` more fit."""
@@ -165,16 +160,12 @@ class Slot:
     """The place of one call or stream in progress."""
 
     share: Share
-    holder: str
-    """An identity, or a connection whose caller is not known yet."""
+    holder: str  # An identity, or a connection whose caller is not known yet.
     stalled_since: Callable[[], float | None]
     """Since when the other side has not taken or sent what it has to (the event loop's clock); None: it moves."""
-    end: Callable[[], None]
-    """Ends what holds it; called once at most, and returns at once."""
-    keep_s: float = 0.0
-    """How long it may stand still before a newcomer gets its place."""
-    borne_s: float = 0.0
-    """How much longer than others it may stand still while its place is not needed."""
+    end: Callable[[], None]  # Ends what holds it; called once at most, and returns at once.
+    keep_s: float = 0.0  # How long it may stand still before a newcomer gets its place.
+    borne_s: float = 0.0  # How much longer than others it may stand still while its place is not needed.
 
 
 class Slots:

@@ -17,11 +17,9 @@ from pydantic import BaseModel, ConfigDict
 _MAX_REASONS = 256
 _PEER_ID = re.compile(r"[0-9a-f]{64}")
 
-PeerId: TypeAlias = str
-"""An ed25519 public key as 64 lower-case hexadecimal digits."""
+PeerId: TypeAlias = str  # An ed25519 public key as 64 lower-case hexadecimal digits.
 
-Payload: TypeAlias = bytes | memoryview
-"""The raw bytes beside a body."""
+Payload: TypeAlias = bytes | memoryview  # The raw bytes beside a body.
 
 BodyT_co = TypeVar("BodyT_co", bound=BaseModel, covariant=True)
 
@@ -82,8 +80,7 @@ class Peer:
 
     peer_id: PeerId | None
     """Who must answer; None: anyone (only methods registered with ``any_recipient`` accept such calls)."""
-    address: str
-    """``host:port``; an IPv6 host in brackets."""
+    address: str  # ``host:port``; an IPv6 host in brackets.
     certificate: bytes | None = None
     """PEM of its TLS certificate, from its signed announcement; None: fetched and confirmed by its signed reply."""
 
@@ -105,16 +102,14 @@ class Reply(Generic[BodyT_co]):
 
     body: BodyT_co
     payload: Payload = b""
-    sender: PeerId = ""
-    """Who signed it; set for the caller, ignored in what a handler returns."""
+    sender: PeerId = ""  # Who signed it; set for the caller, ignored in what a handler returns.
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One message of a stream."""
 
-    index: int
-    """The sender's own number for it, in [0, 2**53)."""
+    index: int  # The sender's own number for it, in [0, 2**53).
     payload: memoryview
 
 

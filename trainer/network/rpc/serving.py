@@ -43,8 +43,7 @@ _GREYLISTED_PATIENCE = 5.0
 """How many times the usual time a stalled call of a greylisted address is borne, and those behind it wait: each
 connection that is cut is opened anew, with all its calls, which costs more than the slot that is held."""
 
-_MAX_GREYLISTED = 1024
-"""Calls of one greylisted address that wait; of all such addresses together, twice as many."""
+_MAX_GREYLISTED = 1024  # Calls of one greylisted address that wait; of all such addresses together, twice as many.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +158,7 @@ class _ServedCall:
         self._connection = connection
         self._call = CalleeEnd(context, serving.counters)
         self._patience = asyncio.timeout(None)
-        self._sender: PeerId = ""
-        """Empty: not verified yet."""
+        self._sender: PeerId = ""  # Empty: not verified yet.
 
     async def run(self) -> None:
         """Serves it; raises RpcError: why it is refused, or the caller went away."""

@@ -42,8 +42,7 @@ class Stream:
         self._taken = asyncio.Event()
         self._ended = False
         self._pump: asyncio.Task[None] | None = None
-        self.error: RpcError | None = None
-        """Why nothing more can be read, if that is so."""
+        self.error: RpcError | None = None  # Why nothing more can be read, if that is so.
 
     async def send(self, index: int, payload: Buffer) -> None:
         """Sends a frame after those sent before; waits until the connection has taken the one before.
@@ -146,5 +145,4 @@ class Stream:
         self._arrived.set()
 
 
-ServerStream = Stream
-"""The handler's end; it ends by itself when the handler returns."""
+ServerStream = Stream  # The handler's end; it ends by itself when the handler returns.

@@ -38,8 +38,7 @@ from trainer.network.rpc.envelope import (
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import Counters, PeerId, Reason
 
-REASON_KEY: Final = "genesis-reason"
-"""The trailing metadata that carries the reason of a refusal."""
+REASON_KEY: Final = "genesis-reason"  # The trailing metadata that carries the reason of a refusal.
 CALL_FRAMES = frozenset({"reply"})
 STREAM_FRAMES = frozenset({"data", "end"})
 
@@ -48,8 +47,7 @@ ServerContext = aio.ServicerContext[bytes, bytes]
 _CERTIFICATE_HINT = ": the node restarted, or there is a man in the middle"
 _MAX_INDEX = 2**53 - 1
 _STATUS_TIMEOUT_S = 1.0
-_CUT_TIMEOUT_S = 1.0
-"""GRPC notices that a connection has ended as soon as its threads get to run."""
+_CUT_TIMEOUT_S = 1.0  # GRPC notices that a connection has ended as soon as its threads get to run.
 _MAX_TEXT_CHARS = 500
 _REASON_PATTERN = re.compile(r"[a-z0-9_-]{1,48}")
 _STATUS: dict[str, grpc.StatusCode] = {
@@ -79,8 +77,7 @@ class CallTerms:
     run_id: str
     nonce: str
     caller: PeerId
-    callee: PeerId | None
-    """None: the caller does not know yet whom it reaches; the first answer says."""
+    callee: PeerId | None  # None: the caller does not know yet whom it reaches; the first answer says.
     certificate_sha256: str
     max_payload_bytes: int
 
@@ -95,12 +92,10 @@ class RpcCall(ABC):
     _origin: ClassVar[Literal["caller", "callee"]]
 
     def __init__(self, who: str, counters: Counters) -> None:
-        self.who = who
-        """The other end, for messages."""
+        self.who = who  # The other end, for messages.
         self.error: RpcError | None = None
         """The first error of the call, in either direction; later ones are consequences of it."""
-        self.ended = False
-        """Whether this end has sent its last frame."""
+        self.ended = False  # Whether this end has sent its last frame.
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counters = counters
         self._writing: asyncio.Task[None] | None = None
@@ -290,8 +285,7 @@ class CallerEnd(RpcCall):
     ) -> None:
         super().__init__(who, counters)
         self._call = call
-        self._answered = answered
-        """Is told of the first frame that passes its checks."""
+        self._answered = answered  # Is told of the first frame that passes its checks.
 
     def open(self, raw: bytes) -> SealedFrame | None:
         """Returns the frame that came, checked in full; raises PeerUnavailableError where it fails a check."""

@@ -26,8 +26,7 @@ from trainer.network.rpc.messages import Message
 CHUNK_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
 PAGE_CHUNKS: Final = 16_384
-MAX_DESCRIPTOR_BYTES: Final = 1 << 20
-"""A descriptor travels in one message; 1 MiB holds some 10,000 tensors."""
+MAX_DESCRIPTOR_BYTES: Final = 1 << 20  # A descriptor travels in one message; 1 MiB holds some 10,000 tensors.
 
 DESCRIPTOR_NAME, PAGES_NAME, DATA_NAME = "descriptor.json", "pages", "data"
 
@@ -71,10 +70,8 @@ class Descriptor(Message):
 
     format: Literal["genesis state 1"] = "genesis state 1"
     meta: dict[str, JsonValue]
-    tensors: tuple[TensorSpec, ...]
-    """Sorted by name; their values follow each other in this order, little endian."""
-    pages: tuple[DigestField, ...]
-    """SHA-256 of each page of chunk digests."""
+    tensors: tuple[TensorSpec, ...]  # Sorted by name; their values follow each other in this order, little endian.
+    pages: tuple[DigestField, ...]  # SHA-256 of each page of chunk digests.
 
     def to_bytes(self) -> bytes:
         """Returns the canonical JSON, which the digest is taken of."""
@@ -108,12 +105,10 @@ class Descriptor(Message):
 class Expectation:
     """The state a caller accepts; checked before anything of the claimed size is allocated."""
 
-    max_bytes: int
-    """Of all tensors."""
+    max_bytes: int  # Of all tensors.
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
     """Dtype and shape by name, exactly these; None accepts any."""
-    finite: bool = True
-    """Refuse NaN and infinities in any tensor."""
+    finite: bool = True  # Refuse NaN and infinities in any tensor.
 
     def check(self, descriptor: Descriptor) -> None:
         """Raises StateTransferError, naming the first difference, for a descriptor of another state."""

@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 _SMALL_REQUEST_TIMEOUT_S = 60.0
 _MAX_CONCURRENT_REQUESTS = 3
-_MAX_HOLDERS = 2
-"""Donors that may be asked for one chunk at a time: more would only compete."""
+_MAX_HOLDERS = 2  # Donors that may be asked for one chunk at a time: more would only compete.
 _MAX_PAUSE_S = 30.0
 
 
@@ -263,10 +262,8 @@ class ChunkPool:
 class _Donor:
     name: str
     peer: Peer
-    num_failures: int = 0
-    """Consecutive, without a chunk between them."""
-    dropped: str = ""
-    """Why it was dropped; empty: it was not."""
+    num_failures: int = 0  # Consecutive, without a chunk between them.
+    dropped: str = ""  # Why it was dropped; empty: it was not.
 
 
 class _LyingDonorError(Exception):
@@ -284,8 +281,7 @@ class _ChunkDownload:
     part: PartFile
     pool: ChunkPool
     config: StateConfig
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Replaced each time it is set."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # Replaced each time it is set.
 
     async def run(self) -> None:
         """Returns when all chunks are there; raises StateTransferError if no donor is left or the disk fails."""

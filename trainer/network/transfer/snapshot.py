@@ -52,10 +52,8 @@ from trainer.network.transfer.tensor_bytes import chunks_of, specs_of, tensors_i
 logger = logging.getLogger(__name__)
 
 _DRAFT_PREFIX, _FETCH_PREFIX, _LOCK_SUFFIX = ".draft-", ".fetch-", ".lock"
-_READ_BYTES = 1 << 30
-"""Linux reads at most 2 GiB at a time."""
-_KEPT_FETCHES = 1
-"""Interrupted fetches of other states that are kept for resumption."""
+_READ_BYTES = 1 << 30  # Linux reads at most 2 GiB at a time.
+_KEPT_FETCHES = 1  # Interrupted fetches of other states that are kept for resumption.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,7 @@ class Snapshot:
     """A verified snapshot in memory."""
 
     descriptor: Descriptor
-    tensors: dict[str, torch.Tensor]
-    """By name, on the CPU; the caller may change them."""
+    tensors: dict[str, torch.Tensor]  # By name, on the CPU; the caller may change them.
 
     @property
     def meta(self) -> Meta:

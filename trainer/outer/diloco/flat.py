@@ -31,8 +31,7 @@ class FlatLayout:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    """Start of each, in values; one more at the end, the number of all values."""
+    offsets: tuple[int, ...]  # Start of each, in values; one more at the end, the number of all values.
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> FlatLayout:

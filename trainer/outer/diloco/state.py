@@ -31,13 +31,10 @@ _Count = Annotated[int, Field(ge=0)]
 class FragmentState:
     """One fragment; [P] fp32 on the CPU each, never changed in place."""
 
-    anchor: Tensor
-    """Parameters after the last outer step, from which the next pseudo-gradient is measured."""
+    anchor: Tensor  # Parameters after the last outer step, from which the next pseudo-gradient is measured.
     momentum: Tensor
-    reference: Tensor
-    """The last accepted pseudo-gradient; zeros before the first."""
-    residual: Tensor | None = None
-    """What this node's lossy encodings left out, its own; None: nothing."""
+    reference: Tensor  # The last accepted pseudo-gradient; zeros before the first.
+    residual: Tensor | None = None  # What this node's lossy encodings left out, its own; None: nothing.
 
     @classmethod
     def start(cls, anchor: Tensor) -> FragmentState:
@@ -49,21 +46,14 @@ class FragmentState:
 class SharedState:
     """The state all members of a run have alike, as one hands it to another; compare by :meth:`digest`."""
 
-    outer_step: int
-    """Outer steps in which every fragment was synchronised."""
-    fragment: int = 0
-    """The next fragment; those before it are one round further than ``outer_step`` says."""
-    num_inner_steps: int
-    """Inner steps of the rounds so far: where the schedule of a late joiner begins."""
-    vocab_rows: int
-    """Rows of embedding and output."""
-    layout_digest: str
-    """:meth:`FragmentPlan.digest`."""
-    anchor: Tensor
-    """[P] fp32, all fragments one after another; so are the others."""
+    outer_step: int  # Outer steps in which every fragment was synchronised.
+    fragment: int = 0  # The next fragment; those before it are one round further than ``outer_step`` says.
+    num_inner_steps: int  # Inner steps of the rounds so far: where the schedule of a late joiner begins.
+    vocab_rows: int  # Rows of embedding and output.
+    layout_digest: str  # :meth:`FragmentPlan.digest`.
+    anchor: Tensor  # [P] fp32, all fragments one after another; so are the others.
     momentum: Tensor
-    reference: Tensor
-    """The last accepted outer pseudo-gradient."""
+    reference: Tensor  # The last accepted outer pseudo-gradient.
 
     def digest(self) -> str:
         """Returns the SHA-256 over numbers, layout and all values, lower-case hex."""
@@ -74,12 +64,10 @@ class SharedState:
 class ReplicaState:
     """A member's state between rounds: what is shared, and its own residuals."""
 
-    round_index: int
-    """Rounds committed; outer step · fragments + next fragment."""
+    round_index: int  # Rounds committed; outer step · fragments + next fragment.
     num_inner_steps: int
     vocab_rows: int
-    fragments: tuple[FragmentState, ...]
-    """In the order of the plan."""
+    fragments: tuple[FragmentState, ...]  # In the order of the plan.
 
     @property
     def outer_step(self) -> int:
@@ -220,15 +208,11 @@ _SavedT = TypeVar("_SavedT", bound=_Saved)
 class SavedRound(_Saved):
     """A round that was under way, with what is needed to begin it again."""
 
-    vector: Tensor
-    """[P] fp32, the contribution."""
+    vector: Tensor  # [P] fp32, the contribution.
     num_batches: _Count
-    age_s: float
-    """Of its batches, when it was made."""
-    steps_left: _Count
-    """Inner steps until its result is merged."""
-    progress: float = 1.0
-    """Share of the round's planned work that is in it; older checkpoints do not have it."""
+    age_s: float  # Of its batches, when it was made.
+    steps_left: _Count  # Inner steps until its result is merged.
+    progress: float = 1.0  # Share of the round's planned work that is in it; older checkpoints do not have it.
 
     @classmethod
     def of(cls, contribution: Contribution, steps_left: int) -> SavedRound:
@@ -249,8 +233,7 @@ class _SavedFragment(_Saved):
     residual: Tensor | None = None
     num_batches: _Count
     since_s: float
-    num_steps: _Count | None = None
-    """Older checkpoints do not have it: the steps since the last round."""
+    num_steps: _Count | None = None  # Older checkpoints do not have it: the steps since the last round.
 
 
 class SavedDiLoCo(_Saved):
@@ -259,12 +242,10 @@ class SavedDiLoCo(_Saved):
     version: Literal[1] = 1
     layout_digest: str
     round_index: _Count
-    outer_step: int = 0
-    """For readers of the checkpoint; follows from ``round_index``."""
+    outer_step: int = 0  # For readers of the checkpoint; follows from ``round_index``.
     num_inner_steps: _Count
     vocab_rows: _Count
-    inner_step: _Count
-    """Inner steps since the last round was tried."""
+    inner_step: _Count  # Inner steps since the last round was tried.
     fragments: list[_SavedFragment]
     flight: SavedRound | None = None
 

@@ -36,8 +36,7 @@ class _BackgroundRound:
 
     contribution: Contribution
     result: Future[RoundResult]
-    steps_left: int
-    """Inner steps until its result is merged."""
+    steps_left: int  # Inner steps until its result is merged.
 
 
 class DiLoCoTrainer:
@@ -63,8 +62,7 @@ class DiLoCoTrainer:
         self.plan = FragmentPlan.of(self._parameters, config.num_fragments)
         """Which parameters are synchronised together, and their places in the flat vectors."""
         self._layout_digest = self.plan.digest()
-        self.inner_step = 0
-        """Inner steps since the last round was tried."""
+        self.inner_step = 0  # Inner steps since the last round was tried.
         self._pending = [PendingWork() for _ in self.plan.layouts]
         self._saved_round: SavedRound | None = None
         self._background: _BackgroundRound | None = None

@@ -23,20 +23,16 @@ _KEY_DIGITS = 64
 class Contribution:
     """A node's part in a round. Tensors are 1-D fp32 on the CPU; the collective only reads them."""
 
-    round_index: int
-    """Rounds committed before this one."""
-    vector: Tensor
-    """[P] to be aggregated (a pseudo-gradient); finite."""
+    round_index: int  # Rounds committed before this one.
+    vector: Tensor  # [P] to be aggregated (a pseudo-gradient); finite.
     num_batches: int
     """Batches that went into ``vector``. 0: ``vector`` counts for nothing; the node only wants the result."""
-    age_s: float
-    """Seconds since the oldest of those batches was trained on."""
+    age_s: float  # Seconds since the oldest of those batches was trained on.
     progress: float = 1.0
     """Share of the round's planned work that is in ``vector``, 0 to 1; less if the round was requested early."""
     reference: Tensor
     """[P] the last accepted result for the same positions (zeros before the first); equal at all members."""
-    state_digest: str
-    """SHA-256 of the state all members must share before the round; empty: nothing to compare."""
+    state_digest: str  # SHA-256 of the state all members must share before the round; empty: nothing to compare.
     residual: Tensor | None = None
     """[P] what earlier lossy encodings left out, to be added before encoding; None: nothing."""
 
@@ -45,15 +41,12 @@ class Contribution:
 class MemberFinding:
     """What this node itself measured of one member's contribution, independent of what others say."""
 
-    member: str
-    """As in :attr:`RoundReport.members`."""
+    member: str  # As in :attr:`RoundReport.members`.
     reason: str
     """How it differs from the others, and so was left out of what this node reduced (in log mode: would have been); a
     word or two, followed by a colon and a text for people. Empty: it does not differ."""
-    cosine: float | None = None
-    """To the nearer half of the others, -1 to 1; None: there was nothing to compare with."""
-    norm_ratio: float | None = None
-    """Norm over the median member's."""
+    cosine: float | None = None  # To the nearer half of the others, -1 to 1; None: there was nothing to compare with.
+    norm_ratio: float | None = None  # Norm over the median member's.
 
 
 def member_findings(findings: Sequence[Finding], names: Sequence[str]) -> tuple[MemberFinding, ...]:
@@ -74,28 +67,21 @@ class RoundReport:
     """How a round went, for log and metrics."""
 
     round_index: int
-    members: tuple[str, ...]
-    """In the result, in the agreed order."""
-    dropped: tuple[tuple[str, str], ...] = ()
-    """Members not in it, or not wholly, and why."""
-    completeness: float = 1.0
-    """Share of the agreed members' values that are in the result, 0 to 1."""
+    members: tuple[str, ...]  # In the result, in the agreed order.
+    dropped: tuple[tuple[str, str], ...] = ()  # Members not in it, or not wholly, and why.
+    completeness: float = 1.0  # Share of the agreed members' values that are in the result, 0 to 1.
     sent_bytes: int = 0
     received_bytes: int = 0
     seconds: float = 0.0
-    rule: str = "mean"
-    """The one used, possibly a fallback of the configured one."""
-    num_passes: int = 1
-    """1, plus one for each time slices of dead reducers were reduced again."""
-    weights: tuple[float, ...] = ()
-    """Weight of each of ``members`` before normalising; empty if the rule knows none."""
+    rule: str = "mean"  # The one used, possibly a fallback of the configured one.
+    num_passes: int = 1  # 1, plus one for each time slices of dead reducers were reduced again.
+    weights: tuple[float, ...] = ()  # Weight of each of ``members`` before normalising; empty if the rule knows none.
     validation: tuple[tuple[str, str], ...] = ()
     """(member, finding) of gradient validation, also in the mode that only logs."""
     findings: tuple[MemberFinding, ...] = ()
     """For each member, in the agreed order, if validation is on and this node has reduced anything. Judge a member by
     these: ``validation`` and ``dropped`` are partly the word of others."""
-    note: str = ""
-    """Anything else a reader of the log must know."""
+    note: str = ""  # Anything else a reader of the log must know.
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""
@@ -112,8 +98,7 @@ class RoundReport:
 class RoundResult:
     """What all members of a round have agreed on."""
 
-    vector: Tensor
-    """[P] fp32 CPU; bit-identical at all members; owned by the caller."""
+    vector: Tensor  # [P] fp32 CPU; bit-identical at all members; owned by the caller.
     report: RoundReport
     residual: Tensor | None = None
     """[P] what encoding the contribution left out, for the next contribution; None: lossless or not fed back."""

@@ -21,19 +21,14 @@ class OuterResult:
     """One attempt at an outer step, for the log and the checkpointer."""
 
     round_index: int
-    fragment: int
-    """Which part of the model it was for."""
-    outer_step: int
-    """Outer steps complete afterwards."""
+    fragment: int  # Which part of the model it was for.
+    outer_step: int  # Outer steps complete afterwards.
     committed: bool
     """Whether it was applied. If not, nothing changed, and the work goes into the next round; a node that missed a
     round of the others drops its work when it adopts their state."""
-    num_batches: int
-    """Batches this node contributed."""
-    waited_s: float
-    """How long training stood still for it."""
-    report: RoundReport | None = None
-    """None if it failed."""
+    num_batches: int  # Batches this node contributed.
+    waited_s: float  # How long training stood still for it.
+    report: RoundReport | None = None  # None if it failed.
     contributed_steps_ago: int | None = None
     """Inner steps since the parameters of this node's contribution were read; None: it has no weight in the result."""
     error: str = ""
@@ -72,10 +67,8 @@ class PendingWork:
     """
 
     num_batches: int = 0
-    since_s: float = 0.0
-    """Unix time of the oldest batch; 0 if there is none."""
-    num_steps: int = 0
-    """Inner steps that they took, those included that changed nothing."""
+    since_s: float = 0.0  # Unix time of the oldest batch; 0 if there is none.
+    num_steps: int = 0  # Inner steps that they took, those included that changed nothing.
 
     def add(self, num_batches: int) -> None:
         """Counts an inner step and its batches."""

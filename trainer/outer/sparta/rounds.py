@@ -23,19 +23,13 @@ class RoundStanding:
 
     max_staleness_rounds: int
     max_failed_rounds: int
-    round_index: int = 0
-    """The next round."""
-    reached: int = 0
-    """The round that was next after this node's last committed round, or when it took up a state."""
+    round_index: int = 0  # The next round.
+    reached: int = 0  # The round that was next after this node's last committed round, or when it took up a state.
     failed_in_a_row: int = 0
-    failed_round: int = -1
-    """The last round that failed; -1: none since the last committed one."""
-    ghost_rounds_left: int = 0
-    """Committed rounds in which this node still counts for nothing."""
-    behind: bool = False
-    """More rounds were missed than allowed."""
-    damaged: bool = False
-    """Parameters are not finite; only another's state repairs that."""
+    failed_round: int = -1  # The last round that failed; -1: none since the last committed one.
+    ghost_rounds_left: int = 0  # Committed rounds in which this node still counts for nothing.
+    behind: bool = False  # More rounds were missed than allowed.
+    damaged: bool = False  # Parameters are not finite; only another's state repairs that.
 
     def counters(self) -> dict[str, Any]:
         """Returns what a checkpoint holds: all but the options."""
@@ -116,8 +110,7 @@ class _Nobody:
     def move_to(self, round_index: int) -> None: ...
 
 
-NOBODY: Final[OtherRounds] = _Nobody()
-"""For a node alone, and for engines whose members meet by themselves."""
+NOBODY: Final[OtherRounds] = _Nobody()  # For a node alone, and for engines whose members meet by themselves.
 
 
 def frontier_of(rounds: Sequence[int]) -> int:

@@ -32,8 +32,7 @@ class SlicePiece:
     start: int
     stride: int
     num_values: int
-    kept_axis: int | None
-    """Values along it stay together (0: whole columns, 1: whole rows); None: single values."""
+    kept_axis: int | None  # Values along it stay together (0: whole columns, 1: whole rows); None: single values.
 
     def view(self, tensor: Tensor) -> Tensor:
         """Returns the piece as a view of its tensor."""
@@ -49,8 +48,7 @@ class SlicePiece:
 class ParameterSlice:
     """The values of one round, by tensor in the layout's order."""
 
-    index: int
-    """Of the slice, 0 to num_slices − 1."""
+    index: int  # Of the slice, 0 to num_slices − 1.
     pieces: tuple[SlicePiece, ...]
 
     @property

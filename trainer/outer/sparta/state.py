@@ -33,22 +33,14 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class SpartaState:
     """One replica's state; tensors are on the CPU, and never changed."""
 
-    round_index: int
-    """The next round."""
-    num_inner_steps: int
-    """Optimizer steps so far: where the schedule of a joiner begins."""
-    vocab_rows: int
-    """Rows of embedding and output; 0 for a stage with neither."""
-    layout_digest: str
-    """:meth:`FlatLayout.digest`."""
-    parameters: Tensor
-    """[P] fp32."""
-    exp_avg: Tensor
-    """[P] fp32, AdamW's."""
-    exp_avg_sq: Tensor
-    """[P] fp32, AdamW's; 0 or more."""
-    steps: Tensor
-    """[T] fp32, AdamW's steps of each tensor of the layout, whole numbers."""
+    round_index: int  # The next round.
+    num_inner_steps: int  # Optimizer steps so far: where the schedule of a joiner begins.
+    vocab_rows: int  # Rows of embedding and output; 0 for a stage with neither.
+    layout_digest: str  # :meth:`FlatLayout.digest`.
+    parameters: Tensor  # [P] fp32.
+    exp_avg: Tensor  # [P] fp32, AdamW's.
+    exp_avg_sq: Tensor  # [P] fp32, AdamW's; 0 or more.
+    steps: Tensor  # [T] fp32, AdamW's steps of each tensor of the layout, whole numbers.
 
     def check(self, layout: FlatLayout, *, vocab_rows: int) -> None:
         """Refuses a state that does not belong to a model of this layout, or is not sound.
@@ -229,10 +221,8 @@ class SavedSparta(_Strict):
     damaged: bool
     num_inner_steps: _Count
     steps_since_round: _Count
-    begin_again: bool
-    """A round was under way, or due at once."""
-    progress: list[SavedPendingWork]
-    """By slice."""
+    begin_again: bool  # A round was under way, or due at once.
+    progress: list[SavedPendingWork]  # By slice.
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, StateValue], schedule_digest: str, num_slices: int) -> SavedSparta:

@@ -44,12 +44,9 @@ class _Round:
     """A round under way, in a thread unless training waits for it."""
 
     values: ParameterSlice
-    contribution: Contribution
-    """The slice's values when it began."""
-    num_batches: int
-    """Batches in them since the slice's last round, also of a node that counts for nothing."""
-    deadline_s: float
-    """Of the monotonic clock; then it is given up."""
+    contribution: Contribution  # The slice's values when it began.
+    num_batches: int  # Batches in them since the slice's last round, also of a node that counts for nothing.
+    deadline_s: float  # Of the monotonic clock; then it is given up.
     call: Future[RoundResult] | None = None
 
     def is_over(self) -> bool:
@@ -96,17 +93,14 @@ class SpartaTrainer:
         self._kept_axes = dict(kept_axes or {})
         self._vocab_rows = vocab_rows
         self._parameters = synchronised_parameters(model)
-        self.layout = FlatLayout.of(self._parameters)
-        """Layout of the vectors of :meth:`shared_state`."""
+        self.layout = FlatLayout.of(self._parameters)  # Layout of the vectors of :meth:`shared_state`.
         check_optimizer(optimizer, self._parameters)
         check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)
         self._digest = schedule_digest(self.layout, config.num_slices, config.salt, self._kept_axes)
         self.standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
         self._pending = [PendingWork() for _ in range(config.num_slices)]
-        self.inner_step = 0
-        """Steps since the last round was begun."""
-        self.num_inner_steps = 0
-        """Steps behind the parameters, for schedules; a joiner takes up those of the state."""
+        self.inner_step = 0  # Steps since the last round was begun.
+        self.num_inner_steps = 0  # Steps behind the parameters, for schedules; a joiner takes up those of the state.
         self._begin_again = False
         self._background: _Round | None = None
         self._last_call: Future[RoundResult] | None = None

@@ -34,8 +34,7 @@ from trainer.pipeline.protocol.work import MicroBatch
 
 logger = logging.getLogger(__name__)
 
-STRIKES = 2
-"""Times to be found wrong after which a worker is banned."""
+STRIKES = 2  # Times to be found wrong after which a worker is banned.
 FORGIVEN_AFTER = 8
 _PASSED_PER_HALVING = 2
 _MAX_WORKERS = 4096
@@ -43,12 +42,9 @@ _WITNESSES = 2
 _EXAMINED_TIMES = 3
 _LIED = Verdict("audit", "none", "long-ban")
 MIN_COSINE = 0.3
-MAX_RATIO = 4.0
-"""Of the larger norm to the smaller one."""
-MIN_NATS = 1.0
-"""A label; losses are also alike if they differ by less than half."""
-MAX_SLOPE_RATIO = 4.0
-"""Between the change that a gradient predicts and the one that is seen."""
+MAX_RATIO = 4.0  # Of the larger norm to the smaller one.
+MIN_NATS = 1.0  # A label; losses are also alike if they differ by less than half.
+MAX_SLOPE_RATIO = 4.0  # Between the change that a gradient predicts and the one that is seen.
 _NUDGE = 0.05  # Of each position's norm.
 _UNUSABLE = (RpcError, CodecError, NonFiniteActivationError)
 
@@ -114,10 +110,8 @@ class Visit:
     worker: StageWorker
     micro_batch: MicroBatch
     given: Mapping[str, Tensor]
-    answers: tuple[Answered, ...]
-    """To the forward and backward pass, or the tail's one."""
-    gradient: Mapping[str, Tensor] | None = None
-    """Body: with respect to the stage's output, as sent."""
+    answers: tuple[Answered, ...]  # To the forward and backward pass, or the tail's one.
+    gradient: Mapping[str, Tensor] | None = None  # Body: with respect to the stage's output, as sent.
 
 
 class Auditor:
@@ -342,10 +336,8 @@ def _weight(outputs: Sequence[StageOutput]) -> float:
 class StageOutput:
     """What a stage made of one input, by one worker's answer."""
 
-    activation: Tensor | None = None
-    """Head, body: fp32[B, S, dim], the stage's own part of it."""
-    loss: float | None = None
-    """Tail: mean of the labels."""
+    activation: Tensor | None = None  # Head, body: fp32[B, S, dim], the stage's own part of it.
+    loss: float | None = None  # Tail: mean of the labels.
     gradient: Tensor | None = None
     """Body, tail: with respect to the input, fp32[B, S, dim], before the worker scaled it down."""
     version: int = 0

@@ -28,8 +28,7 @@ class Reservation:
     """A micro-batch's place at a worker, from its first request there to the last."""
 
     worker: str
-    units: float
-    """Expected work: rows times the cost of what is done with them."""
+    units: float  # Expected work: rows times the cost of what is done with them.
     reserved_s: float
     charged_s: float
     spent_s: float = 0.0
@@ -41,8 +40,7 @@ class WorkerLoad:
     """A worker as the balancer sees it."""
 
     worker: str
-    runtime_s: float
-    """Virtual runtime above the least of the stage."""
+    runtime_s: float  # Virtual runtime above the least of the stage.
     s_per_unit: float
     proven: bool
     in_flight: int

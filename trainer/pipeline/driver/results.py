@@ -20,8 +20,7 @@ from trainer.pipeline.protocol.work import StageCredit
 class Verdict:
     """What a failed request says."""
 
-    reason: str
-    """One word for counters; workers choose theirs freely, so an unknown one is ``refused``."""
+    reason: str  # One word for counters; workers choose theirs freely, so an unknown one is ``refused``.
     effect: Literal["none", "unclear", "counted"]
     """Whether it may have been counted there: ``none`` goes to another worker, ``counted`` has lost its answer."""
     blame: Literal["none", "rest", "leave", "doubt", "ban", "firm-ban", "long-ban"]
@@ -96,8 +95,7 @@ class MicroBatchOutcome:
     credits: tuple[StageCredit, ...] = ()
     loss_sum: float = 0.0
     num_tokens: int = 0
-    stage: str | None = None
-    """Lost: the stage that did not, or may not, have counted it."""
+    stage: str | None = None  # Lost: the stage that did not, or may not, have counted it.
     reason: str | None = None
 
 
@@ -120,8 +118,7 @@ class StageView:
     workers: tuple[WorkerLoad, ...]
     names: Mapping[str, str]
     banned: Mapping[str, float]
-    stalled_s: float
-    """Seconds for which the stage has had no worker to send to; 0 if it has one."""
+    stalled_s: float  # Seconds for which the stage has had no worker to send to; 0 if it has one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,7 @@ class AuditStatus:
     disputed: int = 0
     unopposed: tuple[str, ...] = ()
     liars: Mapping[str, int] = field(default_factory=dict)
-    undecided: tuple[tuple[str, str], ...] = ()
-    """Pairs of workers that differ where nothing shows which is wrong."""
+    undecided: tuple[tuple[str, str], ...] = ()  # Pairs of workers that differ where nothing shows which is wrong.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +144,7 @@ class DriverStatus:
     tokens: int
     failures: Mapping[str, int]
     lost_by: Mapping[str, int]
-    stalls: Mapping[str, float]
-    """Seconds in all for which each stage had no worker while there was something to send."""
+    stalls: Mapping[str, float]  # Seconds in all for which each stage had no worker while there was something to send.
     stages: tuple[StageView, ...]
     audit: AuditStatus = AuditStatus()
     silent: Mapping[str, float] = field(default_factory=dict)

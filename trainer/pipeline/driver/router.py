@@ -31,8 +31,7 @@ from trainer.pipeline.protocol.work import MicroBatch, StageCredit, boottime_s
 
 FORWARD_UNITS, BACKWARD_UNITS, TAIL_UNITS = 1.0, 2.0, 3.0
 """Work per row: a backward pass takes twice as long as a forward pass."""
-QUESTION_S = 5.0
-"""Seconds to wait for a worker's answer to whether it has counted a micro-batch."""
+QUESTION_S = 5.0  # Seconds to wait for a worker's answer to whether it has counted a micro-batch.
 
 _PATIENCE_S = 15.0
 _PAUSE_S = 0.05
@@ -40,8 +39,7 @@ _MAX_PAUSE_S = 2.0
 _BUSY_TIMES = 6  # How often a worker that has the forward pass is asked again before another one repeats the pass.
 _INVALID_DATA = frozenset(("malformed", "nonfinite"))  # Refusals that the next driver would get as well.
 
-Asking = Callable[[StageWorker], Awaitable[Answered]]
-"""Sends one request to a worker."""
+Asking = Callable[[StageWorker], Awaitable[Answered]]  # Sends one request to a worker.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

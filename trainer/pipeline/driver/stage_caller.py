@@ -44,8 +44,7 @@ class LinkForm:
     """What travels between the stages of a run."""
 
     codec: ActivationCodec
-    dim: int
-    """Width of the model."""
+    dim: int  # Width of the model.
 
     def specs(self, micro_batch: MicroBatch, direction: Direction) -> list[TensorSpec]:
         """Returns the tensors of an activation or a gradient of a micro-batch."""

@@ -114,8 +114,7 @@ class StepBarrier:
     """
 
     def __init__(self, endpoint: Endpoint, pools: Mapping[str, StagePool], config: DriverConfig) -> None:
-        self.begun_tokens = 0
-        """Of the current step: sent, and not lost."""
+        self.begun_tokens = 0  # Of the current step: sent, and not lost.
         self._endpoint = endpoint
         self._pools = pools
         self._timeout_s = config.request_timeout_s

@@ -16,11 +16,9 @@ class StageWorker:
     """A worker that takes micro-batches, as last announced."""
 
     stage: str
-    uid: str
-    """Its name for people, such as ``body3.0.55``."""
+    uid: str  # Its name for people, such as ``body3.0.55``.
     peer: Peer
-    incarnation: str
-    """Of its process; may be out of date."""
+    incarnation: str  # Of its process; may be out of date.
 
     @property
     def key(self) -> str:
@@ -39,11 +37,9 @@ class StageWorker:
 class LastWord:
     """The newest announcement under a worker's key, whatever it announces."""
 
-    incarnation: str
-    """Of the process; empty: it holds no stage any more."""
+    incarnation: str  # Of the process; empty: it holds no stage any more.
     address: str
-    heard_s: float
-    """When it was new here, by `time.monotonic`."""
+    heard_s: float  # When it was new here, by `time.monotonic`.
 
 
 class StageDirectory(Protocol):

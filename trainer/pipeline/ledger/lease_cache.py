@@ -26,10 +26,8 @@ class LeaseCache:
         self.leases: dict[str, LeaseTerm] = {}
         self._lapsed_s: dict[str, float] = {}
         """Those that ran out, and when that was found: what was begun of them may still be settled."""
-        self.unread: deque[tuple[str, MicroBatchId]] = deque()
-        """Leased, rows not read yet; each with its lease."""
-        self.ready: deque[tuple[str, MicroBatch]] = deque()
-        """Read, not begun."""
+        self.unread: deque[tuple[str, MicroBatchId]] = deque()  # Leased, rows not read yet; each with its lease.
+        self.ready: deque[tuple[str, MicroBatch]] = deque()  # Read, not begun.
         self._begun: dict[MicroBatchKey, str] = {}  # The lease of each that the routing has, and has not reported on.
         self._unreported: dict[str, dict[MicroBatchKey, Settlement | None]] = {}
         """By lease: what the keeper has not acknowledged."""

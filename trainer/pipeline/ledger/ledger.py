@@ -26,10 +26,8 @@ _MOST_RETURNED = 512
 class AppliedReport:
     """What the workers answered about micro-batches of a lease."""
 
-    applied: Mapping[str, frozenset[MicroBatchKey]]
-    """By stage: counted by at least one of its workers."""
-    answered: frozenset[str]
-    """Incarnations of the workers that answered for all that was asked."""
+    applied: Mapping[str, frozenset[MicroBatchKey]]  # By stage: counted by at least one of its workers.
+    answered: frozenset[str]  # Incarnations of the workers that answered for all that was asked.
     silent: int = 0
 
 

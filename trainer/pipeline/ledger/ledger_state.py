@@ -77,8 +77,7 @@ class LedgerState:
         }
         self.holder = {micro_batch: token for token, lease in self.leases.items() for micro_batch in lease.open}
         """The lease that each open micro-batch is in."""
-        self.waiting = dict.fromkeys(layout.micro_batches(*snapshot.waiting))
-        """To be given again, the oldest first."""
+        self.waiting = dict.fromkeys(layout.micro_batches(*snapshot.waiting))  # To be given again, the oldest first.
         self.workers, self._departed = _workers_of(snapshot.workers), _workers_of(snapshot.departed)
         # Departed: announced once and gone lately; drivers may only now report what these have counted.
         self._open_rows = sum(map(layout.rows_of, (*self.holder, *self.waiting)))

@@ -44,10 +44,8 @@ class LeaseAnswer(Message):
     """The rows of a lease; empty if there are none now."""
 
     runs: tuple[Run, ...]
-    lease_s: Annotated[float, Field(gt=0)]
-    """How long the lease lasts, for the driver from before it asked."""
-    finished: bool = False
-    """Nothing is left, and nothing will be."""
+    lease_s: Annotated[float, Field(gt=0)]  # How long the lease lasts, for the driver from before it asked.
+    finished: bool = False  # Nothing is left, and nothing will be.
 
 
 class RenewAsk(Message):
@@ -70,16 +68,14 @@ class SettleAsk(Message):
     settlements: Annotated[tuple[Settlement, ...], Field(max_length=MAX_SAID)] = ()
     handed_back: Annotated[tuple[MicroBatchKey, ...], Field(max_length=MAX_SAID)] = ()
     """Not begun: no stage was asked to apply them."""
-    release: bool = False
-    """The driver sends nothing of this lease any more."""
+    release: bool = False  # The driver sends nothing of this lease any more.
 
 
 class SettleAnswer(Message):
     """What the ledger made of it."""
 
     accepted: Counted
-    repeated: Counted
-    """Were settled before; nothing was counted twice."""
+    repeated: Counted  # Were settled before; nothing was counted twice.
     stale: Annotated[tuple[MicroBatchKey, ...], Field(max_length=2 * MAX_SAID)] = ()
     """Not of this lease any more; what was said of them does not count."""
     unheard: Annotated[tuple[MicroBatchKey, ...], Field(max_length=MAX_SAID)] = ()
@@ -93,14 +89,10 @@ class AccountAsk(Message):
 class Tally(Message):
     """Micro-batches, or tokens: `leased` = `done` + `lost` + `open`, always."""
 
-    leased: Counted
-    """Given to a driver at least once; each counts once, however often it was given."""
-    done: Counted
-    """Counted once in every stage."""
-    lost: Counted
-    """Not known to be counted in every stage, and never sent again."""
-    open: Counted
-    """The rest: held by drivers, or waiting to be given again."""
+    leased: Counted  # Given to a driver at least once; each counts once, however often it was given.
+    done: Counted  # Counted once in every stage.
+    lost: Counted  # Not known to be counted in every stage, and never sent again.
+    open: Counted  # The rest: held by drivers, or waiting to be given again.
 
 
 class LostCount(Message):
@@ -139,14 +131,10 @@ class Account(Message):
     """What has become of the data so far."""
 
     micro_batches: Tally
-    tokens: Tally
-    """Labels of the rows: rows times positions."""
-    trained_tokens: Counted
-    """Of those done, the labels that counted, as drivers report: fewer where labels are masked."""
-    waiting: Counted
-    """Micro-batches of `open` that no driver holds."""
-    reissued: Counted
-    """Times a micro-batch was given again after it was handed back or its lease ran out."""
+    tokens: Tally  # Labels of the rows: rows times positions.
+    trained_tokens: Counted  # Of those done, the labels that counted, as drivers report: fewer where labels are masked.
+    waiting: Counted  # Micro-batches of `open` that no driver holds.
+    reissued: Counted  # Times a micro-batch was given again after it was handed back or its lease ran out.
     leases: Counted
     lost: Annotated[tuple[LostCount, ...], Field(max_length=_MAX_COUNTS)]
     perished: Annotated[tuple[PerishedCount, ...], Field(max_length=_MAX_COUNTS)]

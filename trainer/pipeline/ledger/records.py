@@ -75,8 +75,7 @@ class WorkerSeen(Message):
     stage: StageName
     incarnation: Incarnation
     shared_through: Counted = 0
-    resumed: Incarnation | None = None
-    """The former worker from whose state this one goes on."""
+    resumed: Incarnation | None = None  # The former worker from whose state this one goes on.
     resumed_through: Counted = 0
     """The first so many that the former worker had applied are in that state, and did not perish."""
 
@@ -87,8 +86,7 @@ class Workers(Message):
     kind: Literal["workers"] = "workers"
     seen: tuple[WorkerSeen, ...] = ()
     gone: tuple[Incarnation, ...] = ()
-    version: Counted | None = None
-    """The stages' version now; None: as before."""
+    version: Counted | None = None  # The stages' version now; None: as before.
 
 
 class LeaseSnapshot(Message):
@@ -105,8 +103,7 @@ class WorkerSnapshot(Message):
 
     stage: StageName
     incarnation: Incarnation
-    announced: bool = True
-    """False: only drivers have named it."""
+    announced: bool = True  # False: only drivers have named it.
     shared_through: Counted
     unshared: tuple[Span, ...]
 
@@ -121,18 +118,14 @@ class LedgerSnapshot(Message):
     leases: tuple[LeaseSnapshot, ...]
     waiting: Runs
     workers: tuple[WorkerSnapshot, ...]
-    departed: tuple[WorkerSnapshot, ...] = ()
-    """The last of the announced workers that are gone, in that order."""
-    done: Span
-    """Micro-batches, rows."""
+    departed: tuple[WorkerSnapshot, ...] = ()  # The last of the announced workers that are gone, in that order.
+    done: Span  # Micro-batches, rows.
     lost: Span
-    lost_by: tuple[tuple[str, str, Counted], ...]
-    """Stage, reason, micro-batches."""
+    lost_by: tuple[tuple[str, str, Counted], ...]  # Stage, reason, micro-batches.
     perished_by: tuple[tuple[str, Counted], ...]
     trained_tokens: Counted
     reissued: Counted
-    noted: Span | None = None
-    """The stages' version when it was noted last, and the tokens that were done or lost then."""
+    noted: Span | None = None  # The stages' version when it was noted last, and the tokens that were done or lost then.
 
     @classmethod
     def empty(cls, opened: Opened) -> LedgerSnapshot:

@@ -45,12 +45,10 @@ class Unit:
 class Layout(Message):
     """How each shard is cut."""
 
-    num_windows: Annotated[int, Field(ge=1)]
-    """Of a shard: its rows in an epoch."""
+    num_windows: Annotated[int, Field(ge=1)]  # Of a shard: its rows in an epoch.
     seq_len: Annotated[int, Field(ge=1)]
     micro_batch_rows: Annotated[int, Field(ge=1)]
-    unit_rows: Annotated[int, Field(ge=1)]
-    """A multiple of `micro_batch_rows`."""
+    unit_rows: Annotated[int, Field(ge=1)]  # A multiple of `micro_batch_rows`.
 
     @property
     def units_per_shard(self) -> int:
@@ -104,10 +102,8 @@ def runs_of(micro_batches: Iterable[MicroBatchId], layout: Layout) -> tuple[Run,
 class LaneSpec(Message):
     """A lane: shards that are read together, epoch after epoch; a source's, or all of the store's."""
 
-    source: str | None
-    """None: all shards of the store alike."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Its share of the rows, relative to the other lanes."""
+    source: str | None  # None: all shards of the store alike.
+    weight: Annotated[float, Field(gt=0)] = 1.0  # Its share of the rows, relative to the other lanes.
     first_shard_sha256: str
     """Of its first shard, which stays the same when a store grows: tells one store from another."""
 
@@ -115,12 +111,10 @@ class LaneSpec(Message):
 class LedgerSpec(Message):
     """What an account is of. A journal of another one is refused, and so are its drivers."""
 
-    seed: int
-    """Of the data's order."""
+    seed: int  # Of the data's order.
     layout: Layout
     lanes: Annotated[tuple[LaneSpec, ...], Field(min_length=1)]
-    stages: Annotated[tuple[str, ...], Field(min_length=1)]
-    """All that have to count a micro-batch."""
+    stages: Annotated[tuple[str, ...], Field(min_length=1)]  # All that have to count a micro-batch.
 
     def digest(self) -> str:
         """Returns 16 hexadecimal digits of its SHA-256."""
@@ -186,12 +180,9 @@ class LaneSnapshot(Message):
     epoch: Counted
     num_shards: Counted
     next_num_shards: Counted
-    begun: tuple[Span, ...]
-    """Positions of shards of which units were leased in this epoch: first and last of each run."""
-    cursors: tuple[Span, ...]
-    """Of these, those that have more: position and next unit."""
-    units_leased: Counted
-    """In all epochs."""
+    begun: tuple[Span, ...]  # Positions of shards of which units were leased in this epoch: first and last of each run.
+    cursors: tuple[Span, ...]  # Of these, those that have more: position and next unit.
+    units_leased: Counted  # In all epochs.
 
     @classmethod
     def new(cls, num_shards: int) -> LaneSnapshot:

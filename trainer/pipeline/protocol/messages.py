@@ -31,12 +31,10 @@ class StageAsk(Parcel):
     """The fields of every request about a micro-batch."""
 
     micro_batch: MicroBatchKey
-    stage: StageName
-    """The stage it is meant for; a worker of another stage refuses it."""
+    stage: StageName  # The stage it is meant for; a worker of another stage refuses it.
     num_rows: Annotated[int, Field(ge=1, le=4096)]
     num_positions: Annotated[int, Field(ge=1, le=2**20)]
-    answer_within_s: Seconds
-    """From receipt: what is not begun by then is not needed, since nobody waits for it."""
+    answer_within_s: Seconds  # From receipt: what is not begun by then is not needed, since nobody waits for it.
 
 
 class ForwardAsk(StageAsk):
@@ -46,12 +44,9 @@ class ForwardAsk(StageAsk):
 class BackwardAsk(StageAsk):
     """Applies the gradient of a micro-batch whose forward pass may have been elsewhere."""
 
-    apply_within_s: Seconds
-    """From receipt: later it must not be applied."""
-    forward_version: Counted
-    """Of the weights of its forward pass (`StageAnswer.version`)."""
-    num_tokens: Counted
-    """Labels that count, over all rows: what its gradient is a sum over."""
+    apply_within_s: Seconds  # From receipt: later it must not be applied.
+    forward_version: Counted  # Of the weights of its forward pass (`StageAnswer.version`).
+    num_tokens: Counted  # Labels that count, over all rows: what its gradient is a sum over.
 
 
 class TailAsk(StageAsk):
@@ -82,26 +77,22 @@ class ChainAsk(StageAsk):
 class EvaluateAsk(StageAsk):
     """Has the stage compute an input, to compare it with another worker's answer; nothing is counted or kept."""
 
-    with_gradient: bool = False
-    """Body, tail: also answer with the gradient of the input, as to a request that counts."""
+    with_gradient: bool = False  # Body, tail: also answer with the gradient of the input, as to a request that counts.
 
 
 class StageAnswer(Parcel):
     """The fields of every answer about a micro-batch."""
 
     incarnation: Incarnation
-    version: Counted
-    """Optimizer steps that the weights had taken that computed it."""
+    version: Counted  # Optimizer steps that the weights had taken that computed it.
     num_rows: Counted
     applied: tuple[StageName, ...] = ()
     """Stages in which it is counted now, this one and those behind it; empty for a forward pass."""
     applied_number: Counted = 0
     shared_through: Counted = 0
     """The first so many of them are in a state that outlives the worker (committed with others, or on disk)."""
-    loss_sum: float | None = None
-    """Tail: the sum of the losses of the labels that count."""
-    num_tokens: Counted = 0
-    """Tail: how many labels counted."""
+    loss_sum: float | None = None  # Tail: the sum of the losses of the labels that count.
+    num_tokens: Counted = 0  # Tail: how many labels counted.
     scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """What the gradient was multiplied by: less than 1 where it was far larger than usual in the stage."""
     compute_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
@@ -113,15 +104,13 @@ class AppliedAsk(Message):
     """Asks which of these micro-batches are counted here."""
 
     micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
-    refuse_from_now: bool = False
-    """Also refuse to apply those that are not, since another driver may get them now."""
+    refuse_from_now: bool = False  # Also refuse to apply those that are not, since another driver may get them now.
 
 
 class CountedAs(Message):
     """How a worker acknowledged a micro-batch; see `StageAnswer` for the fields."""
 
-    incarnation: Incarnation
-    """At the time it was counted: the worker may have restarted since."""
+    incarnation: Incarnation  # At the time it was counted: the worker may have restarted since.
     applied_number: Counted
     shared_through: Counted = 0
 
@@ -131,8 +120,7 @@ class AppliedAnswer(Message):
 
     incarnation: Incarnation
     micro_batches: Annotated[tuple[MicroBatchKey, ...], Field(max_length=1024)]
-    counted_as: CountedAs | None = None
-    """Set where one micro-batch only was asked about, and that is counted."""
+    counted_as: CountedAs | None = None  # Set where one micro-batch only was asked about, and that is counted.
 
 
 class ProgressReport(Message):
@@ -140,6 +128,5 @@ class ProgressReport(Message):
 
     incarnation: Incarnation
     version: Counted
-    num_tokens: Counted
-    """Accumulated towards the next step."""
+    num_tokens: Counted  # Accumulated towards the next step.
     joining: bool = False

@@ -39,8 +39,7 @@ _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Parcel(Message):
     """A message with tensors beside it."""
 
-    tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()
-    """Filled in by the sender."""
+    tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()  # Filled in by the sender.
 
 
 AskT = TypeVar("AskT", bound=Parcel)
@@ -52,8 +51,7 @@ class TensorAnswer(Generic[AnswerT]):
     """An answer with its tensors."""
 
     body: AnswerT
-    tensors: Mapping[str, Tensor]
-    """CPU tensors by name."""
+    tensors: Mapping[str, Tensor]  # CPU tensors by name.
 
 
 TensorHandler = Callable[[PeerId, AskT, dict[str, Tensor]], Awaitable[TensorAnswer[AnswerT]]]

@@ -38,11 +38,9 @@ class MicroBatchId:
     ``e2.s17.r4096`` is epoch 2, shard 17, rows from 4096 on of that shard's order in that epoch.
     """
 
-    epoch: int
-    """Passes over the whole store before it."""
+    epoch: int  # Passes over the whole store before it.
     shard: int
-    row: int
-    """Its first row's place in the order in which the shard is read in that epoch."""
+    row: int  # Its first row's place in the order in which the shard is read in that epoch.
 
     def __str__(self) -> str:
         return f"e{self.epoch}.s{self.shard}.r{self.row}"
@@ -60,8 +58,7 @@ class MicroBatchId:
 class LeaseTerm:
     """How long a lease lasts; shared by all its micro-batches, and extended whenever it is renewed."""
 
-    send_before_s: float
-    """On CLOCK_BOOTTIME (`boottime_s`)."""
+    send_before_s: float  # On CLOCK_BOOTTIME (`boottime_s`).
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +67,7 @@ class MicroBatch:
 
     id: MicroBatchId
     input_ids: Tensor
-    labels: Tensor
-    """int64[B, T], each id the one after its input."""
+    labels: Tensor  # int64[B, T], each id the one after its input.
     term: LeaseTerm
 
     @property
@@ -97,8 +93,7 @@ class StageCredit(Message):
     incarnation: Incarnation
     applied_number: Counted
     """How many micro-batches that worker had applied, this one included; 0: not known to the driver."""
-    shared_through: Counted = 0
-    """The first so many of them were in a state that outlives the worker."""
+    shared_through: Counted = 0  # The first so many of them were in a state that outlives the worker.
 
 
 class Settlement(Message):
@@ -109,8 +104,7 @@ class Settlement(Message):
     credits: Annotated[tuple[StageCredit, ...], Field(max_length=512)] = ()
     """Of the stages that acknowledged it: all of them if it is done."""
     num_tokens: Counted = 0
-    lost_at: StageName | None = None
-    """The stage that did not, or may not, have counted it; None if done."""
+    lost_at: StageName | None = None  # The stage that did not, or may not, have counted it; None if done.
     reason: LossReason | None = None
 
 

@@ -18,18 +18,15 @@ from torch.nn.utils import get_total_norm
 
 from trainer.pipeline.stage.interface import Accumulated
 
-WINDOW: Final = 64
-"""Micro-batches that are remembered."""
-WARM_UP: Final = 16
-"""Micro-batches before there is a bound."""
+WINDOW: Final = 64  # Micro-batches that are remembered.
+WARM_UP: Final = 16  # Micro-batches before there is a bound.
 
 
 class GradientAccumulator:
     """Sums of gradients of ``parameters``."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.accumulated = Accumulated()
-        """Tokens, micro-batches and losses in the sums."""
+        self.accumulated = Accumulated()  # Tokens, micro-batches and losses in the sums.
         self._parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
 

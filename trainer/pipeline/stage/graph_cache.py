@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-ENTRY_BYTES = 2048
-"""Of an entry's Python objects: names, tensors and nodes without their values."""
+ENTRY_BYTES = 2048  # Of an entry's Python objects: names, tensors and nodes without their values.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,10 +20,8 @@ class CachedForward:
     """What is kept of one forward pass: the input, a leaf, and the graph's bytes beside it."""
 
     x: Tensor
-    y: Tensor | None
-    """The output with its graph; None: to be computed again."""
-    weights: int
-    """Counts changes of the weights; tells which ones the graph saw."""
+    y: Tensor | None  # The output with its graph; None: to be computed again.
+    weights: int  # Counts changes of the weights; tells which ones the graph saw.
     version: int
     graph_bytes: int
 

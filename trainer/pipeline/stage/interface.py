@@ -64,8 +64,7 @@ class StageShape:
     kind: StageKind
     dim: int
     vocab_size: int
-    max_positions: int
-    """Tokens of the longest row."""
+    max_positions: int  # Tokens of the longest row.
 
     @classmethod
     def of(cls, config: ModelConfig, kind: StageKind) -> StageShape:
@@ -115,10 +114,8 @@ class Accumulated:
     """What the gradient accumulator holds."""
 
     num_tokens: int = 0
-    num_micro_batches: int = 0
-    """Including those without such labels."""
-    loss_sum: float = 0.0
-    """Tail: over those labels; 0 elsewhere."""
+    num_micro_batches: int = 0  # Including those without such labels.
+    loss_sum: float = 0.0  # Tail: over those labels; 0 elsewhere.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,13 +130,10 @@ class LossSum:
 class BackwardResult:
     """The answer to a backward pass whose gradient was counted."""
 
-    grad_x: Tensor | None
-    """fp32[rows, positions, dim], of the sum of the losses; None at the head."""
+    grad_x: Tensor | None  # fp32[rows, positions, dim], of the sum of the losses; None at the head.
     version: int
-    recomputed: bool
-    """The forward pass was run again, because the graph was gone or the weights had changed."""
-    scale: float = 1.0
-    """Factor applied to the gradient; below 1 for an outlier (`NormBound`)."""
+    recomputed: bool  # The forward pass was run again, because the graph was gone or the weights had changed.
+    scale: float = 1.0  # Factor applied to the gradient; below 1 for an outlier (`NormBound`).
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,11 +142,9 @@ class TailResult:
 
     loss_sum: float
     num_tokens: int
-    grad_hidden: Tensor
-    """fp32[rows, positions, dim], of `loss_sum`."""
+    grad_hidden: Tensor  # fp32[rows, positions, dim], of `loss_sum`.
     version: int
-    scale: float = 1.0
-    """Factor applied to the gradient, as in `BackwardResult`."""
+    scale: float = 1.0  # Factor applied to the gradient, as in `BackwardResult`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +153,10 @@ class StepInfo:
 
     version: int
     lr: float
-    grad_norm: float
-    """Of this stage's mean gradient over tokens, before clipping; 0 where nothing was accumulated."""
+    grad_norm: float  # Of this stage's mean gradient over tokens, before clipping; 0 where nothing was accumulated.
     clip_coefficient: float
     num_tokens: int
     num_micro_batches: int
-    loss: float | None
-    """Tail: mean over the tokens."""
-    applied: bool
-    """False: there was no token, or the gradient was not finite; the weights are unchanged."""
-    seconds: float
-    """Until its last kernel was queued."""
+    loss: float | None  # Tail: mean over the tokens.
+    applied: bool  # False: there was no token, or the gradient was not finite; the weights are unchanged.
+    seconds: float  # Until its last kernel was queued.

@@ -32,8 +32,7 @@ _MAX_SHAPES = 256  # Of inputs whose graphs' sizes are remembered; strangers cho
 class Gradients:
     """Gradients of one micro-batch; finite, and referenced by nobody else; ``norm`` is of those of parameters."""
 
-    of_parameters: tuple[Tensor | None, ...]
-    """In the order of `StagePasses.parameters`; None: untouched."""
+    of_parameters: tuple[Tensor | None, ...]  # In the order of `StagePasses.parameters`; None: untouched.
     of_input: Tensor | None
     norm: float
 

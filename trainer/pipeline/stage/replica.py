@@ -83,8 +83,7 @@ class StageReplica:
         self.kind = kind
         self.clip_norm = (config.tail_clip_factor if kind == "tail" else config.clip_factor) / math.sqrt(num_stages)
         """The norm that this stage's gradient is scaled down to."""
-        self.outliers = 0
-        """Micro-batches whose gradient was scaled down, since this process began."""
+        self.outliers = 0  # Micro-batches whose gradient was scaled down, since this process began.
         self._inner = inner
         self._config = config
         self._after_update = after_update

@@ -48,11 +48,9 @@ class PendingCount:
     kind: str
     key: str
     owner: str
-    deadlines_s: list[float]
-    """Until when it may be counted, for each caller that still waits; on the cache's clock."""
+    deadlines_s: list[float]  # Until when it may be counted, for each caller that still waits; on the cache's clock.
     phase: _Phase = _Phase.OPEN
-    decided: Future[None] = field(default_factory=Future)
-    """Done when it is counted, or will not be."""
+    decided: Future[None] = field(default_factory=Future)  # Done when it is counted, or will not be.
 
     @property
     def apply_before_s(self) -> float:
@@ -137,8 +135,7 @@ class ReplyCache:
         self, config: WorkerConfig, *, num_fragments: int = 1, clock: Callable[[], float] = boottime_s
     ) -> None:
         self.shared = SharedThrough(num_fragments)
-        self.incarnation = secrets.token_hex(8)
-        """Changes when counted micro-batches are dropped."""
+        self.incarnation = secrets.token_hex(8)  # Changes when counted micro-batches are dropped.
         self.applied = 0
         self.reply_bytes = 0
         self._config = config

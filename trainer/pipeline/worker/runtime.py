@@ -132,8 +132,7 @@ class Computed:
 
     value: Any
     queue_s: float
-    compute_s: float
-    """Of jobs computed together, its share by rows."""
+    compute_s: float  # Of jobs computed together, its share by rows.
 
 
 @dataclass(slots=True, eq=False)
@@ -145,14 +144,11 @@ class Job:
     item: Any
     compute: Callable[[Sequence[Any]], Sequence[Any]]
     """Computes the items of jobs of one group; returns a result or an exception for each."""
-    group: Hashable = None
-    """Jobs of one priority and group may be computed together; None: alone."""
+    group: Hashable = None  # Jobs of one priority and group may be computed together; None: alone.
     num_rows: int = 1
     size_bytes: int = 0
-    begin_before_s: float = float("inf")
-    """On the runtime's clock: a job not begun by then is given up."""
-    is_owed: bool = False
-    """It ends what was begun (the way back of a chain), and is let in however full the queue is."""
+    begin_before_s: float = float("inf")  # On the runtime's clock: a job not begun by then is given up.
+    is_owed: bool = False  # It ends what was begun (the way back of a chain), and is let in however full the queue is.
     future: Future[Computed] = field(default_factory=Future)
     number: int = 0
     added_s: float = 0.0
@@ -255,14 +251,10 @@ class RuntimeFigures:
     queued: int
     queued_bytes: int
     computed: int
-    batch_rows: float
-    """Rows computed at once, a moving average."""
-    compute_s: float
-    """Seconds of a job, a moving average."""
-    rows_per_s: float
-    """While there was work, lately; 0: not known."""
-    busy: float
-    """Share of the recent time in which it computed."""
+    batch_rows: float  # Rows computed at once, a moving average.
+    compute_s: float  # Seconds of a job, a moving average.
+    rows_per_s: float  # While there was work, lately; 0: not known.
+    busy: float  # Share of the recent time in which it computed.
 
 
 class Runtime:

@@ -73,8 +73,7 @@ class StageService:
     workers: Callable[[str], Mapping[PeerId, Peer]] | None = None
     """The workers of a stage as known now, by key: who may pass chains on to this one, and where the next hop is. None:
     anybody may, and a hop is where a route says; for trusted networks only."""
-    status: ServiceStatus = "joining"
-    """Announced; `accepts` alone decides what is let in."""
+    status: ServiceStatus = "joining"  # Announced; `accepts` alone decides what is let in.
     accepts: Accepts = "nothing"
     """Which requests are let in: all, those that end what was begun (`stage/backward`), or none."""
 

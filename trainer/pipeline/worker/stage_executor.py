@@ -65,8 +65,7 @@ class StageExecutor:
     runtime: Runtime
     link: StageLink
     replies: ReplyCache
-    max_batch_size: int
-    """Rows of forward requests computed together; 1: none are."""
+    max_batch_size: int  # Rows of forward requests computed together; 1: none are.
     evaluations: EvaluationBudget = field(default_factory=EvaluationBudget)
 
     async def forward(

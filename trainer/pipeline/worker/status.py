@@ -24,10 +24,8 @@ class StatusAnswer(Message):
     incarnation: Incarnation
     version: Counted
     num_tokens: Counted
-    applied: Counted
-    """Micro-batches counted in this incarnation."""
-    outliers: Counted = 0
-    """Micro-batches whose gradient was scaled down to the usual norm."""
+    applied: Counted  # Micro-batches counted in this incarnation.
+    outliers: Counted = 0  # Micro-batches whose gradient was scaled down to the usual norm.
     shared_through: Counted
     queued: Counted
     queued_bytes: Counted
@@ -36,7 +34,6 @@ class StatusAnswer(Message):
     compute_s: Annotated[float, Field(ge=0)]
     rows_per_s: Annotated[float, Field(ge=0)]
     busy: Annotated[float, Field(ge=0, le=1)]
-    cached_bytes: Counted
-    """Of forward passes whose backward pass is to come."""
+    cached_bytes: Counted  # Of forward passes whose backward pass is to come.
     reply_bytes: Counted
     refused: dict[str, Counted]

@@ -40,10 +40,8 @@ _SEEN_SHARE = 1 / 2
 may have been counted since its last report."""
 _PATIENCE_EXCHANGES = 2
 
-Stepped = Callable[[StepInfo], None]
-"""Called after each step, in the compute thread."""
-Synchronised = Callable[[OuterResult], None]
-"""Called after each round, in the compute thread."""
+Stepped = Callable[[StepInfo], None]  # Called after each step, in the compute thread.
+Synchronised = Callable[[OuterResult], None]  # Called after each round, in the compute thread.
 
 
 class StepStrategy(Protocol):
@@ -65,8 +63,7 @@ class StepStrategy(Protocol):
 class _Heard:
     report: ProgressReport
     at_s: float
-    before: ProgressReport | None
-    """The last report of an earlier version."""
+    before: ProgressReport | None  # The last report of an earlier version.
 
     def tokens(self, version: int) -> int | None:
         """Returns its tokens towards the step after that version, 0 if it is not there yet; None: it never said."""
@@ -94,8 +91,7 @@ class ProgressTracker:
     """
 
     def __init__(self, interval_s: float, max_lead: int, clock: Callable[[], float]) -> None:
-        self.changed_s = clock()
-        """When another worker last reported something new."""
+        self.changed_s = clock()  # When another worker last reported something new.
         self._max_age_s = max(_MIN_MAX_AGE_S, _MAX_AGE_EXCHANGES * interval_s)
         self._patience_s = _PATIENCE_EXCHANGES * interval_s
         self._max_lead = max_lead
@@ -173,8 +169,7 @@ class StageStepper:
     on_round: Synchronised | None
     on_news: Callable[[], None] | None = None
     """Called when another worker has reported something new: it may be time to step."""
-    joining: bool = False
-    """While joining nothing steps, and the others do not count this worker."""
+    joining: bool = False  # While joining nothing steps, and the others do not count this worker.
 
     def __post_init__(self) -> None:
         self._own_id = self.endpoint.peer_id

@@ -115,10 +115,8 @@ class _Source:
 
     config: ModelConfig
     state: Mapping[str, Tensor]
-    data: Mapping[str, Any]
-    """The run's ``data`` options: where its vocabulary is."""
-    lineage: str
-    """The vocabulary's; empty where the checkpoint does not say."""
+    data: Mapping[str, Any]  # The run's ``data`` options: where its vocabulary is.
+    lineage: str  # The vocabulary's; empty where the checkpoint does not say.
     description: str
 
 

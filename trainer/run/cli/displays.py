@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 _BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _TERMINAL_EVERY_S, _LINE_EVERY_S = 1.0, 10.0
 _MOST_TROUBLES = 8
-_OLD_S = 25.0
-"""A live worker announces itself twice in 10 s, unless the run file says otherwise."""
-_AWAY_S = 5.0
-"""A keeper that is restarted is away for as long as its process takes to begin."""
-_UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"
-"""In the place of `_load_text`."""
+_OLD_S = 25.0  # A live worker announces itself twice in 10 s, unless the run file says otherwise.
+_AWAY_S = 5.0  # A keeper that is restarted is away for as long as its process takes to begin.
+_UNKNOWN = f"{'–':>9}{'–':>7}{'–':>8}"  # In the place of `_load_text`.
 
 
 @contextmanager

@@ -29,15 +29,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TERMS = "node/terms"
-_PERMANENT = frozenset({"protocol", "run"})
-"""Reasons to refuse a node that do not change with time."""
-_MOST_ASKED = 16
-"""At once, of the peers said to train alike and of strangers; the next ones at the next attempt."""
+_PERMANENT = frozenset({"protocol", "run"})  # Reasons to refuse a node that do not change with time.
+_MOST_ASKED = 16  # At once, of the peers said to train alike and of strangers; the next ones at the next attempt.
 _TIMEOUT_S = 5.0
-_SETTLE_S = 3.0
-"""How long a stranger's answer has to stand at the beginning."""
-_STANDS_S = 30.0
-"""The same while the process works: a newcomer that does not fit finds that out and leaves in less."""
+_SETTLE_S = 3.0  # How long a stranger's answer has to stand at the beginning.
+_STANDS_S = 30.0  # The same while the process works: a newcomer that does not fit finds that out and leaves in less.
 _AGAIN_S = 5.0
 
 
@@ -74,8 +70,7 @@ class ComparedPeer:
     terms_digest: str
     expected: Terms | None
     """What it would have to train by this process's configuration; None: that has no place for it."""
-    fits: bool
-    """Whether it says that it does."""
+    fits: bool  # Whether it says that it does.
 
 
 @dataclass(slots=True)
@@ -86,8 +81,7 @@ class FitCheck:
     own: Terms
     known: Callable[[], Sequence[ComparedPeer]]
     run_id: str
-    is_open: bool = field(default=True, init=False)
-    """Whether no answer that counts has come yet."""
+    is_open: bool = field(default=True, init=False)  # Whether no answer that counts has come yet.
     _num_attempts: int = field(default=0, init=False)
     _strange_since_s: float | None = field(default=None, init=False)
 

@@ -23,8 +23,7 @@ from trainer.run.config import DataConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 
-_LINEAGE_MERGES = 256
-"""A vocabulary only grows behind its last merge, so the first ones tell which vocabulary it is."""
+_LINEAGE_MERGES = 256  # A vocabulary only grows behind its last merge, so the first ones tell which vocabulary it is.
 _UNK_ID = SPECIAL_TOKENS.index("<|unk|>")
 
 

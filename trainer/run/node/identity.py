@@ -17,8 +17,7 @@ class NodeStats:
     """What a node announces of its training."""
 
     inner_step: int = 0
-    loss: float | None = None
-    """Averaged over some 50 steps; None before the first."""
+    loss: float | None = None  # Averaged over some 50 steps; None before the first.
     tokens_per_s: float = 0.0
     shards: tuple[int, ...] = ()
     stage: StageReport | None = None

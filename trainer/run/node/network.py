@@ -35,12 +35,10 @@ S = TypeVar("S")
 _REMEMBERED_STATES = 64
 _REFRESH_S = 0.5
 _FIRST_PEERS_S = 15.0
-_UNHEARD_S = 75.0
-"""A minute after `_FIRST_PEERS_S`, when it is logged for the first time."""
+_UNHEARD_S = 75.0  # A minute after `_FIRST_PEERS_S`, when it is logged for the first time.
 _CATCH_UP_S = 120.0
 _SETTLE_S = 600.0
-_FETCH_SLACK_S = 30.0
-"""Fetching has its own deadline; the loop's comes after it."""
+_FETCH_SLACK_S = 30.0  # Fetching has its own deadline; the loop's comes after it.
 
 StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
 """Returns the digest to take up, from this node's own state and the others' announcements; None to keep its own."""
@@ -58,11 +56,9 @@ class PeerBook:
     choose: StateChoice = choose_state
     same_kind: Callable[[Announcement], bool] = _holds_whole_model
     announcements: tuple[Announcement, ...] = ()
-    own_state: tuple[int, str] = (0, "")
-    """Outer step and digest of the snapshot this node hands out."""
+    own_state: tuple[int, str] = (0, "")  # Outer step and digest of the snapshot this node hands out.
     _held: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STATES))
-    _misfits: frozenset[str] = frozenset()
-    """Digests of states, announced now, that this node cannot take up."""
+    _misfits: frozenset[str] = frozenset()  # Digests of states, announced now, that this node cannot take up.
     _peers: Mapping[str, Peer] = field(default_factory=dict)
     _distrusted: dict[str, float] = field(default_factory=dict)
 

@@ -64,13 +64,10 @@ logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
 _BYTES_PER_PARAMETER_ALONE = 16
-_BYTES_PER_PARAMETER_SHARED = 32
-"""On a CPU the anchor, momentum and reference of DiLoCo lie in the same memory."""
+_BYTES_PER_PARAMETER_SHARED = 32  # On a CPU the anchor, momentum and reference of DiLoCo lie in the same memory.
 _NO_POSITION = -1
-_STATE_BYTES_PER_PARAMETER = 12
-"""Anchor, momentum and reference, as they travel to a joiner."""
-_GROWTH = 1.5
-"""A run's vocabulary may be larger than this node's first guess."""
+_STATE_BYTES_PER_PARAMETER = 12  # Anchor, momentum and reference, as they travel to a joiner.
+_GROWTH = 1.5  # A run's vocabulary may be larger than this node's first guess.
 _NO_MEMORY = "can't allocate memory"
 """What torch's allocator for main memory says; it has no exception class of its own."""
 _BACKENDS = ("gloo", "NCCL")
@@ -107,10 +104,8 @@ class Ranks:
 
     rank: int = 0
     local_rank: int = 0
-    local_size: int = 1
-    """Ranks on this machine: they share its memory."""
-    control: RankedBytes | None = None
-    """For what the ranks decide; None outside a cluster."""
+    local_size: int = 1  # Ranks on this machine: they share its memory.
+    control: RankedBytes | None = None  # For what the ranks decide; None outside a cluster.
 
     @property
     def in_cluster(self) -> bool:

@@ -23,8 +23,7 @@ from trainer.outer.diloco import FlatLayout, FragmentPlan, SharedState, synchron
 S = TypeVar("S")
 
 _NUMBERS = ("outer_step", "fragment", "num_inner_steps", "vocab_rows")
-_NUMBER_LIMIT = 2**48
-"""No run gets as far; and beyond 2**53 a node could not announce where it stands."""
+_NUMBER_LIMIT = 2**48  # No run gets as far; and beyond 2**53 a node could not announce where it stands.
 _VECTORS = ("anchor", "momentum", "reference")
 _FEWEST_ROWS, _MOST_ROWS = rows_for(FIRST_MERGE_ID), rows_for(MAX_VOCABULARY)
 

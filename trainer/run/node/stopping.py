@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ONE_REQUEST_S = 1.0
-"""torchrun forwards a Ctrl+C to ranks that had it already, from the terminal."""
+_ONE_REQUEST_S = 1.0  # torchrun forwards a Ctrl+C to ranks that had it already, from the terminal.
 
 
 class StopRequest:
@@ -19,8 +18,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._asked_at_s = 0.0
-        self.signal: int | None = None
-        """The first that asked."""
+        self.signal: int | None = None  # The first that asked.
 
     def ask(self) -> None:
         """Asks to stop after the current step."""

@@ -151,8 +151,7 @@ class WorkerSaving:
         self._worker = worker
         self._resumed_version = 0
         self._num_tokens = 0
-        self._num_changes = 0
-        """Changes of the state by something else than a step."""
+        self._num_changes = 0  # Changes of the state by something else than a step.
 
     @property
     def version(self) -> int:

@@ -59,8 +59,7 @@ _LOOK_S = 0.2
 _SHOW_END_S = 1.5
 _NOTE_WORKERS_S = 2.0
 _NOTE_SHARDS_S = 60.0
-_HEARD_S = 1.0
-"""For others to take note of an announcement, which they do twice a second."""
+_HEARD_S = 1.0  # For others to take note of an announcement, which they do twice a second.
 _FIRST_KEEPER_S, _FIRST_WORKERS_S = 15.0, 30.0
 """How long processes that were started together with the driver may take to be there."""
 

@@ -32,15 +32,12 @@ _REPORTED = {"uid", "status", "version", "num_tokens", "queued", "unsaved_becaus
 class _Snapshot:
     """The driver at a moment."""
 
-    workers: tuple[Announcement, ...] = ()
-    """Of all workers of this run file."""
-    ages_s: Mapping[str, float] = field(default_factory=dict)
-    """Since each was heard of, by key."""
+    workers: tuple[Announcement, ...] = ()  # Of all workers of this run file.
+    ages_s: Mapping[str, float] = field(default_factory=dict)  # Since each was heard of, by key.
     status: DriverStatus | None = None
     tokens_per_s: float = 0.0
     keeper_away_s: float = 0.0
-    num_ahead: int = 0
-    """Micro-batches that are leased and not begun."""
+    num_ahead: int = 0  # Micro-batches that are leased and not begun.
 
 
 class DriverView:
@@ -57,8 +54,7 @@ class DriverView:
         self._account: tuple[Account, float] | None = None
         self._snapshot = _Snapshot()
         self._loss: float | None = None
-        self._done: deque[tuple[float, int]] = deque(maxlen=4096)
-        """When micro-batches were done, and their tokens."""
+        self._done: deque[tuple[float, int]] = deque(maxlen=4096)  # When micro-batches were done, and their tokens.
         self._began_s = time.monotonic()
 
     def begin(

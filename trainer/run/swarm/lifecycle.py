@@ -24,11 +24,9 @@ _LOOK_S = 0.25
 _RETRY_S = 2.0
 _LOG_EVERY_S = 60.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 16.0
-_SETTLED_S = 30.0
-"""A worker that has served for so long without losing touch comes back without delay."""
+_SETTLED_S = 30.0  # A worker that has served for so long without losing touch comes back without delay.
 _ANSWER_LOOK_S = 0.1
-_MIN_SAVE_S = 5.0
-"""For saving, however long the rest of a shutdown has taken."""
+_MIN_SAVE_S = 5.0  # For saving, however long the rest of a shutdown has taken.
 _FEW_STEPS = 4
 _SMALL_SHARE = 0.01
 """Of a run's steps: micro-batches that are lost in some stages and counted in others make versions drift apart."""
@@ -101,8 +99,7 @@ class StartupVersionCheck:
         reports: Callable[[], Iterable[StageReport]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.has_first_weights = True
-        """To be cleared when the worker goes on from a checkpoint or the others' state."""
+        self.has_first_weights = True  # To be cleared when the worker goes on from a checkpoint or the others' state.
         self._stage = stage
         self._names = names
         self._config = config

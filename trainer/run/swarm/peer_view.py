@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.5
 _LOOK_S = 0.1
-_UNHEARD_S = 30.0
-"""Without any peer before that is logged: on a busy machine a worker takes half of it to start."""
+_UNHEARD_S = 30.0  # Without any peer before that is logged: on a busy machine a worker takes half of it to start.
 _SILENT_INTERVALS = 2
 """A process that lives announces itself twice in each interval, so four announcements in a row have not come."""
 
@@ -45,8 +44,7 @@ class SwarmPeers:
         self._terms = {name: shape.terms(name) for name in (DRIVER, *shape.plan.names)}
         self._digests = {name: terms.digest() for name, terms in self._terms.items()}
         self._keeper_key = ""
-        self._rejected: frozenset[str] = frozenset()
-        """Keys of others that call themselves by the keeper's name."""
+        self._rejected: frozenset[str] = frozenset()  # Keys of others that call themselves by the keeper's name.
 
     def fits(self, said: Announcement) -> bool:
         """Whether a peer trains what this run file says."""
@@ -121,8 +119,7 @@ class DriverPeerView(SwarmPeers):
         self._last_words: dict[str, tuple[float, LastWord]] = {}
         """By key: when the newest announcement was sent, by its own account, and what matters of it."""
         self._announcements: tuple[Announcement, ...] = ()
-        self.silence_s = _SILENT_INTERVALS * config.discovery.announce_interval_s
-        """See `StageDirectory`."""
+        self.silence_s = _SILENT_INTERVALS * config.discovery.announce_interval_s  # See `StageDirectory`.
 
     def register(self) -> None:
         """Answers what this driver drives; before the endpoint starts."""

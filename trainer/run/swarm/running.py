@@ -26,18 +26,15 @@ from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, Re
 
 _HOST = "127.0.0.1"
 _PROGRAM = (sys.executable, "-m", "trainer")
-_READY = "  --initial-peers "
-"""First characters of the line in which a seed prints its address."""
+_READY = "  --initial-peers "  # First characters of the line in which a seed prints its address.
 _FIRST_PORT, _LAST_PORT = 12_000, 32_000
 """Below the ports that Linux gives to outgoing connections (32,768 on), which may be taken a moment later."""
 _PORT_TRIES = 200
 _TICK_S = 0.1
-_LOOK_S = 1.0
-"""Between two questions to the drivers, so that the last answer is close to the end of the run."""
+_LOOK_S = 1.0  # Between two questions to the drivers, so that the last answer is close to the end of the run.
 _SEED_READY_S = 90.0
 _ASKED = ExitStatus(0, "asked to stop")
-_LOCAL_TIMEOUT_S = 1.0
-"""For each wait for a driver of this machine, which answers in milliseconds unless it hangs."""
+_LOCAL_TIMEOUT_S = 1.0  # For each wait for a driver of this machine, which answers in milliseconds unless it hangs.
 _MAX_BYTES = 8 << 20
 _NOT_YET = 503
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
@@ -57,14 +54,11 @@ class ProcessCount:
 class SwarmSnapshot:
     """How a swarm stands; stages as the first driver that answers sees them."""
 
-    processes: tuple[ProcessCount, ...] = ()
-    """Empty for a swarm whose processes are not children of this one."""
+    processes: tuple[ProcessCount, ...] = ()  # Empty for a swarm whose processes are not children of this one.
     stages: SwarmStages | None = None
     account: SwarmAccount | None = None
-    tokens_per_s: float = 0.0
-    """Of all drivers that answer."""
-    is_stale: bool = False
-    """No driver answers now; these are the last answers."""
+    tokens_per_s: float = 0.0  # Of all drivers that answer.
+    is_stale: bool = False  # No driver answers now; these are the last answers.
 
 
 class Display(Protocol):
@@ -85,18 +79,13 @@ class LocalSwarm:
 
     run: Path
     stages: tuple[str, ...]
-    num_workers: int = 1
-    """Of each stage."""
+    num_workers: int = 1  # Of each stage.
     num_drivers: int = 1
-    num_seeds: int = 0
-    """0: peer exchange."""
-    keeper: str = "driver-1"
-    """The driver that keeps the account: it ends after the others, which settle with it."""
+    num_seeds: int = 0  # 0: peer exchange.
+    keeper: str = "driver-1"  # The driver that keeps the account: it ends after the others, which settle with it.
     store: str = ""
-    max_steps: int | None = None
-    """Like ``store`` in place of the run file's, if given."""
-    settings: tuple[str, ...] = ()
-    """``name.name=value`` for all processes."""
+    max_steps: int | None = None  # Like ``store`` in place of the run file's, if given.
+    settings: tuple[str, ...] = ()  # ``name.name=value`` for all processes.
     program: tuple[str, ...] = _PROGRAM
 
     @property

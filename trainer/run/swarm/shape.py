@@ -23,8 +23,7 @@ from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of, open_session
 from trainer.run.node.identity import identity_path
 
-DRIVER = "driver"
-"""Stands for a stage in the terms of drivers, which hold none."""
+DRIVER = "driver"  # Stands for a stage in the terms of drivers, which hold none.
 
 _LOCAL = ("round_timeout_s", "background")
 """Options of a strategy in which workers may differ: they change when a round is over, not its result."""
@@ -48,8 +47,7 @@ class SwarmShape:
     """What all processes of a swarm have to agree on."""
 
     plan: StagePlan
-    tokenizer_lineage: str
-    """Empty where the run file gives the rows of the vocabulary."""
+    tokenizer_lineage: str  # Empty where the run file gives the rows of the vocabulary.
     synchronisation: dict[str, JsonValue]
     num_ids: int
     """Ids of the vocabulary; losses leave further rows out. All rows where the run file gives their number."""

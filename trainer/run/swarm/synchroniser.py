@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_COSINE = -0.5
 _MAX_RATIO = 10.0
-_MIN_OWN_SHARE = 1 / 3
-"""Of the weight: a replica that has done much less than the other cannot tell what is usual."""
+_MIN_OWN_SHARE = 1 / 3  # Of the weight: a replica that has done much less than the other cannot tell what is usual.
 _DISTRUST_S = 3600.0
 
 
@@ -171,8 +170,7 @@ class JudgedCollective:
         self._own_id = own_id
         self._distrust = distrust
         self._num_slices = num_slices
-        self._averages: dict[int, Tensor] = {}
-        """The last of each slice."""
+        self._averages: dict[int, Tensor] = {}  # The last of each slice.
         self.requested = collective.requested
         self.close = collective.close
 

@@ -32,8 +32,7 @@ Role = Literal["seed", "worker", "driver"]
 ChildStatus = Literal["running", "pausing", "done", "dead"]
 """``pausing``: it died and is restarted soon; ``dead``: it died and is not."""
 
-_USAGE_EXIT = 2
-"""Exit code for options or files that cannot be used: a restart would not help."""
+_USAGE_EXIT = 2  # Exit code for options or files that cannot be used: a restart would not help.
 _CLEAN_EXITS = (0, *(code for it in (signal.SIGINT, signal.SIGTERM) for code in (128 + it, -it)))
 """Exit codes of a process that was asked to end and did so in order."""
 _TAIL_BYTES = 8192
@@ -58,11 +57,9 @@ class ChildSpec:
     name: str
     role: Role
     command: tuple[str, ...]
-    stage: str = ""
-    """Of a worker."""
+    stage: str = ""  # Of a worker.
     api_url: str = ""
-    ends_last: bool = False
-    """Whether it ends after the others of its role, which need it to end in order."""
+    ends_last: bool = False  # Whether it ends after the others of its role, which need it to end in order.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +67,10 @@ class RestartPolicy:
     """What happens when a child dies that was not asked to end."""
 
     enabled: bool = True
-    first_pause_s: float = 1.0
-    """Before the restart; doubles with each death until a life has lasted `steady_s`."""
+    first_pause_s: float = 1.0  # Before the restart; doubles with each death until a life has lasted `steady_s`.
     max_pause_s: float = 30.0
     steady_s: float = 60.0
-    max_failures: int = 5
-    """Deaths in a row, without a steady life between them, after which the child is given up."""
+    max_failures: int = 5  # Deaths in a row, without a steady life between them, after which the child is given up.
 
 
 class Child:
@@ -86,12 +81,9 @@ class Child:
         self.log_path = log_path
         self.status: ChildStatus = "pausing"
         self.num_restarts = 0
-        self.exit_code: int | None = None
-        """Of its last life; negative: the signal that ended it."""
-        self.failed_to_end = False
-        """It was asked to end and failed: it may not have saved its work."""
-        self.was_killed = False
-        """By `kill`."""
+        self.exit_code: int | None = None  # Of its last life; negative: the signal that ended it.
+        self.failed_to_end = False  # It was asked to end and failed: it may not have saved its work.
+        self.was_killed = False  # By `kill`.
         self._policy = policy
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
@@ -210,8 +202,7 @@ def _exit_text(code: int) -> str:
 class ExitStatus:
     """Why a tree is over."""
 
-    exit_code: int
-    """0 done, 1 something failed, 2 options that make no sense."""
+    exit_code: int  # 0 done, 1 something failed, 2 options that make no sense.
     reason: str
 
 

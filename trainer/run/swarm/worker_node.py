@@ -58,15 +58,11 @@ logger = logging.getLogger(__name__)
 
 _AUTO = "auto"
 _LOOK_S = 0.25
-_DHT_START_S = 20.0
-"""Time for a DHT to start on a busy machine."""
-_SETTLE_S = 3.0
-"""After the first peer was discovered, for the rest to be."""
+_DHT_START_S = 20.0  # Time for a DHT to start on a busy machine.
+_SETTLE_S = 3.0  # After the first peer was discovered, for the rest to be.
 _COMPUTE_S = 120.0
-_MAX_FAREWELL_S = 4.0
-"""At most so long for the others to hear the last announcement."""
-_GRACE_LOOKS = 5
-"""Multiple of `JoinConfig.first_peers_s` after which a stage's state that nobody has counts as lost."""
+_MAX_FAREWELL_S = 4.0  # At most so long for the others to hear the last announcement.
+_GRACE_LOOKS = 5  # Multiple of `JoinConfig.first_peers_s` after which a stage's state that nobody has counts as lost.
 _STATE_WRITE_S = 10.0
 """How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving": "all", "leaving": "begun"}
@@ -135,15 +131,12 @@ class WorkerNode:
         self._is_diloco = config.strategy == "diloco"
         self._uid: StageUid | None = None
         self._lost_touch = False
-        self._is_current = False
-        """It has the stage's state, which is worth saving and sharing."""
-        self._is_resumed = False
-        """It goes on from a checkpoint, and has not lost touch since."""
+        self._is_current = False  # It has the stage's state, which is worth saving and sharing.
+        self._is_resumed = False  # It goes on from a checkpoint, and has not lost touch since.
         self._published_round = -1_000_000
         self._worker_task: concurrent.futures.Future[None] | None = None
         self._fit_task: concurrent.futures.Future[None] | None = None
-        self._last_round_size = 0
-        """Members of the last committed round, until that has been looked at."""
+        self._last_round_size = 0  # Members of the last committed round, until that has been looked at.
         self._joined_s = -math.inf
         self._rejoin_delay_s = 0.0
         rows, sparta = shape.model.vocab_size, config.swarm.sparta

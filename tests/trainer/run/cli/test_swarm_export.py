@@ -13,7 +13,8 @@ import torch
 
 from tests.support.model_configs import small_config
 from tests.support.pipeline_view import an_account
-from tests.support.stage_files import random_model, write_model
+from tests.support.model_configs import random_model
+from tests.support.stage_files import write_model
 from tests.support.token_store import TokenStore
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.ledger_cast import STAGES, WORKER, ListedLedger, done, micro_batches
 from tests.support.model_configs import small_config
-from tests.support.stage_files import random_model, write_model
+from tests.support.model_configs import random_model
+from tests.support.stage_files import write_model
 from trainer.errors import TrainerUsageError
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
