@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.model_configs import small_config
+from tests.support.model_configs import random_model, small_config
 from tests.support.pipeline_view import an_account
-from tests.support.model_configs import random_model
 from tests.support.stage_files import write_model
 from tests.support.token_store import TokenStore
 from tests.support.trainer_command import TrainerCommand

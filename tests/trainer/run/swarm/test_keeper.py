@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.ledger_cast import STAGES, WORKER, ListedLedger, done, micro_batches
-from tests.support.model_configs import small_config
-from tests.support.model_configs import random_model
+from tests.support.model_configs import random_model, small_config
 from tests.support.stage_files import write_model
 from trainer.errors import TrainerUsageError
 from trainer.model.plan import StagePlan
