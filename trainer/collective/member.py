@@ -47,6 +47,9 @@ class RoundMember:
         self._config = service.settings.config
         self._own_id = service.settings.own_id
         self._contribution = contribution
+        self._vector = contribution.vector  # With what earlier encodings left out; added up by the training thread.
+        if contribution.residual is not None:
+            self._vector = contribution.vector + contribution.residual
         self._vocabulary_rows = vocabulary_rows
         self._known: KnownRound | None = None
         self._reductions: list[Reduction] = []
@@ -198,13 +201,10 @@ class RoundMember:
     # -- carrying it out -----------------------------------------------------------------------------------------------
 
     async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
-        settings, contribution = self._settings, self._contribution
-        vector = contribution.vector
-        if contribution.residual is not None:
-            vector = vector + contribution.residual
-        self._residual = None if settings.codec.name == "fp32" else vector.clone()
+        settings = self._settings
+        self._residual = None if settings.codec.name == "fp32" else self._vector.clone()
         arithmetic = Arithmetic(
-            agreement, settings.codec, settings.rule, vector, contribution.reference, self._residual
+            agreement, settings.codec, settings.rule, self._vector, self._contribution.reference, self._residual
         )
         values = torch.zeros(agreement.num_values)
         plan = first_plan(agreement)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -141,7 +141,7 @@ class FragmentPlan:
 
     @classmethod
     def of(cls, named_tensors: Mapping[str, Tensor], num_fragments: int) -> FragmentPlan:
-        """Assigns each tensor to a fragment; a single fragment keeps the model's order.
+        """Assigns each tensor to a fragment; a single fragment keeps the model's order of layers.
 
         Raises:
             TrainerUsageError: more fragments than layers, or nothing to synchronise.
@@ -170,7 +170,7 @@ class FragmentPlan:
         return self.whole().digest()
 
 
-def _assign(names: Sequence[str], num_fragments: int) -> list[list[str]]:
+def _assign(names: Iterable[str], num_fragments: int) -> list[list[str]]:
     """Names by fragment, in the model's order within each."""
     units = _units(names)
     layers = [unit for unit, is_layer in units if is_layer]
@@ -183,7 +183,8 @@ def _assign(names: Sequence[str], num_fragments: int) -> list[list[str]]:
         home = min(range(num_fragments), key=lambda index: (len(fragments[index]), index in with_edge, -index))
         fragments[home].append(unit)
         with_edge.add(home)
-    return [sorted((name for unit in fragment for name in unit), key=names.index) for fragment in fragments]
+    position = {name: index for index, name in enumerate(name for unit, _ in units for name in unit)}
+    return [sorted((name for unit in fragment for name in unit), key=position.__getitem__) for fragment in fragments]
 
 
 def _units(names: Iterable[str]) -> list[tuple[list[str], bool]]:

@@ -111,6 +111,9 @@ def test_sequential_modules_are_cut_by_their_numbers() -> None:
     plan = FragmentPlan.of(synchronised_parameters(model), 2)
     assert [layout.names for layout in plan.layouts] == [("0.weight", "0.bias"), ("2.weight", "2.bias")]
     assert [place.stop - place.start for place in plan.slices()] == [4, 3] and plan.whole().num_values == 7
+    # What checkpoints and peers compare: a layer's tensors lie together also where the model has others between them.
+    around = dict.fromkeys(("0.embedding", "0.layers.0.weight", "0.norm"), torch.ones(1))
+    assert FragmentPlan.of(around, 1).layouts[0].names == ("0.embedding", "0.norm", "0.layers.0.weight")
 
 
 @pytest.mark.slow
