@@ -11,21 +11,15 @@ from __future__ import annotations
 
 from trainer.outer.sparta.config import SpartaConfig
 from trainer.outer.sparta.rounds import NOBODY, OtherRounds, choose_recent_state, frontier_of
-from trainer.outer.sparta.slices import ParameterSlice, schedule_digest, slice_index, slice_of
-from trainer.outer.sparta.state import SpartaFit, SpartaState
+from trainer.outer.sparta.state import SpartaFit
 from trainer.outer.sparta.trainer import SpartaTrainer
 
 __all__ = [
     "NOBODY",
     "OtherRounds",
-    "ParameterSlice",
     "SpartaConfig",
     "SpartaFit",
-    "SpartaState",
     "SpartaTrainer",
     "choose_recent_state",
     "frontier_of",
-    "schedule_digest",
-    "slice_index",
-    "slice_of",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
@@ -20,8 +19,6 @@ class SpartaConfig:
     """Optimizer steps from one round to the next."""
     num_slices: int = 20
     """Rounds in which each parameter is averaged once; a round averages 1 / num_slices of them."""
-    salt: int = 0
-    """Which slice comes first; a different one for each stage spreads what is averaged at one time."""
     background: bool = True
     """Steps go on while a round runs; False: training waits for it."""
     ghost_rounds: int = 5
@@ -30,16 +27,9 @@ class SpartaConfig:
     """Rounds the others may have made without this node; beyond, it has to take up their state."""
     max_failed_rounds: int = 2
     """Rounds failed in a row, while the others went on, after which the node is to rejoin."""
-    round_timeout_s: float = 3600.0
-    """A round that is not back by then is given up (engines have deadlines of their own)."""
 
     def __post_init__(self) -> None:
-        for least, names in (
-            (1, ("every_steps", "num_slices", "max_staleness_rounds", "max_failed_rounds")),
-            (0, ("salt", "ghost_rounds")),
-        ):
-            for name in names:
-                if getattr(self, name) < least:
-                    raise TrainerUsageError(f"sparta.{name}: expected {least} or more, found {getattr(self, name)}")
-        if not (math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0):
-            raise TrainerUsageError(f"sparta.round_timeout_s: expected more than 0 s, found {self.round_timeout_s}")
+        for name in ("every_steps", "num_slices", "ghost_rounds", "max_staleness_rounds", "max_failed_rounds"):
+            least = 0 if name == "ghost_rounds" else 1
+            if getattr(self, name) < least:
+                raise TrainerUsageError(f"sparta.{name}: expected {least} or more, found {getattr(self, name)}")

@@ -1,7 +1,7 @@
 """Which values a round averages, and what they become.
 
 Value ``i`` of all values laid end to end belongs to slice ``i mod num_slices``, and round ``r`` averages slice
-``(r + salt) mod num_slices``; a slice of a tensor is a strided view of it. Where a constraint binds the values along an
+``r mod num_slices``; a slice of a tensor is a strided view of it. Where a constraint binds the values along an
 axis of a matrix (subspace networks: each column of an output projection lies in span(U)), averaging some of them breaks
 it: tensors with a kept axis are cut into whole columns or rows, whose averages satisfy the constraint.
 """
@@ -77,16 +77,11 @@ class ParameterSlice:
             start += piece.num_values
 
 
-def slice_index(round_index: int, num_slices: int, salt: int = 0) -> int:
-    """Returns the slice a round averages."""
-    return (round_index + salt) % num_slices
-
-
 def slice_of(
-    round_index: int, layout: FlatLayout, num_slices: int, salt: int = 0, kept_axes: Mapping[str, int] = _NOTHING_KEPT
+    round_index: int, layout: FlatLayout, num_slices: int, kept_axes: Mapping[str, int] = _NOTHING_KEPT
 ) -> ParameterSlice:
     """Returns the values that a round averages."""
-    index = slice_index(round_index, num_slices, salt)
+    index = round_index % num_slices
     pieces, num_before = [], 0
     for name, shape, _ in layout.slices():
         axis = kept_axes.get(name)
@@ -115,7 +110,7 @@ def check_slices(
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise TrainerUsageError(f"async_sparta: expected contiguous parameters, found {name!r} otherwise")
-    if not all(slice_of(index, layout, num_slices, kept_axes=kept_axes).pieces for index in range(num_slices)):
+    if not all(slice_of(index, layout, num_slices, kept_axes).pieces for index in range(num_slices)):
         raise TrainerUsageError(
             f"sparta.num_slices: expected at most as many as the model has values to cut between, "
             f"found {num_slices} with {layout.num_values} values"
@@ -123,10 +118,11 @@ def check_slices(
 
 
 def schedule_digest(
-    layout: FlatLayout, num_slices: int, salt: int = 0, kept_axes: Mapping[str, int] = _NOTHING_KEPT
+    layout: FlatLayout, num_slices: int, kept_axes: Mapping[str, int] = _NOTHING_KEPT
 ) -> str:
     """Returns the SHA-256, lower-case hex, of what decides the slices of all rounds: equal if vectors mean the same."""
-    schedule = ["sparta", 1, layout.digest(), num_slices, salt % num_slices, sorted(kept_axes.items())]
+    first_slice = 0
+    schedule = ["sparta", 1, layout.digest(), num_slices, first_slice, sorted(kept_axes.items())]
     return hashlib.sha256(json.dumps(schedule, separators=(",", ":"), ensure_ascii=True).encode()).hexdigest()
 
 

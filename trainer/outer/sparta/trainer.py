@@ -38,6 +38,8 @@ from trainer.outer.sparta.state import (
 
 logger = logging.getLogger(__name__)
 
+_ROUND_TIMEOUT_S = 3600.0  # A round that is not back by then is given up (engines have deadlines of their own).
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Round:
@@ -96,7 +98,7 @@ class SpartaTrainer:
         self.layout = FlatLayout.of(self._parameters)  # Layout of the vectors of :meth:`shared_state`.
         check_optimizer(optimizer, self._parameters)
         check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)
-        self._digest = schedule_digest(self.layout, config.num_slices, config.salt, self._kept_axes)
+        self._digest = schedule_digest(self.layout, config.num_slices, self._kept_axes)
         self.standing = RoundStanding(config.max_staleness_rounds, config.max_failed_rounds)
         self._pending = [PendingWork() for _ in range(config.num_slices)]
         self.inner_step = 0  # Steps since the last round was begun.
@@ -227,8 +229,7 @@ class SpartaTrainer:
         self._pending = [PendingWork(it.num_batches, it.since_s) for it in saved.progress]
 
     def _next_slice(self) -> ParameterSlice:
-        config = self._config
-        return slice_of(self.round_index, self.layout, config.num_slices, config.salt, self._kept_axes)
+        return slice_of(self.round_index, self.layout, self._config.num_slices, self._kept_axes)
 
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
@@ -248,7 +249,7 @@ class SpartaTrainer:
             reference=torch.zeros_like(vector),
             state_digest=self._digest,
         )
-        deadline_s = time.monotonic() + self._config.round_timeout_s
+        deadline_s = time.monotonic() + _ROUND_TIMEOUT_S
         begun = _Round(values, contribution, work.num_batches, deadline_s)
         if not self._config.background:
             return self._conclude(begun)

@@ -113,6 +113,8 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
     values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _SHARED_INNER}
     options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
     values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _LOCAL}
+    if config.strategy == "async_sparta":
+        values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
 
 

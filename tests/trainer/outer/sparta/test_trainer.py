@@ -205,9 +205,11 @@ def test_a_round_without_a_result_leaves_every_bit(answer, background: bool) -> 
     assert replica.trainer.standing.failed_in_a_row == 1
 
 
-def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_over() -> None:
-    config = SpartaConfig(every_steps=1, num_slices=4, round_timeout_s=0.02)
-    replica, collective = replica_with(plus(1), config, held=True)
+def test_a_round_that_is_given_up_goes_nowhere_and_blocks_the_next_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.outer.sparta.trainer._ROUND_TIMEOUT_S", 0.02)
+    replica, collective = replica_with(plus(1), SpartaConfig(every_steps=1, num_slices=4), held=True)
     before = parameter_bits(replica.model)
     replica.turn()
     time.sleep(0.03)
@@ -387,9 +389,7 @@ def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
         replica.trainer.grow(replica.model, 64)
 
 
-@pytest.mark.parametrize(
-    "options", [{"every_steps": 0}, {"num_slices": 0}, {"salt": -1}, {"ghost_rounds": -1}, {"round_timeout_s": 0.0}]
-)
+@pytest.mark.parametrize("options", [{"every_steps": 0}, {"num_slices": 0}, {"ghost_rounds": -1}])
 def test_options_that_make_no_sense(options) -> None:
     with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
         SpartaConfig(**options)
