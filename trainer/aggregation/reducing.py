@@ -39,23 +39,20 @@ def reduce_part(
     decision: RuleDecision | None = None,
     reference_part: Tensor | None = None,
     positions: Sequence[int] | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Aggregates the members' copies of one part; rows that are not finite, excluded or of weight 0 are left out.
+    """Aggregates the members' copies of one part, fp32[m, d] on the CPU, to a finite fp32[d].
+
+    Rows that are not finite, excluded or of weight 0 are left out; weights that are all 0 are all equal.
 
     Args:
-        contributions: fp32[m, d], on the CPU; not changed.
-        weights: [m], capped, 0 or more; all 0 is all equal.
+        contributions: not changed.
+        weights: [m], capped, 0 or more.
         config: the rule.
         decision: result of ``decide`` over whole vectors, required if ``needs_moments(config)``, or, for a
             coordinate-wise rule, over this part. Without one nobody is validated.
-        reference_part: fp32[d], the reference's part; required if the decision gives the reference a share.
+        reference_part: fp32[d]; required if the decision gives the reference a share.
         positions: [m], positions of the rows in the decision; None: 0 to m-1. If members of the decision are missing,
             the shares of the others grow in proportion.
-        out: fp32[d]; written and returned instead of a new vector.
-
-    Returns:
-        fp32[d], finite.
 
     Raises:
         RoundFailedError: no row is left.
@@ -78,7 +75,7 @@ def reduce_part(
             f"expected a finite contribution to the part, found none among {len(contributions)}; train on"
         )
     rows: list[_Values] = [contributions[row].detach().numpy() for row in usable]
-    result = torch.empty(rows[0].size) if out is None else out
+    result = torch.empty(rows[0].size)
     into: _Values = result.numpy()
     if decision is not None and decision.coefficients is not None:
         _combine(rows, [places[row] for row in usable], decision, reference_part, into)

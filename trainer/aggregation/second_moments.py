@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from trainer.errors import CodecError, TrainerUsageError
 
 GramMatrix = Sequence[Sequence[float]]  # Inner products, row by row; symmetric.
-MAX_MEMBERS: Final = 256  # Vectors in one round; bounds what ``from_bytes`` allocates to 0.5 MiB.
+MAX_MEMBERS: Final = 256  # Vectors in one round.
 _MAGIC: Final = b"GMO1"
 _HEADER: Final = struct.Struct("<4sIQ")
 # Values worked on at once, all vectors together: 4 MiB of float64, which stays in the last-level cache.
@@ -82,19 +82,14 @@ class Moments:
         return header + flags + triangle.astype("<f8").tobytes() + self.sums.astype("<f8").tobytes()
 
     @classmethod
-    def from_bytes(cls, buffer: Buffer, num_members: int | None = None) -> Moments:
-        """Decodes the bytes of ``to_bytes``; without ``num_members`` of any number up to ``MAX_MEMBERS``.
-
-        Raises:
-            CodecError: another number of members, or moments that no vectors have.
-        """
+    def from_bytes(cls, buffer: Buffer, num_members: int) -> Moments:
+        """Decodes the bytes of ``to_bytes``; raises CodecError for other members, or what no vectors can have."""
         view = memoryview(buffer).cast("B")
         if view.nbytes < _HEADER.size:
             raise CodecError(f"moments: expected at least {_HEADER.size} bytes, found {view.nbytes}")
         magic, count, num_values = _HEADER.unpack_from(view)
-        if magic != _MAGIC or count > MAX_MEMBERS or (num_members is not None and count != num_members):
-            expected = f"up to {MAX_MEMBERS}" if num_members is None else str(num_members)
-            raise CodecError(f"moments: expected {_MAGIC!r} of {expected} members, found {magic!r} of {count}")
+        if magic != _MAGIC or count != num_members:
+            raise CodecError(f"moments: expected {_MAGIC!r} of {num_members} members, found {magic!r} of {count}")
         rows = count + 1
         num_products = rows * (rows + 1) // 2
         size_bytes = _HEADER.size + count + 8 * (num_products + rows)

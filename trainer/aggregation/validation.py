@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Final
 
-from torch import Tensor
-
 from trainer.aggregation.config import RuleConfig
-from trainer.aggregation.second_moments import GramMatrix, Moments, moments
+from trainer.aggregation.second_moments import GramMatrix, Moments
 from trainer.errors import TrainerUsageError
 
 DEFAULT_MAX_RATIO: Final = 3.0
-_FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))
-_STALE: Final = 0.3
+_FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))  # Below that age.
+_STALE: Final = 0.3  # Above, and for NaN.
 # More than any run trains in a round; keeps the square root finite for a claimed integer of a thousand digits.
 _MAX_BATCHES: Final = 10**12
 
@@ -35,14 +33,10 @@ _CONSTANT: Final = 1e-12
 _DEVIATIONS: Final = 3.0
 
 
-def freshness(age_s: float) -> float:
-    """Returns 1.0 below an hour, 0.9 below a day, 0.7 below a week, and 0.3 above and for NaN."""
-    return next((factor for limit_s, factor in _FRESHNESS if age_s < limit_s), _STALE)
-
-
 def contribution_weight(num_batches: int, age_s: float) -> float:
     """Returns the square root of the batches trained, times the freshness of the oldest; any claim is accepted."""
-    return math.sqrt(min(max(num_batches, 0), _MAX_BATCHES)) * freshness(age_s)
+    freshness = next((factor for limit_s, factor in _FRESHNESS if age_s < limit_s), _STALE)
+    return math.sqrt(min(max(num_batches, 0), _MAX_BATCHES)) * freshness
 
 
 def cap_weights(claimed: Sequence[float], max_ratio: float = DEFAULT_MAX_RATIO) -> list[float]:
@@ -97,15 +91,9 @@ def unusable(found: Moments, weights: Sequence[float]) -> dict[int, str]:
 
 
 def validate(found: Moments, config: RuleConfig, weights: Sequence[float] | None = None) -> tuple[Finding, ...]:
-    """Compares the members with each other, or one or two with the reference; members of weight 0 are not looked at.
+    """Compares the members with each other, or one or two with the reference, over whole vectors or a part of them.
 
-    Args:
-        found: moments, over whole vectors or a part of them.
-        config: the bounds.
-        weights: [n], capped. None: all count.
-
-    Returns:
-        One finding a member, in order.
+    Members of weight 0 are not looked at; without ``weights`` all count. Returns one finding a member, in order.
     """
     idle = unusable(found, [1.0] * found.num_members if weights is None else weights)
     members = [member for member in range(found.num_members) if member not in idle]
@@ -117,12 +105,6 @@ def validate(found: Moments, config: RuleConfig, weights: Sequence[float] | None
         judged[member] if member in judged else Finding(member, bool(found.finite[member]), idle[member])
         for member in range(found.num_members)
     )
-
-
-def validate_gradient(submitted: Tensor, reference: Tensor, config: RuleConfig | None = None) -> Finding:
-    """Compares one gradient with a finite reference; both of any one shape."""
-    rows = submitted.detach().reshape(1, -1).float()
-    return validate(moments(rows, reference.detach().reshape(-1).float()), config or RuleConfig())[0]
 
 
 def _beside_each_other(found: Moments, members: Sequence[int], config: RuleConfig) -> dict[int, Finding]:

@@ -11,8 +11,8 @@ than a plain butterfly for the agreement and one for the vote.
 
 from __future__ import annotations
 
-from trainer.collective.config import CollectiveConfig, Compression, Directory
+from trainer.collective.config import CollectiveConfig, Directory
 from trainer.collective.messages import Terms
 from trainer.collective.peer_collective import PeerCollective
 
-__all__ = ["CollectiveConfig", "Compression", "Directory", "PeerCollective", "Terms"]
+__all__ = ["CollectiveConfig", "Directory", "PeerCollective", "Terms"]

@@ -17,8 +17,7 @@ from contextlib import suppress
 
 from trainer.aggregation import Moments
 from trainer.collective.arithmetic import measured_of
-from trainer.collective.changes import Changes
-from trainer.collective.config import RoundSettings
+from trainer.collective.config import Changes, RoundSettings
 from trainer.collective.messages import Agreement, Commit, CommitDecision, MemberReason, Plan, TaskDigest, Vote, short
 from trainer.collective.planning import check_commit, check_plan, first_plan, is_majority, may_follow, next_plan
 from trainer.errors import RefusedError

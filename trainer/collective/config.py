@@ -1,18 +1,18 @@
-"""Options of a round, and what all rounds of a node have in common."""
+"""Options of a round, what all rounds of a node have in common, and what their tasks wait on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from trainer.aggregation import RuleConfig
 from trainer.collective.messages import Terms
-from trainer.compression.vectors import Codec
+from trainer.compression.vectors import Codec, CodecName
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint, Peer
-
-Compression = Literal["fp32", "fp16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class CollectiveConfig:
         TrainerUsageError: a value is out of range.
     """
 
-    compression: Compression = "fp32"
+    compression: CodecName = "fp32"
     """How pseudo-gradients and results travel: fp32, fp16, or int8 in blocks with error feedback."""
     min_members: int = 1
     """Fewer than this and the round fails; training goes on, and the pseudo-gradient waits for the next round."""
@@ -95,3 +95,31 @@ class RoundSettings:
     def values_per_part(self) -> int:
         """Values that fit a message."""
         return self.codec.values_per_part(self.config.part_bytes)
+
+
+class Changes:
+    """Wakes the tasks of one event loop that wait for some state, which changes only between two awaits.
+
+    `asyncio.Condition` comes with a lock. Without it a change is a plain call, also while a task is being cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Lets all who wait look at the state again."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for the next change, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._next.wait()
+
+    async def wait_for(self, is_met: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Waits until a condition is met, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_met():
+                    await self._next.wait()

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trainer.aggregation import cap_weights, contribution_weight
-from trainer.collective.changes import Changes
-from trainer.collective.config import RoundSettings
+from trainer.collective.config import Changes, RoundSettings
 from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Member
 from trainer.collective.planning import cut_values, precedes
 from trainer.errors import RefusedError

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from trainer.aggregation import Moments, RuleDecision, needs_moments
 from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult
-from trainer.collective.changes import Changes
+from trainer.collective.config import Changes
 from trainer.collective.messages import Plan, ReductionOpen, Task
 from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream

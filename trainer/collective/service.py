@@ -17,9 +17,8 @@ from pydantic import BaseModel
 
 from trainer.aggregation import Moments
 from trainer.collective import messages
-from trainer.collective.changes import Changes
 from trainer.collective.commit_vote import CommitVote
-from trainer.collective.config import RoundSettings
+from trainer.collective.config import Changes, RoundSettings
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import Agreement, CommitDecision, InviteReply, JoinRequest
 from trainer.collective.planning import coordinator_order, first_plan, precedes

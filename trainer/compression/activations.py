@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -61,20 +61,11 @@ Shape = tuple[int, int, int]  # Rows, positions, values of a position.
 logger = logging.getLogger(__name__)
 
 
-class _Packing(Protocol):
-    """Writes finite values, fp32[B, S, K], as CPU tensors, and reads back tensors of the right specs."""
-
-    rounding: float  # Largest relative error (Euclidean, of a whole tensor) that the packing itself causes.
-
-    def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]: ...
-
-    def pack(self, name: str, values: Tensor) -> dict[str, Tensor]: ...
-
-    def unpack(self, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor: ...
+# A packing writes finite values, fp32[B, S, K], as CPU tensors, and reads back tensors of the right specs.
 
 
 class _Fp32:
-    rounding = 0.0
+    rounding = 0.0  # Largest relative error (Euclidean, of a whole tensor) that a packing itself causes.
 
     def specs(self, name: str, shape: Shape) -> tuple[TensorSpec, ...]:
         return (TensorSpec(name=name, dtype="float32", shape=shape),)
@@ -129,6 +120,7 @@ class _Int8:
         return self._codec.decode(encoded.numpy().data, levels.numel()).view(levels.shape).to(device)
 
 
+_Packing = _Fp32 | _Fp16 | _Int8
 _PACKINGS: Final = MappingProxyType[str, _Packing]({"fp32": _Fp32(), "fp16": _Fp16(), "int8": _Int8()})
 
 

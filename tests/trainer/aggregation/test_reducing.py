@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.support.aggregation import noise
-from trainer.aggregation import RuleConfig, RuleDecision, reduce_part, trim_count
+from trainer.aggregation import RuleConfig, RuleDecision, reduce_part
+from trainer.aggregation.deciding import trim_count
 from trainer.aggregation.reducing import SortingNetwork, sorting_network
 from trainer.errors import RoundFailedError, TrainerUsageError
 
@@ -159,12 +160,6 @@ def test_huge_finite_values_do_not_overflow(rule, weights):
     result = reduced(rows, rule, weights)
     assert torch.equal(result[:5], torch.full((5,), LARGEST))
     assert torch.equal(result[5:], reduced(rows[:, 5:], rule, weights))
-
-
-def test_a_list_of_rows_and_given_memory():
-    rows, out = noise(4, 50), torch.empty(50)
-    assert reduce_part(list(rows), [1.0] * 4, RuleConfig(rule="median"), out=out) is out
-    assert torch.equal(out, reduced(rows, "median"))
 
 
 def linear(coefficients, reference_coefficient=0.0, excluded=None) -> RuleDecision:

@@ -11,17 +11,21 @@ from hypothesis import strategies as st
 
 from tests.support.aggregation import noise
 from trainer.aggregation import (
+    Finding,
     RuleConfig,
     cap_weights,
     common_progress,
     contribution_weight,
     moments,
     validate,
-    validate_gradient,
 )
 from trainer.errors import TrainerUsageError
 
 REFERENCE = noise(4096)
+
+
+def validated(submitted: torch.Tensor, reference: torch.Tensor, config: RuleConfig | None = None) -> Finding:
+    return validate(moments(submitted[None], reference), config or RuleConfig())[0]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ REFERENCE = noise(4096)
     ids=["honest", "opposite", "unrelated", "large", "small", "zero", "at most", "at least", "NaN"],
 )
 def test_the_three_checks(submitted, reason):
-    finding = validate_gradient(submitted, REFERENCE)
+    finding = validated(submitted, REFERENCE)
     assert finding.passed == (reason == "")
     assert finding.reason.startswith(reason)
     assert bool(finding.reason) == bool(reason)
@@ -49,7 +53,7 @@ def test_the_three_checks(submitted, reason):
 def test_a_variance_out_of_proportion():
     """Norm and direction may pass while the spread does not: the reference is nearly constant."""
     reference = torch.ones(4096) + 0.01 * REFERENCE
-    finding = validate_gradient(torch.ones(4096) + 0.5 * noise(4096, seed=1), reference)
+    finding = validated(torch.ones(4096) + 0.5 * noise(4096, seed=1), reference)
     assert not finding.passed
     assert finding.reason.startswith("variance")
     assert finding.variance_ratio == pytest.approx(2500, rel=0.1)
@@ -57,43 +61,36 @@ def test_a_variance_out_of_proportion():
 
 def test_figures_are_those_of_torch():
     submitted = REFERENCE + noise(4096, seed=1)
-    finding = validate_gradient(submitted, REFERENCE)
+    finding = validated(submitted, REFERENCE)
     cosine = torch.nn.functional.cosine_similarity(submitted, REFERENCE, dim=0).item()
     ratios = (submitted.norm() / REFERENCE.norm()).item(), (submitted.var() / REFERENCE.var()).item()
     assert (finding.cosine, finding.norm_ratio, finding.variance_ratio) == pytest.approx((cosine, *ratios), rel=1e-5)
 
 
-def test_any_shape_is_one_vector():
-    assert validate_gradient(REFERENCE.reshape(64, 64), REFERENCE.reshape(64, 64)).passed
-    assert not validate_gradient(-REFERENCE.reshape(8, 8, 64), REFERENCE.reshape(8, 8, 64)).passed
-    with pytest.raises(TrainerUsageError, match="vectors of 4 values"):
-        validate_gradient(torch.ones(3), torch.ones(4))
-
-
 @pytest.mark.parametrize("submitted", [torch.ones(8), torch.zeros(8), -1e30 * torch.ones(8)])
 def test_before_the_first_round_there_is_nothing_to_compare_with(submitted):
-    finding = validate_gradient(submitted, torch.zeros(8))
+    finding = validated(submitted, torch.zeros(8))
     assert (finding.passed, finding.reason) == (True, "no reference to compare with yet")
     assert finding.cosine is finding.norm_ratio is None
 
 
 @pytest.mark.parametrize(("value", "passed"), [(2.0, True), (-2.0, False), (30.0, False), (0.0, False)])
 def test_one_value_has_no_variance(value, passed):
-    finding = validate_gradient(torch.tensor([value]), torch.tensor([2.0]))
+    finding = validated(torch.tensor([value]), torch.tensor([2.0]))
     assert finding.passed == passed
     assert finding.variance_ratio is None
 
 
 def test_a_constant_reference_has_no_variance_to_compare_with():
-    finding = validate_gradient(torch.full((1000,), 0.1) + 0.01 * noise(1000), torch.full((1000,), 0.1))
+    finding = validated(torch.full((1000,), 0.1) + 0.01 * noise(1000), torch.full((1000,), 0.1))
     assert (finding.passed, finding.reason) == (True, "variance not compared: the reference has none")
-    assert not validate_gradient(torch.tensor([torch.nan]), torch.zeros(1)).passed
+    assert not validated(torch.tensor([torch.nan]), torch.zeros(1)).passed
 
 
 def test_bounds_are_options():
     config = RuleConfig(min_cosine=-1, max_norm_ratio=100)
-    assert validate_gradient(-50 * REFERENCE, REFERENCE, config).passed is False  # the variance is 2,500 times
-    assert validate_gradient(-9 * REFERENCE, REFERENCE, config).passed
+    assert validated(-50 * REFERENCE, REFERENCE, config).passed is False  # the variance is 2,500 times
+    assert validated(-9 * REFERENCE, REFERENCE, config).passed
 
 
 def members(count: int, cosine: float, num_values: int = 60_000) -> torch.Tensor:

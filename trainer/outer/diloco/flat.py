@@ -34,23 +34,14 @@ class FlatLayout:
     offsets: tuple[int, ...]  # Start of each, in values; one more at the end, the number of all values.
 
     @classmethod
-    def of(cls, named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]) -> FlatLayout:
-        """Lays out tensors in the given order.
-
-        Raises:
-            TrainerUsageError: no tensors, a duplicate name, or a tensor that is not of floating point.
-        """
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, tensor in pairs:
-            if name in shapes:
-                raise TrainerUsageError(f"a flat layout needs each name once, found {name!r} twice")
+    def of(cls, tensors: Mapping[str, Tensor]) -> FlatLayout:
+        """Lays out tensors in the given order; raises TrainerUsageError for none, or one that is not floating point."""
+        for name, tensor in tensors.items():
             if not tensor.is_floating_point():
                 raise TrainerUsageError(
                     f"only floating point tensors are synchronised, found {name!r} of {tensor.dtype}"
                 )
-            shapes[name] = tuple(tensor.shape)
-        return cls.from_shapes(shapes)
+        return cls.from_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:

@@ -117,9 +117,7 @@ def check_slices(
         )
 
 
-def schedule_digest(
-    layout: FlatLayout, num_slices: int, kept_axes: Mapping[str, int] = _NOTHING_KEPT
-) -> str:
+def schedule_digest(layout: FlatLayout, num_slices: int, kept_axes: Mapping[str, int] = _NOTHING_KEPT) -> str:
     """Returns the SHA-256, lower-case hex, of what decides the slices of all rounds: equal if vectors mean the same."""
     first_slice = 0
     schedule = ["sparta", 1, layout.digest(), num_slices, first_slice, sorted(kept_axes.items())]

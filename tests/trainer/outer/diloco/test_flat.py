@@ -28,7 +28,7 @@ def test_tensors_come_back_bit_for_bit(shapes: list[tuple[int, ...]], seed: int)
 
 def test_values_lie_in_the_order_of_the_names_also_of_transposed_and_narrow_tensors() -> None:
     tensors = {"a": torch.tensor(5.0), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
-    assert FlatLayout.of([("b", tensors["b"]), ("a", tensors["a"])]).gather(tensors).tolist() == [1, 2, 3, 4, 5]
+    assert FlatLayout.of({"b": tensors["b"], "a": tensors["a"]}).gather(tensors).tolist() == [1, 2, 3, 4, 5]
     tensors = {"t": torch.arange(6.0).view(2, 3).t(), "h": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
     layout = FlatLayout.of(tensors)
     vector = layout.gather(tensors)
@@ -39,7 +39,7 @@ def test_values_lie_in_the_order_of_the_names_also_of_transposed_and_narrow_tens
 
 def test_scatter_into_parameters_that_need_gradients() -> None:
     model = nn.Linear(2, 1)
-    layout = FlatLayout.of(model.named_parameters())
+    layout = FlatLayout.of(dict(model.named_parameters()))
     layout.scatter(torch.tensor([1.0, 2.0, 3.0]), dict(model.named_parameters()))
     assert model.weight.tolist() == [[1, 2]] and model.weight.requires_grad and model.weight.is_leaf
 
@@ -60,15 +60,12 @@ def test_digest_tells_names_shapes_and_order_apart() -> None:
     a, b = torch.ones(2, 3), torch.ones(6)
     layouts = [{"a": a, "b": b}, {"b": b, "a": a}, {"a": b, "b": b}, {"a": a, "c": b}]
     assert len({FlatLayout.of(tensors).digest() for tensors in layouts}) == len(layouts)
-    assert FlatLayout.of({"a": a, "b": b}).digest() == FlatLayout.of(iter([("a", a), ("b", b)])).digest()
     with pytest.raises(IncompatiblePeerError, match="expected the layout"):
         FlatLayout.of({"a": a}).require_same(FlatLayout.of({"a": b}).digest(), "a peer")
 
 
-@pytest.mark.parametrize(
-    "tensors", [[], [("a", torch.ones(1)), ("a", torch.ones(1))], [("ids", torch.ones(1, dtype=torch.int64))]]
-)
-def test_what_cannot_be_laid_out(tensors: list[tuple[str, torch.Tensor]]) -> None:
+@pytest.mark.parametrize("tensors", [{}, {"ids": torch.ones(1, dtype=torch.int64)}])
+def test_what_cannot_be_laid_out(tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(TrainerUsageError):
         FlatLayout.of(tensors)
 

@@ -96,7 +96,9 @@ def test_the_digest_tells_schedules_apart() -> None:
         schedule_digest(other, 4),
     }
     assert len(digests) == 4
-    assert schedule_digest(layout, 4) == "eea9d0e4d36861cc7f0bb70feec28434ff19f0a5bf7844e96fe08fb17e7342d1", "stands in checkpoints and on the wire"
+    assert schedule_digest(layout, 4) == "eea9d0e4d36861cc7f0bb70feec28434ff19f0a5bf7844e96fe08fb17e7342d1", (
+        "stands in checkpoints and on the wire"
+    )
 
 
 @pytest.mark.parametrize("kept", [{"b": 0}, {"a": 2}, {"a": -1}, {"v": 0}])
