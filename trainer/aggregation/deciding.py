@@ -87,13 +87,10 @@ def effective_rule(num_members: int, config: RuleConfig) -> EffectiveRule:
 
 
 def decide(found: Moments, weights: Sequence[float], config: RuleConfig) -> RuleDecision:
-    """Decides who is left out, and how the others become one vector.
+    """Decides who is left out, and how the others become one vector; a weight (capped) of 0 brings nothing.
 
-    Args:
-        found: moments over whole vectors, all slices added in one order; for a coordinate-wise rule they may be those
-            of a part, and the decision is for that part.
-        weights: [n], capped; 0 means the member brings nothing.
-        config: rule and bounds.
+    The moments are over whole vectors, all slices added in one order; for a coordinate-wise rule they may be those of a
+    part, and the decision is for that part.
     """
     if len(weights) != found.num_members or not all(0 <= weight < math.inf for weight in weights):
         raise TrainerUsageError(

@@ -42,11 +42,11 @@ def reduce_part(
 ) -> Tensor:
     """Aggregates the members' copies of one part, fp32[m, d] on the CPU, to a finite fp32[d].
 
-    Rows that are not finite, excluded or of weight 0 are left out; weights that are all 0 are all equal.
+    Rows that are not finite, excluded or of weight 0 are left out; weights (capped) that are all 0 are all equal.
 
     Args:
         contributions: not changed.
-        weights: [m], capped, 0 or more.
+        weights: [m].
         config: the rule.
         decision: result of ``decide`` over whole vectors, required if ``needs_moments(config)``, or, for a
             coordinate-wise rule, over this part. Without one nobody is validated.
@@ -56,7 +56,6 @@ def reduce_part(
 
     Raises:
         RoundFailedError: no row is left.
-        TrainerUsageError: the rule needs a decision or a reference and there is none, or lengths differ.
     """
     if decision is None and needs_moments(config):
         raise TrainerUsageError(f"{config.rule}: expected a decision over whole vectors, found none")

@@ -179,12 +179,7 @@ def decide_round(
 ) -> CommitDecision:
     """Decides on commit, another pass, or the end of the round.
 
-    Args:
-        plan: the pass the votes are of.
-        votes: of the members that are left; at least one.
-        peer_ids: the members the round was agreed among.
-        max_passes: limit of passes.
-        findings: of gradient validation, for the report.
+    The votes are of this plan, by the members that are left, at least one; ``peer_ids`` are those agreed on.
     """
     held = _digests_of(votes)
     digests = {task.key: {found.get(task.key) for found in held.values()} for task in plan.tasks}

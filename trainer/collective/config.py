@@ -17,11 +17,7 @@ from trainer.network.rpc import Endpoint, Peer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveConfig:
-    """How nodes come together for a round, and how long they wait for each other.
-
-    Raises:
-        TrainerUsageError: a value is out of range.
-    """
+    """How nodes come together for a round, and how long they wait for each other."""
 
     compression: CodecName = "fp32"
     """How pseudo-gradients and results travel: fp32, fp16, or int8 in blocks with error feedback."""

@@ -32,13 +32,7 @@ _VOTES_AT_ONE = 3
 
 
 class RoundMember:
-    """One node in one round.
-
-    Args:
-        service: this node's answering side.
-        contribution: the node's part.
-        vocabulary_rows: the most rows of vocabulary the node could have after this round.
-    """
+    """One node in one round, after which it could have at most ``vocabulary_rows`` rows of vocabulary."""
 
     def __init__(self, service: RoundService, contribution: Contribution, vocabulary_rows: int) -> None:
         self.agreement: Agreement | None = None

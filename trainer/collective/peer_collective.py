@@ -33,11 +33,6 @@ class PeerCollective:
     Args:
         endpoint: not started yet, so that its answers can be registered.
         loop: its event loop, running in another thread.
-        run_id: of the run.
-        terms: what all members must have in common.
-        rule: how contributions are aggregated.
-        config: timeouts and sizes.
-        directory: the other nodes.
         vocabulary_rows: returns the most rows of vocabulary this node could have now; called before each round.
         stopping: returns whether the node has been asked to stop; a round then has ten more seconds.
     """

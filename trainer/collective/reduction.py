@@ -31,16 +31,10 @@ DecideRule = Callable[[Task, Moments], Awaitable[RuleDecision]]
 
 
 class Reduction:
-    """One task of this node in one pass.
+    """One task of this node in one pass; ``members``, this node included, are those whose contributions are expected.
 
-    Args:
-        task: the parts.
-        members: whose contributions are expected, this node's included.
-        arithmetic: of the round.
-        own_id: this node.
-        decide_rule: decides from all reducers' sums, for rules that look at whole vectors.
-        stall_timeout_s: see above.
-        deadline_s: `time.monotonic` at which the pass ends whatever is missing.
+    ``decide_rule`` decides from all reducers' sums, for rules that look at whole vectors; at ``deadline_s`` of
+    `time.monotonic` the pass ends whatever is missing.
     """
 
     def __init__(

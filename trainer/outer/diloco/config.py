@@ -10,11 +10,7 @@ from trainer.errors import TrainerUsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCoConfig:
-    """How often nodes synchronise, how far the outer step goes, and whether parts of the model take turns.
-
-    Raises:
-        TrainerUsageError: a value is out of range.
-    """
+    """How often nodes synchronise, how far the outer step goes, and whether parts of the model take turns."""
 
     inner_steps: int = 500
     """Inner steps between two synchronisations of the same parameter."""

@@ -28,14 +28,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self, anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, progress: float = 1.0) -> None:
-        """Moves anchor and momentum, in place; all are [P] fp32.
-
-        Args:
-            anchor: changed.
-            momentum: changed; zeros before the first step.
-            pseudo_gradient: anchor − replica.
-            progress: share of the round's planned work that is in it, 0 to 1.
-        """
+        """Moves anchor and momentum (zeros before the first step), [P] fp32, in place, by a round of that progress."""
         kept = self.momentum if progress == 1.0 else 1.0 - progress * (1.0 - self.momentum)
         scratch = torch.empty(min(_BLOCK_VALUES, anchor.numel()), dtype=anchor.dtype, device=anchor.device)
         for start in range(0, anchor.numel(), _BLOCK_VALUES):

@@ -42,13 +42,8 @@ class _BackgroundRound:
 class DiLoCoTrainer:
     """Keeps one node's model in step with the others'. For the training thread alone.
 
-    The anchor begins as the model's parameters, which must be equal at all members that begin together.
-
-    Args:
-        model: its trainable parameters are synchronised; frozen ones are assumed to be equal everywhere.
-        config: options.
-        collective: the other members; the caller closes it.
-        vocab_rows: rows of embedding and output, for late joiners.
+    The anchor begins as the model's trainable parameters, which must be equal at all members that begin together, as
+    frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners.
 
     Raises:
         TrainerUsageError: the model cannot be cut into so many fragments.

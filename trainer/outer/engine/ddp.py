@@ -16,14 +16,9 @@ _VERSION = 1
 
 
 def ddp_model(model: nn.Module, device: torch.device | None = None) -> DistributedDataParallel:
-    """Wraps a model so that each backward pass averages gradients over all ranks; it starts as that of the first rank.
+    """Wraps a model, on ``device`` already, so that each backward pass averages gradients over all ranks.
 
-    Args:
-        model: on ``device`` already.
-        device: the model's device; None or a CPU for gloo.
-
-    Raises:
-        TrainerUsageError: there is no process group.
+    It starts as that of the first rank. The device is None or a CPU for gloo.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise TrainerUsageError("DDP needs a process group, found none: start the ranks with torchrun")

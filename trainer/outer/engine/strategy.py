@@ -41,8 +41,7 @@ class OuterStrategy(Protocol):
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Counts an inner step and synchronises when it is time; returns the outer step that ended now, if one did.
 
-        Args:
-            num_batches: batches that changed the parameters: 0 for a step that was skipped.
+        ``num_batches`` are those that changed the parameters: 0 for a step that was skipped.
         """
         ...
 

@@ -63,13 +63,7 @@ class _RankHeader:
 class TorchCollective:
     """Aggregates over the ranks of the default process group; for one thread at a time, all ranks in the same order.
 
-    Args:
-        codec: how values travel.
-        rule: how they are aggregated.
-        max_weight_ratio: limit of a rank's weight, as a multiple of the median rank's.
-
-    Raises:
-        TrainerUsageError: there is no process group.
+    A rank weighs at most ``max_weight_ratio`` times the median rank.
     """
 
     def __init__(self, codec: Codec, rule: RuleConfig, max_weight_ratio: float = DEFAULT_MAX_RATIO) -> None:

@@ -9,11 +9,7 @@ from trainer.errors import TrainerUsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpartaConfig:
-    """How often a slice is averaged, how large it is, and how far a node may fall behind.
-
-    Raises:
-        TrainerUsageError: a value is out of range.
-    """
+    """How often a slice is averaged, how large it is, and how far a node may fall behind."""
 
     every_steps: int = 20
     """Optimizer steps from one round to the next."""

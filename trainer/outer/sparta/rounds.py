@@ -123,17 +123,10 @@ def choose_recent_state(
 ) -> str | None:
     """Chooses the state to take up where each replica's is its own; a ``StateChoice`` for the node's peer book.
 
-    A node keeps its own while it is within ``max_staleness_rounds`` of the others. Otherwise it takes the state that
-    most nodes hold among those from the others' median round up to the allowed staleness ahead of it, which no honest
-    node exceeds: joiners that took up the same state hand it on together.
-
-    Args:
-        own: round and digest of the state this node holds; an empty digest if none worth keeping.
-        announcements: verified ones of other nodes of the same stage; ``outer_step`` is the round of the state.
-        max_staleness_rounds: of the run.
-
-    Returns:
-        The digest to fetch; None: keep the own, or nobody has any.
+    A node keeps its own (round and digest, empty if none is worth keeping) while it is within ``max_staleness_rounds``
+    of the others: returns None, as when nobody has any. Otherwise it takes the state that most nodes hold among those
+    from the others' median round up to the allowed staleness ahead of it, which no honest node exceeds: joiners that
+    took up the same state hand it on together. Announcements are verified ones of the same stage.
     """
     offered = [found for found in announcements if found.state_digest]
     frontier = frontier_of([found.outer_step for found in {found.peer_id: found for found in offered}.values()])

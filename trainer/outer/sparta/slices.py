@@ -130,12 +130,7 @@ def merged(now: Tensor, contributed: Tensor, result: RoundResult) -> Tensor:
     That is the average with the node's own progress since. Unlike ``now + (average − sent)``, it gives a replica that
     has not stepped since the average bit for bit, so that replicas at rest become identical in one cycle. Where the
     average is what was sent, the parameter keeps its bits. The remainder of a lossy encoding stays at home, so that the
-    mean over the replicas is unchanged and errors do not build up.
-
-    Args:
-        now: [P] fp32, the values now.
-        contributed: [P] fp32, the values when the round began.
-        result: what the members agreed on.
+    mean over the replicas is unchanged and errors do not build up. ``contributed`` are the values when it began.
 
     Raises:
         RoundFailedError: the result does not fit or is not finite, or the sum is not.

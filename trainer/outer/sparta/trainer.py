@@ -61,13 +61,12 @@ class SpartaTrainer:
     Args:
         model: its trainable parameters are averaged; frozen ones are assumed to be equal everywhere.
         config: options.
-        collective: the other members; the caller closes it.
-        optimizer: the AdamW that trains them; its moments go to joiners.
+        collective: the caller closes it.
+        optimizer: the AdamW of the model; its moments, and ``vocab_rows``, go to joiners.
         others: what is known of the others' rounds.
         after_average: called with the model after each average and each adoption (a subspace projects there). It must
             not fail: parameters have changed by then.
         kept_axes: by name of a matrix, the axis along which values are always averaged together (`slices`).
-        vocab_rows: rows of embedding and output, for joiners.
 
     Raises:
         TrainerUsageError: the model has fewer values than slices or is not laid out contiguously, or the optimizer's
@@ -194,11 +193,7 @@ class SpartaTrainer:
         self._others.move_to(self.round_index)
 
     def grow(self, model: nn.Module, vocab_rows: int) -> None:
-        """Refuses: the slices of all replicas would have to change at one round, on which they do not agree.
-
-        Raises:
-            TrainerUsageError: always.
-        """
+        """Refuses: the slices of all replicas would have to change at one round, on which they do not agree."""
         raise TrainerUsageError(
             f"async_sparta keeps its {self._vocab_rows} rows of vocabulary, found {vocab_rows}; begin a new run to grow"
         )
