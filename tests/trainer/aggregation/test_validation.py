@@ -162,11 +162,8 @@ def test_claims_of_batches_that_nobody_trained(num_batches, weight):
 @pytest.mark.parametrize(
     ("claimed", "capped"),
     [
-        ([10.0, 10.0, 10.0], [10.0, 10.0, 10.0]),
         ([10.0, 9.0, 1e12], [10.0, 9.0, 30.0]),
-        ([10.0, 1e12], [10.0, 30.0]),
         ([10.0, math.nan, -3.0, math.inf, -math.inf], [10.0, 0.0, 0.0, 0.0, 0.0]),
-        ([0.0, 5.0, 5.0], [0.0, 5.0, 5.0]),
         ([0.0, 0.0], [1.0, 1.0]),
         ([math.nan, -1.0], [1.0, 1.0]),
         ([1e308, 1e308], [1e308, 1e308]),

@@ -31,8 +31,13 @@ def rounds_waited(latecomers: LatecomerBackoff, who: Peer, last_round: int) -> l
     return waited
 
 
-def test_one_that_never_comes_is_waited_for_ever_more_rarely() -> None:
+def test_one_that_never_comes_is_waited_for_ever_more_rarely_unless_it_comes_after_all() -> None:
     assert rounds_waited(LatecomerBackoff(), peer(1), 100) == [0, 2, 5, 10, 19, 36, 69]
+    latecomers = LatecomerBackoff()
+    latecomers.joined([peer(3).peer_id])
+    assert rounds_waited(latecomers, peer(3), 3) == [0, 2]
+    latecomers.joined([peer(3).peer_id])
+    assert latecomers.may_wait(peer(3), 4)
 
 
 def test_new_identities_of_one_host_share_its_patience_and_members_have_their_own() -> None:
@@ -46,14 +51,6 @@ def test_new_identities_of_one_host_share_its_patience_and_members_have_their_ow
     assert waited == 7
     assert latecomers.may_wait(peer(7), 99), "behind the same address, but known to come"
     assert latecomers.may_wait(peer(8, "198.51.100.9"), 99)
-
-
-def test_one_that_has_come_after_all_is_waited_for_again() -> None:
-    latecomers = LatecomerBackoff()
-    latecomers.joined([peer(3).peer_id])
-    assert rounds_waited(latecomers, peer(3), 3) == [0, 2]
-    latecomers.joined([peer(3).peer_id])
-    assert latecomers.may_wait(peer(3), 4)
 
 
 REQUEST = join_request(round_index=4)

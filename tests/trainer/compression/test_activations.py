@@ -66,7 +66,7 @@ def test_an_activation_arrives_within_what_its_codec_promises(
     hidden, ids = _hidden(shape, seed, scale)
     own_ids = ids if codec.needs_ids else None
     encoded = codec.encode(hidden, own_ids)
-    decoded = codec.decode(_sent(encoded.tensors), own_ids)
+    decoded = codec.decode(_sent(encoded.tensors), None if own_ids is None else own_ids.int())
     assert decoded.shape == hidden.shape and decoded.dtype == torch.float32
     assert float((decoded - hidden).abs().max()) <= _tolerance(name, float(hidden.abs().max()) + scale * 6)
     assert encoded.raw_bytes == 4 * hidden.numel()
@@ -124,13 +124,6 @@ def test_what_is_in_the_subspace_travels_and_what_is_not_is_lost(basis: Basis):
     torch.testing.assert_close(codec.grad_decode(codec.grad_encode(outside).tensors), kept, rtol=0, atol=1e-5)
     decoded = codec.decode(codec.encode(hidden + outside - kept, ids).tensors, ids)
     torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
-
-
-def test_a_constrained_stages_activation_arrives_to_its_last_bits_with_ids_of_either_width():
-    hidden, ids = _hidden((4, 64), 0, scale=30.0)
-    tensors = _codec("subspace").encode(hidden, ids).tensors
-    for own_ids in (ids, ids.int()):
-        torch.testing.assert_close(_codec("subspace").decode(tensors, own_ids), hidden, rtol=1e-6, atol=1e-7)
 
 
 def test_a_gradient_is_the_derivative_by_the_coefficients():

@@ -91,15 +91,6 @@ def test_a_failed_round_in_the_background_changes_nothing(held: Scripted) -> Non
     assert trainer.drain() is None
 
 
-def test_drain_merges_at_once(held: Scripted) -> None:
-    model, trainer = node(held)
-    step(model, trainer, 4)
-    held.gate.set()
-    result = trainer.drain()
-    assert result is not None and result.committed and model.x[0] == 1.0
-    assert trainer.drain() is None
-
-
 def test_peers_that_wait_for_the_next_round_bring_the_merge_forward(held: Scripted) -> None:
     model, trainer = node(held, replace(CONFIG, inner_steps=100, overlap_steps=50))
     held.peers_wait = True

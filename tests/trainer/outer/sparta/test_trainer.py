@@ -111,8 +111,10 @@ def test_steps_taken_while_a_round_runs_are_kept() -> None:
         replica.train(index, index + 1)
         twin.step(index)
     assert parameter_bits(replica.model) == parameter_bits(twin.model), "nothing is touched while the round runs"
+    assert len(collective.contributions) == 1, "one at most is in flight"
     collective.gate.set()
-    assert replica.drain() is not None
+    wait_for(lambda: replica.turn() is not None)
+    assert replica.results[0].committed and replica.results[0].report is not None and replica.results[0].waited_s < 30
     moved = replica.vector() - twin.vector()
     assert torch.allclose(moved[::4], torch.tensor(0.25), atol=1e-6)
     moved[::4] = 0
@@ -160,17 +162,6 @@ def test_what_is_said_to_outlive_a_replica_was_in_the_rounds(steps: list[tuple[i
         assert shared.count == min(by_slice)
     collective.gate.set()
     replica.drain()
-
-
-def test_a_round_lands_by_itself_at_the_next_step() -> None:
-    replica, collective = replica_with(same, BEHIND_THE_SCENES, held=True)
-    for _ in range(9):
-        assert replica.turn() is None
-    assert len(collective.contributions) == 1, "one at most is in flight"
-    collective.gate.set()
-    wait_for(lambda: replica.turn() is not None)
-    assert replica.results[0].committed and replica.results[0].report is not None
-    assert replica.results[0].waited_s < 30
 
 
 def test_moments_are_nobodys_but_ones_own() -> None:
@@ -322,13 +313,6 @@ def test_parameters_that_are_not_finite_are_not_sent_and_a_state_is_asked_for() 
     assert not replica.trainer.behind and replica.turn() is not None and collective.contributions
 
 
-def test_the_hook_is_called_after_each_average_with_the_model() -> None:
-    seen: list[int] = []
-    replica, _ = replica_with(plus(1), after_average=lambda model: seen.append(id(model)))
-    replica.train(0, 3)
-    assert seen == [id(replica.model)] * 3
-
-
 def test_peers_that_wait_bring_a_round_forward() -> None:
     replica, collective = replica_with(same, SpartaConfig(every_steps=100, num_slices=4, background=False))
     assert replica.turn() is None
@@ -348,15 +332,6 @@ def test_a_node_alone_trains_as_if_there_were_no_rounds() -> None:
     replica.drain()
     assert isinstance(replica.trainer, OuterStrategy)
     assert replica.results and parameter_bits(replica.model) == parameter_bits(twin.model)
-
-
-def test_all_members_of_a_round_name_the_same_state_and_others_do_not() -> None:
-    one, other = Replica(EACH_STEP), Replica(EACH_STEP, number=3)
-    other.train(0, 5)
-    assert one.trainer.state_digest() == other.trainer.state_digest()
-    assert len(one.trainer.state_digest()) == 64
-    unlike = Replica(SpartaConfig(every_steps=1, num_slices=5))
-    assert unlike.trainer.state_digest() != one.trainer.state_digest()
 
 
 def test_bf16_parameters_become_alike_too() -> None:
@@ -387,27 +362,18 @@ def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
     replica = Replica(EACH_STEP)
     with pytest.raises(TrainerUsageError, match="rows of vocabulary"):
         replica.trainer.grow(replica.model, 64)
-
-
-@pytest.mark.parametrize("options", [{"every_steps": 0}, {"num_slices": 0}, {"ghost_rounds": -1}])
-def test_options_that_make_no_sense(options) -> None:
-    with pytest.raises(TrainerUsageError, match=f"sparta.{next(iter(options))}"):
-        SpartaConfig(**options)
-
-
-def announced(name: str, round_index: int, state: str = "") -> Announcement:
-    return Announcement(
-        peer_id=hashlib.sha256(name.encode()).hexdigest(),
-        node_id=name,
-        run_id="r",
-        address="127.0.0.1:1",
-        outer_step=round_index,
-        state_digest=hashlib.sha256((state or name).encode()).hexdigest(),
-    )
+    for name, value in (("every_steps", 0), ("num_slices", 0), ("ghost_rounds", -1)):
+        with pytest.raises(TrainerUsageError, match=f"sparta.{name}"):
+            SpartaConfig(**{name: value})
 
 
 def digest(state: str) -> str:
     return hashlib.sha256(state.encode()).hexdigest()
+
+
+def announced(name: str, round_index: int, state: str = "") -> Announcement:
+    of_state = {"outer_step": round_index, "state_digest": digest(state or name)}
+    return Announcement(peer_id=digest(name), node_id=name, run_id="r", address="127.0.0.1:1", **of_state)
 
 
 @pytest.mark.parametrize(
@@ -426,12 +392,8 @@ def test_a_joiner_takes_a_state_of_those_that_are_where_the_others_are() -> None
     assert choose_recent_state((0, ""), reversed(others)) == chosen
     others = [announced("a", 40), announced("b", 41), announced("c", 40, "a")]
     assert choose_recent_state((0, ""), others) == digest("a"), "held by several: several donors"
-
-
-def test_a_node_keeps_its_own_while_it_is_current() -> None:
-    others = [announced("a", 40), announced("b", 41), announced("c", 40)]
     own = digest("own")
-    assert choose_recent_state((36, own), others) is None
+    assert choose_recent_state((36, own), others) is None, "a node keeps its own while it is current"
     assert choose_recent_state((34, own), others) is not None
     assert choose_recent_state((36, ""), others) is not None
     assert choose_recent_state((0, ""), []) is None
@@ -451,14 +413,9 @@ def test_two_rounds_failed_while_the_others_went_on() -> None:
     it.missed()
     assert (it.round_index, it.failed_in_a_row) == (6, 2)
     assert it.must_rejoin and not it.behind
-
-
-@pytest.mark.parametrize("field", ["behind", "damaged"])
-def test_only_a_state_of_others_helps_the_damaged(field: str) -> None:
-    it = standing()
-    setattr(it, field, True)
+    it.behind = it.damaged = True
     it.committed()
-    assert it.must_adopt == (field == "damaged")
+    assert it.must_adopt and not it.behind, "only a state of others helps the damaged"
 
 
 EVENTS = st.lists(
