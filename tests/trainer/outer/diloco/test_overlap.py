@@ -50,6 +50,9 @@ def test_training_goes_on_and_the_result_is_merged_later(held: Scripted) -> None
     assert step(model, trainer, 2) is None and len(held.contributions) == 2
     assert held.contributions[1].vector[0] == 1.0 - (0.5 - 2.0), "measured from the anchor, with what alpha kept"
     assert held.contributions[1].num_batches == 4
+    model, trainer = node(held, replace(CONFIG, merge_alpha=0.0))
+    step(model, trainer, 6)
+    assert torch.equal(model.x.detach(), trainer.shared_state().anchor)
 
 
 def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Scripted) -> None:
@@ -64,13 +67,6 @@ def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Scripted) -> 
     assert step(model, alone, 4).contributed_steps_ago == 0
     held.answer = raising(RoundFailedError("too few"))
     assert step(model, alone, 4).contributed_steps_ago is None
-
-
-def test_alpha_0_puts_parameters_on_the_anchor(held: Scripted) -> None:
-    model, trainer = node(held, replace(CONFIG, merge_alpha=0.0))
-    held.gate.set()
-    step(model, trainer, 6)
-    assert torch.equal(model.x.detach(), trainer.shared_state().anchor)
 
 
 def test_a_failed_round_in_the_background_changes_nothing(held: Scripted) -> None:

@@ -250,17 +250,13 @@ def test_a_round_in_flight_begins_again_with_the_next_step() -> None:
     assert again.drain() is not None and second.contributions[0].round_index == 0
     assert second.contributions[0].num_batches == 5, "those of before the stop count"
     assert not again.trainer.state_dict()["begin_again"]
-
-
-def test_where_it_stood_is_where_it_stands() -> None:
-    replica, donor = (Replica(CONFIGS["waiting"]) for _ in range(2))
+    ghost, donor = (Replica(CONFIGS["waiting"]) for _ in range(2))
     donor.train(0, 8)
-    replica.trainer.adopt(donor.trainer.shared_state())
-    replica.train(8, 13)
-    again = restored(to_bytes(**parts(replica)), CONFIGS["waiting"])
-    assert again.trainer.state_dict() == replica.trainer.state_dict()
-    assert not again.trainer.standing.counts and again.trainer.round_index == 3 and again.trainer.inner_step == 2
-    assert again.trainer.shared_state().num_inner_steps == 13
+    ghost.trainer.adopt(donor.trainer.shared_state())
+    ghost.train(8, 13)
+    again = restored(to_bytes(**parts(ghost)), CONFIGS["waiting"])
+    assert again.trainer.state_dict() == ghost.trainer.state_dict() and not again.trainer.standing.counts
+    assert again.trainer.round_index == 3 and again.trainer.shared_state().num_inner_steps == 13
 
 
 @pytest.mark.parametrize(
