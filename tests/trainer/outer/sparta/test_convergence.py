@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.replica_group import MeetingCollective, Replica, ReplicaGroup
-from tests.support.toy_models import parameter_bits
 from trainer.model import ModelConfig, build_model
 from trainer.outer.sparta import SpartaConfig
 
@@ -66,20 +65,15 @@ def on_its_own(windows: Tensor, rows: int, num_steps: int) -> float:
     return held_out(reader.transformer)
 
 
-def by_sparta(data: list[Tensor], num_steps: int, config: SpartaConfig) -> tuple[list[float], float]:
-    """Held-out loss of each replica, and of what they become in a cycle of rest.
-
-    A round that begins in a step ends in the next, behind that step's own update.
-    """
+def by_sparta(data: list[Tensor], num_steps: int, config: SpartaConfig) -> list[float]:
+    """Held-out loss of each replica. A round that begins in a step ends in the next, behind that step's own update."""
     group = ReplicaGroup(NUM_REPLICAS)
     replicas = [
         Replica(config, MeetingCollective(group, rank), model=Reader(windows, ROWS), lr=LR)
         for rank, windows in enumerate(data)
     ]
-    for step in range(num_steps + config.every_steps * (config.num_slices + 1)):
-        if step == num_steps:
-            learned = [held_out(replica.model.transformer) for replica in replicas]
-        for replica in replicas if step < num_steps else []:
+    for step in range(num_steps):
+        for replica in replicas:
             learn(replica.model, replica.optimizer, step, num_steps)
         for replica in replicas:
             replica.drain()
@@ -88,8 +82,7 @@ def by_sparta(data: list[Tensor], num_steps: int, config: SpartaConfig) -> tuple
     for replica in replicas:
         replica.drain()
     assert all(result.committed for replica in replicas for result in replica.results)
-    assert len({parameter_bits(replica.model) for replica in replicas}) == 1
-    return learned, held_out(replicas[0].model.transformer)
+    return [held_out(replica.model.transformer) for replica in replicas]
 
 
 @pytest.mark.long
@@ -100,7 +93,5 @@ def test_replicas_learn_nearly_as_well_as_with_every_gradient_averaged() -> None
     rows = torch.cat([windows.view(num_steps, ROWS, -1) for windows in data], dim=1).flatten(0, 1)
     together = on_its_own(rows, ROWS * NUM_REPLICAS, num_steps)
     alone = on_its_own(data[0], ROWS, num_steps)
-    learned, rested = by_sparta(data, num_steps, SpartaConfig(every_steps=2, num_slices=8))
-    assert max(learned) < 1.03 * together
-    assert max(learned) < alone
-    assert rested < together + 0.5 * (alone - together)
+    learned = by_sparta(data, num_steps, SpartaConfig(every_steps=2, num_slices=8))
+    assert max(learned) < min(alone, 1.03 * together)
