@@ -111,12 +111,9 @@ def test_a_node_that_trains_something_else_is_told_what_differs(stranger, node, 
     assert says in str(error)
 
 
-def test_rounds_that_are_over_and_rounds_that_will_never_be_are_refused(stranger, node):
+def test_what_belongs_to_no_known_agreement_or_round_is_refused(stranger, node):
     assert refusal(stranger, node, "round/join", join_request(round_index=4)).reason == "behind"
     assert refusal(stranger, node, "round/join", join_request(round_index=7)).reason == "not_ready"
-
-
-def test_what_belongs_to_no_known_agreement_is_refused(stranger, node):
     agreement = {"agreement": ANY_DIGEST}
     for method, body in {
         "round/acknowledge": Acknowledge(round_index=5, **agreement),

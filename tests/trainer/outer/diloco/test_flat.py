@@ -131,7 +131,7 @@ def test_turns_come_round_every_inner_steps(inner_steps: int, num_fragments: int
     assert sum(intervals) == inner_steps and max(intervals) - min(intervals) <= 1
 
 
-SENSELESS = {
+SENSELESS: dict[str, list[float]] = {
     "inner_steps": [0],
     "outer_lr": [0.0, float("nan")],
     "outer_momentum": [1.0, float("nan")],
