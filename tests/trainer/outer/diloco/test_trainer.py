@@ -295,7 +295,9 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_the_digest_covers_every_number_and_vector() -> None:
     shared = node()[1].shared_state()
-    numbers, vectors = ("outer_step", "fragment", "num_inner_steps", "vocab_rows"), ("anchor", "momentum", "reference")
-    changes = dict.fromkeys(numbers, 7) | {name: getattr(shared, name) + 1 for name in vectors}
+    last = torch.zeros_like(shared.anchor)
+    last[-1] = 1.0
+    changes: dict[str, object] = dict.fromkeys(("outer_step", "fragment", "num_inner_steps", "vocab_rows"), 7)
+    changes |= {name: getattr(shared, name) + last for name in ("anchor", "momentum", "reference")}
     for field, changed in changes.items():
         assert replace(shared, **{field: changed}).digest() != shared.digest(), field
