@@ -13,7 +13,7 @@ import pytest
 from tests.support.model_configs import write_tokenizer
 
 _PRELOADED = (
-    *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"),
+    *("trainer.checkpoint.node", "trainer.inner.loop", "trainer.model.stages"),
     *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.sets"),
 )
 

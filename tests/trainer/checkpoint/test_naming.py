@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genesis.file_lock import FileLock
-from trainer.checkpoint.node import checkpoint_path, former_wallet_id, take_over_former_names, wallet_id
-from trainer.checkpoint.node.naming import kept_path, kept_paths, lock_path
+from trainer.checkpoint.node import (
+    checkpoint_path,
+    former_wallet_id,
+    kept_path,
+    kept_paths,
+    lock_path,
+    take_over_former_names,
+    wallet_id,
+)
 from trainer.checkpoint.stages.naming import (
     StageName,
     file_name,

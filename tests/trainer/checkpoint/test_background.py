@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.support.checkpoint_actor import WALLET, check, contents, hold, newest_step
+from trainer.checkpoint import node as module
 from trainer.checkpoint.node import Checkpointer, checkpoint_path, load_newest
-from trainer.checkpoint.node import checkpointer as module
 from trainer.checkpoint.saver import HostBuffers
 from trainer.errors import CheckpointError, TrainerUsageError
 
