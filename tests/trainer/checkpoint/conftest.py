@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,16 @@ import pytest
 
 from tests.support.model_configs import write_tokenizer
 
-_PRELOADED = (
-    *("trainer.checkpoint.node", "trainer.inner.loop", "trainer.model.stages"),
-    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.sets"),
-)
-
-
-@pytest.fixture(scope="session")
-def processes() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED])
-    return context
-
 
 @pytest.fixture
-def start(processes: ForkServerContext) -> Iterator[Callable[..., ForkServerProcess]]:
+def start() -> Iterator[Callable[..., ForkServerProcess]]:
     """Starts a process with a function and its arguments; none outlives the test."""
     started: list[ForkServerProcess] = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.stage_files"])
 
-    def begin(function: Callable[..., None], *arguments: Any, **options: Any) -> ForkServerProcess:
-        process = processes.Process(target=function, args=arguments, kwargs=options)
+    def begin(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+        process = context.Process(target=function, args=arguments)
         process.start()
         started.append(process)
         return process

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_actor import Death, newest_step, save, train
+from tests.support.checkpoint_actor import Death, newest_step, save
 from tests.support.stage_files import ACTOR_RUN, actor_value, save_as_actor
 
 _Start = Callable[..., ForkServerProcess]
@@ -81,16 +80,3 @@ def test_killed_in_the_midst_of_writing(kind: _Kind, tmp_path: Path, start: _Sta
     assert list((tmp_path / kind.folder).glob(".*.tmp"))
     assert kind.newest(tmp_path) == 1
     _check_tidy(kind, tmp_path, 3)
-
-
-@pytest.mark.slow
-def test_training_goes_on_to_the_bit_in_new_processes(tmp_path: Path, start: _Start) -> None:
-    def trained(until_step: int, *names: str, **options: Any) -> list[ForkServerProcess]:
-        return [
-            start(train, str(tmp_path / name), until_step, str(tmp_path / f"{name}.out"), **options) for name in names
-        ]
-
-    running = trained(30, "whole") + trained(17, "parted") + trained(17, "killed", die=True)
-    assert [_ended(process) for process in running] == [0, 0, -signal.SIGKILL]
-    assert [_ended(process) for process in trained(30, "parted", "killed")] == [0, 0]
-    assert len({(tmp_path / f"{name}.out").read_bytes() for name in ("whole", "parted", "killed")}) == 1

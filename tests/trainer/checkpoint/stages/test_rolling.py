@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import pytest
 
 from tests.support.model_configs import random_model, small_config
-from tests.support.stage_files import hold_stage, write_model
+from tests.support.stage_files import write_model
 from trainer.checkpoint.stages import StageCheckpoints, StagewiseConfig, newest_set, roll_back, time_us
 from trainer.errors import CheckpointError
 from trainer.model.plan import StagePlan
@@ -74,12 +72,6 @@ def test_what_another_has_moved_meanwhile_does_not_matter(folder: Path, monkeypa
     assert roll_back(folder, "run", time_us(1210), time_us(6000)).moved == (), "done again it has nothing to do"
 
 
-def test_one_stage_is_rolled_back_where_the_others_are_elsewhere(folder: Path) -> None:
-    done = roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",))
-    assert len(done.moved) == 2
-    assert _versions(folder) == [3, 1]
-
-
 def test_a_file_in_the_way_is_not_replaced(folder: Path) -> None:
     aside = roll_back(folder, "run", time_us(1210), time_us(5000), dry_run=True)
     blocked = aside.folder / "tail" / aside.moved[0].name
@@ -115,19 +107,3 @@ def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(
     with _writer(folder, other):
         roll_back(folder, "run", time_us(700), time_us(5000), stages=("tail",), in_use=in_use)
         assert _versions(folder) == [3, 1]
-
-
-@pytest.mark.slow
-def test_while_another_process_writes_it_is_refused_and_not_once_it_is_killed(
-    folder: Path, processes: ForkServerContext, start: Callable[..., ForkServerProcess]
-) -> None:
-    ready = processes.Event()
-    other = start(hold_stage, str(folder), ready)
-    assert ready.wait(60)
-    with pytest.raises(CheckpointError, match="expected no worker that writes here, found one or more of tail running"):
-        roll_back(folder, "run", time_us(700), time_us(5000))
-    assert _versions(folder) == [3, 3]
-    other.kill()
-    other.join(30)
-    assert len(roll_back(folder, "run", time_us(700), time_us(5000)).moved) == 4
-    assert _versions(folder) == [1, 1]

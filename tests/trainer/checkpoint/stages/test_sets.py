@@ -144,6 +144,16 @@ def test_a_file_cut_short_is_passed_over(written: Path, share: float, caplog: py
     assert f"{newest}: damaged: not a whole checkpoint, but {wrong}; going on" in caplog.text
 
 
+def test_a_flipped_bit_of_a_weight_is_seen(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = max((written / "run" / "tail").iterdir())
+    body = bytearray(newest.read_bytes())
+    weight = random_model(_CONFIG, 2).state_dict()["readout.output.weight"].numpy().tobytes()
+    body[body.index(weight) + 100] ^= 1
+    newest.write_bytes(body)
+    assert _versions(written, 1300) == [2, 2, 1]
+    assert "under the digest" in caplog.text and "going on to the one before it" in caplog.text
+
+
 def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = written / "run" / "tail"
     names = [folder / file_name(time_us(5000 + number), "worker") for number in range(5)]
@@ -160,17 +170,6 @@ def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplo
     for path, wrong in zip(names, [*expected, "an archive whose contents cannot be read"], strict=True):
         assert f"{path}: damaged: not a whole checkpoint, but {wrong}; going on without it" in caplog.text
     assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
-
-
-def test_a_flipped_bit_of_a_weight_is_seen(written: Path, caplog: pytest.LogCaptureFixture) -> None:
-    newest = max((written / "run" / "tail").iterdir())
-    body = bytearray(newest.read_bytes())
-    weight = random_model(_CONFIG, 2).state_dict()["readout.output.weight"].numpy().tobytes()
-    body[body.index(weight) + 100] ^= 1
-    newest.write_bytes(body)
-    assert _versions(written, 1300) == [2, 2, 1]
-    assert "under the digest" in caplog.text
-    assert "going on to the one before it" in caplog.text
 
 
 def test_files_of_another_kind_stage_run_or_time_are_passed_over(
@@ -210,16 +209,6 @@ def test_while_a_vocabulary_grows_the_set_is_the_old_model_until_all_stages_have
     assert _versions(tmp_path, 1e9) == [2, 2, 2]
     assert assemble(newest_set(tmp_path, "run", _LATER)).config == grown.config
     assert _versions(tmp_path, 1e9, plan=_PLAN) == [1, 1, 1]
-
-
-def test_another_cut_or_vocabulary_is_another_set(tmp_path: Path) -> None:
-    model = random_model(_CONFIG)
-    write_model(tmp_path, model, _PLAN, dict.fromkeys(_PLAN.names, 600.0), vocabulary="a")
-    two = StagePlan.of(_CONFIG, 2)
-    write_model(tmp_path, model, two, dict.fromkeys(two.names, 1200.0), version=2, vocabulary="a")
-    write_model(tmp_path, model, two, {"tail": 1800.0}, version=3, vocabulary="b", stages=("tail",))
-    assert _versions(tmp_path, 1e9) == [2, 2]
-    assert _versions(tmp_path, 700) == [1, 1, 1]
 
 
 def test_parameters_that_are_not_the_stage_s_are_told(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.model_configs import small_config
 from tests.support.stage_files import INTERVAL_S, stage_parameters, write_stage
+from trainer.checkpoint.files import tree_digest
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
 from trainer.checkpoint.stages.contents import StageCheckpoint, document_of
 from trainer.checkpoint.stages.naming import format_time_us
@@ -179,7 +180,7 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
         return StageReplica(module, optimizer, inner, StageConfig(), kind="tail", num_stages=3)
 
     torch.manual_seed(0)
-    data = [(torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))) for _ in range(4)]
+    data = [(torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))) for _ in range(3)]
     trained, resumed = replica(), replica()
     for number in range(2):
         trained.tail(f"{number}", *data[number])
@@ -194,11 +195,7 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
 
     assert (found.header.version, found.header.num_tokens, dict(found.state.strategy)) == (2, 48, {"round": 3})
     assert (found.state.incarnation, found.state.applied) == ("a" * 16, 2)
-    for each in (trained, resumed):
-        each.tail("3", *data[3])
-        assert each.step(2).num_tokens == 32
-    pairs = zip(trained.module.parameters(), resumed.module.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert tree_digest(resumed.state_dict()) == tree_digest(trained.state_dict())
 
 
 def test_a_file_from_before_it_said_who_counted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
