@@ -53,13 +53,7 @@ def test_values_that_describe_no_model_are_refused_by_name(name: str, value: flo
 
 
 def test_naming_the_packages_and_the_options_does_not_import_torch():
-    modules = (
-        "model",
-        "model.config",
-        "model.sizing",
-        "model.plan",
-        "model.subspace.config",
-    )
+    modules = ("model", "model.config", "model.sizing", "model.plan", "model.subspace.config")
     program = f"import sys, {', '.join(f'trainer.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from genesis.serve import ServeLimits
-from tests.support.observing import Step
 from trainer.errors import TrainerUsageError
 from trainer.monitor import ApiConfig, ApiServer, create_app
 
@@ -162,23 +161,3 @@ def test_ipv6_is_written_in_brackets(node):
         assert health(server) == 200
     finally:
         server.stop()
-
-
-@pytest.mark.slow
-def test_training_goes_on_while_it_is_asked(node):
-    """Many clients at once; the one that writes is not held up for longer than a lock is held."""
-    answers = []
-
-    def ask():
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
-            answers.extend(client.get("/api/training/global").status_code for _ in range(10))
-
-    with server_of(node) as server:
-        clients = [threading.Thread(target=ask) for _ in range(4)]
-        for client in clients:
-            client.start()
-        for index in range(2_000):
-            node.observer.step(Step(step=index))
-        for client in clients:
-            client.join(60)
-    assert (answers, node.tracker.num_steps) == ([200] * 40, 2_000)

@@ -108,16 +108,6 @@ def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker, oth
     assert status.training_nodes == 1 + len(others)
 
 
-def test_between_two_rounds_nobody_is_called_different_for_an_old_announcement(tracker):
-    tracker.add_round(Report(), outer_step=5, state_digest="d5")
-    tracker.add_round(Report(), outer_step=6, state_digest="d6")
-    for outer_step, digest in ((5, "d5"), (6, "d6")):
-        tracker.peers([Announced(name * 64, outer_step=outer_step, state_digest=digest) for name in "abc"])
-        agreed = tracker.status().hash_agreement
-        assert tracker.status().hash_agreement_rate == 100.0
-        assert (agreed.outer_step, agreed.num_compared, agreed.num_behind) == (outer_step, 4, 0)
-
-
 def test_the_run_is_summed_over_its_nodes(tracker):
     tracker.set_shards([1, 2])
     train(tracker, [3.0] * 100)
@@ -240,20 +230,6 @@ def test_health_and_speed_are_by_the_clock_with_the_waits_in_it(tracker):
     CLOCK.now -= 3_600
     train(tracker, [3.0])
     assert tracker.tokens_per_s == 0.0
-
-
-def test_the_other_packages_values_are_taken_as_they_are():
-    from trainer.inner.loop import StepResult
-    from trainer.network.discovery.announcement import Announcement
-    from trainer.outer.engine.collective import RoundReport
-
-    tracker = TrainingTracker("gpu-7", peer_id=ME)
-    tracker.add_step(StepResult(0, 4.0, 0.5, 1e-4, 4096, False, 0.1))
-    tracker.add_round(RoundReport(round_index=0, members=(ME, "a" * 64)), outer_step=1, state_digest="d" * 64)
-    names = {"peer_id": "a" * 64, "node_id": "gpu-8", "run_id": "run", "address": "127.0.0.1:1"}
-    tracker.peers([Announcement(**names, outer_step=1, state_digest="d" * 64, loss=4.0, expires_at=4e9)])
-    status = tracker.status()
-    assert (status.hash_agreement_rate, status.training_nodes, status.global_loss) == (100.0, 2, 4.0)
 
 
 @pytest.mark.parametrize(
