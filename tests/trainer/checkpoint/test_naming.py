@@ -74,7 +74,7 @@ def test_former_names_beside_new_ones_or_in_use_are_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @given(st.text(min_size=1), st.text())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_it_is_16_hex_digits_and_not_the_token(token: str, node_id: str) -> None:
     wallet = wallet_id(token, node_id)
     assert len(wallet) == 16

@@ -56,7 +56,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(st.lists(trees, min_size=1, max_size=3))
 def test_any_tree_of_tensors_and_plain_values_comes_back(states: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, WALLET) as checkpointer:
@@ -66,7 +65,7 @@ def test_any_tree_of_tensors_and_plain_values_comes_back(states: list[Any]) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees, trees)
 def test_trees_have_one_digest_only_if_they_are_the_same(one: Any, other: Any) -> None:
     assert (tree_digest(one) == tree_digest(other)) == _same(one, other)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,7 +52,6 @@ def _through_a_pipeline(stages: list[nn.Module], ids: Tensor, labels: Tensor) ->
     return loss
 
 
-@settings(max_examples=40, deadline=None)
 @given(config=_CONFIGS, cut=_cuts(), seed=st.integers(0, 5))
 def test_any_cut_gives_the_bits_of_the_whole(config: ModelConfig, cut: list[range], seed: int):
     whole = build_model(config, seed)
