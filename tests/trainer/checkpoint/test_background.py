@@ -91,18 +91,19 @@ def test_a_save_that_waits_is_not_left_out_and_waiting_has_an_end(tmp_path: Path
         assert newest_step(tmp_path) == 30
 
 
-def _save_on_full_disk(checkpointer: Checkpointer, state: dict[str, Any]) -> None:
-    assert checkpointer.save(state)
-    while checkpointer.busy:
-        threading.Event().wait(0.01)
+def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_on_full_disk(state: dict[str, Any]) -> None:
+        assert checkpointer.save(state)
+        while checkpointer.busy:
+            threading.Event().wait(0.01)
 
-
-def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(tmp_path: Path) -> None:
     state = contents(20)
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save(contents(10), wait=True)
         with full_disk():
-            _save_on_full_disk(checkpointer, state)
+            save_on_full_disk(state)
             with pytest.raises(CheckpointError, match=r"checkpoint of step 20, found: .*File too large"):
                 checkpointer.save(contents(30))
         assert check(state) == 20
@@ -111,6 +112,11 @@ def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(
         assert checkpointer.save(contents(40))  # Told once: the disk has room again.
         checkpointer.flush()
         assert newest_step(tmp_path) == 40
+        with full_disk():
+            save_on_full_disk(contents(50))
+        checkpointer.save(contents(60), wait=True)  # The last one is tried although the one before failed.
+    assert "step 50" in caplog.text
+    assert newest_step(tmp_path) == 60
 
 
 def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(tmp_path: Path) -> None:
@@ -128,17 +134,6 @@ def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(
             checkpointer.save(contents(40))
             raise KeyError("training")  # What went wrong first is told.
     assert newest_step(tmp_path) is None
-
-
-def test_the_last_save_is_tried_although_the_one_before_failed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Checkpointer(tmp_path, WALLET) as checkpointer:
-        with full_disk():
-            _save_on_full_disk(checkpointer, contents(10))
-        checkpointer.save(contents(20), wait=True)
-    assert "step 10" in caplog.text
-    assert newest_step(tmp_path) == 20
 
 
 def test_memory_is_reused_from_save_to_save_as_long_as_shapes_stay() -> None:

@@ -95,6 +95,8 @@ def test_every_layer_is_in_one_stage(name: str, num_stages: int, cut: str) -> No
     plan = StagePlan.of(config, num_stages, cut="memory" if cut == "memory" else "even")
     assert [layer for layers in plan.ranges for layer in layers] == list(range(config.num_layers))
     assert [plan.index(name) for name in plan.names] == list(range(num_stages))
+    sizes = [len(layers) for layers in plan.ranges]
+    assert cut == "memory" or (sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1)
 
 
 def test_layers_may_be_given_and_more_bodies_than_layers_cannot_be_had() -> None:

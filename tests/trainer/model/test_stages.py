@@ -87,17 +87,6 @@ def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stag
     assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
 
 
-@pytest.mark.slow
-@given(num_layers=st.integers(1, 200), data=st.data())
-def test_layers_are_dealt_out_evenly_and_in_order(num_layers: int, data: st.DataObject):
-    num_stages = data.draw(st.integers(1, num_layers))
-    ranges = stage_ranges(num_layers, num_stages)
-    assert [number for layers in ranges for number in layers] == list(range(num_layers))
-    sizes = [len(layers) for layers in ranges]
-    assert len(sizes) == num_stages
-    assert max(sizes) - min(sizes) <= 1
-
-
 def test_cuts_that_are_none_are_refused():
     whole = build_model(small_config(), 0)
     for stages in (0, 5, [range(0, 2), range(3, 4)], [range(0, 2), range(1, 4)], [range(2, 4), range(0, 2)], []):
