@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,10 +56,11 @@ def corpus(arguments: argparse.Namespace, folder: Path, copies: int) -> list[str
     if not originals:
         sys.exit(f"no .parquet in {arguments.corpus}; give --corpus")
     inputs = folder / f"input-{copies}"
-    inputs.mkdir()
-    for copy in range(copies):
-        for original in originals:
-            (inputs / f"{copy:02d}_{original.name}").symlink_to(original)
+    if not inputs.exists():
+        inputs.mkdir()
+        for copy in range(copies):
+            for original in originals:
+                (inputs / f"{copy:02d}_{original.name}").symlink_to(original)
     return sorted(map(str, inputs.iterdir()))
 
 
@@ -206,7 +208,7 @@ def bench_commits(arguments: argparse.Namespace) -> None:
                 recent = laps[-window:]
                 bar = "#" * round(sum(recent) / window * 1e3 * 10)
                 print(f"  shards {shard_id + 1 - window:>5}-{shard_id:<5} {sum(recent) / window * 1e3:6.2f}  {bar}")
-        first, last = sum(laps[5:1005]) / 1000, sum(laps[-1000:]) / 1000
+        first, last = fmean(laps[5:1005] or laps), fmean(laps[-1000:])
         print(f"first 1,000: {first * 1e3:.2f} ms, last 1,000: {last * 1e3:.2f} ms, ratio {last / first:.2f}")
         commit_log.close()
 

@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from genesis.tokenizer import GigatokenEngine, NeuroTokenizer, TiktokenEngine, hf_tokenizer_json
+from genesis.tokenizer import NeuroTokenizer, TiktokenEngine, hf_tokenizer_json
 from manifests.vocabulary import PATTERN, VocabularyFile
 
 NUM_MERGES = 31_734
@@ -222,15 +222,11 @@ def encode_with_raw_gigatoken(vocabulary: VocabularyFile) -> Encode:
     return lambda texts: len(tokenizer.encode_batch(texts, parallel=False).layout.content.data)
 
 
-def encode_with_engine(engine: type[GigatokenEngine] | type[TiktokenEngine]) -> Callable[[VocabularyFile], Encode]:
-    """One of the engines by itself."""
-
-    def make(vocabulary: VocabularyFile) -> Encode:
-        built = engine(vocabulary)
-        built.encode_batch([b"as above"])
-        return lambda texts: len(built.encode_batch(texts).ids)
-
-    return make
+def encode_with_tiktoken(vocabulary: VocabularyFile) -> Encode:
+    """The reference."""
+    engine = TiktokenEngine(vocabulary)
+    engine.encode_batch([b"as above"])
+    return lambda texts: len(engine.encode_batch(texts).ids)
 
 
 def encode_with_hugging_face(vocabulary: VocabularyFile) -> Encode:
@@ -250,7 +246,7 @@ def encode_with_hugging_face(vocabulary: VocabularyFile) -> Encode:
 ENCODERS: dict[str, tuple[Callable[[VocabularyFile], Encode], int]] = {
     "genesis": (encode_with_genesis, PHASE_BYTES),
     "raw gigatoken": (encode_with_raw_gigatoken, PHASE_BYTES),
-    "tiktoken": (encode_with_engine(TiktokenEngine), SLOW_PHASE_BYTES),
+    "tiktoken": (encode_with_tiktoken, SLOW_PHASE_BYTES),
     "hugging face": (encode_with_hugging_face, SLOW_PHASE_BYTES),
 }
 

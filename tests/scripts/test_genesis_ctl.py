@@ -136,20 +136,14 @@ def test_a_stale_pid_file_is_detected(control: Control) -> None:
 
 
 @pytest.mark.slow
-def test_a_pid_that_another_program_was_given_is_left_alone(control: Control) -> None:
+def test_a_damaged_pid_file_and_a_pid_that_another_program_was_given_mean_not_running(control: Control) -> None:
     control.logs.mkdir()
-    (control.logs / "genesis_alpha.pid").write_text(f"{os.getpid()}\n1\n")
-    assert control("status", "alpha").returncode == 3
+    for content in ("", "17", "17\n", "word\nword\n", "\0\n", f"{os.getpid()}\n1\n"):
+        (control.logs / "genesis_alpha.pid").write_text(content)
+        assert control("status", "alpha").returncode == 3
     stopped = control("stop", "alpha")
     assert (stopped.returncode, stopped.stdout) == (0, "alpha is not running\n")
     assert control("start", "alpha").returncode == 0
-
-
-def test_a_damaged_pid_file_means_not_running(control: Control) -> None:
-    control.logs.mkdir()
-    for content in ("", "17", "17\n", "word\nword\n", "\0\n"):
-        (control.logs / "genesis_alpha.pid").write_text(content)
-        assert control("status", "alpha").returncode == 3
 
 
 def test_a_run_that_fails_or_has_nothing_to_do_is_told(control: Control) -> None:

@@ -42,10 +42,7 @@ def write_file(path: Path, contents: dict[str, object], *, second_name: Path | N
 
     The order is everything: a temporary file is written and fsynced, linked under its second name (if the file system
     has hard links), and renamed; then the folder is fsynced. Killed between any two of these, the file is the one
-    before or this one, both whole.
-
-    Raises:
-        OSError: it cannot be written. What was there before is unchanged.
+    before or this one, both whole. Raises `OSError`: it cannot be written, and what was there before is unchanged.
     """
     temporary, twin = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.twin.tmp")
     # Never written into: a process killed half-way may have left a checkpoint's second name.

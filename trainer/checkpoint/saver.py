@@ -36,8 +36,7 @@ class HostBuffers:
     def stage(self, tree: Mapping[str, object]) -> Staged:
         """Copies nested mappings (keys: str or int), lists and tuples of tensors and plain values over those before.
 
-        Raises:
-            CheckpointError: something in it has another type, and could not be loaded again.
+        Raises `CheckpointError`: something in it has another type, and could not be loaded again.
         """
         used: dict[_Path, Tensor] = {}
         devices: set[torch.device] = set()

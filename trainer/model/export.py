@@ -47,11 +47,9 @@ def export_hf(
 
     The ``vocab_size`` of the config may be older than the state, whose rows count. A subspace network is written as the
     ordinary model that computes the same. ``out_dir`` is made whole or not at all; an existing one must be empty.
-    Weights larger than ``max_file_bytes`` are split over several files, with an index.
-
-    Raises:
-        ExportError: no class of transformers reads such a model, a weight is missing, unknown, of the wrong shape or
-            not finite, the tokenizer has more ids than the model rows, or the folder cannot be written.
+    Weights larger than ``max_file_bytes`` are split over several files, with an index. Raises `ExportError`: no class
+    of transformers reads such a model, a weight is missing, unknown, of the wrong shape or not finite, the tokenizer
+    has more ids than the model rows, or the folder cannot be written.
     """
     from huggingface_hub import save_torch_state_dict  # Half a second, for exports alone.
 
@@ -153,8 +151,7 @@ def exported_weights(
 ) -> dict[str, Tensor]:
     """Returns a whole model's weights by their ``names`` elsewhere, on the CPU, without rows that pad the vocabulary.
 
-    Raises:
-        ExportError: a weight is missing, unknown, of the wrong shape or not finite.
+    Raises `ExportError`: a weight is missing, unknown, of the wrong shape or not finite.
     """
     tied = {OUTPUT} if config.tie_embeddings else set()
     missing, unknown = names.keys() - state.keys(), state.keys() - names.keys() - tied

@@ -126,10 +126,7 @@ def available_memory_bytes(
 
     On a CPU the least counts of its own limit (``ulimit -v``), the limits of its control group and of every group above
     it (version 1 and 2), and what the machine has available. A group's inactive page cache counts as free, since the
-    kernel gives it up before it kills.
-
-    Raises:
-        TrainerUsageError: procfs and control groups do not tell.
+    kernel gives it up before it kills. Raises `TrainerUsageError`: procfs and control groups do not tell.
     """
     if device_type == "cuda":
         import torch  # a second and a half, for nothing else here

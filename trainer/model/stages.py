@@ -227,8 +227,7 @@ def grow_rows(tensor: Tensor, rows: int) -> Tensor:
 def grow_vocabulary(model: Stage, new_vocab_rows: int, seed: int) -> tuple[str, ...]:
     """Grows embedding, output and config in place, and drops gradients; returns the names of what grew.
 
-    Raises:
-        TrainerUsageError: the model has more rows already; a vocabulary does not shrink.
+    Raises `TrainerUsageError`: the model has more rows already; a vocabulary does not shrink.
     """
     old_rows = model.config.vocab_size
     if new_vocab_rows < old_rows:

@@ -47,10 +47,8 @@ def plot(
     """Draws the curves of all nodes in these logs at 110 dots an inch; returns the picture's path.
 
     ``log_dirs`` are directories as given to `--log-dir`, or single files; the title is by default the number of nodes
-    and steps.
-
-    Raises:
-        TrainerUsageError: matplotlib is missing, there is nothing to draw, or the picture cannot be written.
+    and steps. Raises `TrainerUsageError`: matplotlib is missing, there is nothing to draw, or the picture cannot be
+    written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -195,10 +193,8 @@ class NodeCurve:
 def read_curves(log_dirs: Sequence[Path]) -> list[NodeCurve]:
     """Returns the curves of all nodes in these logs, by name.
 
-    A node's name in two logs makes two curves, which then have the directory's name in theirs.
-
-    Raises:
-        TrainerUsageError: there is no log, or no step in it.
+    A node's name in two logs makes two curves, which then have the directory's name in theirs. Raises
+    `TrainerUsageError`: there is no log, or no step in it.
     """
     if not log_dirs:
         raise TrainerUsageError("expected a log's directory or more, found none; give what --log-dir said")

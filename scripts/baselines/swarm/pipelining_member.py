@@ -92,8 +92,8 @@ class PipeliningMember:
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         if self._readout is None:
             raise SystemExit("expected the last stage to be a tail")
-        loss: Tensor = self._readout(hidden, labels)
-        return loss
+        total, num_tokens = self._readout.loss_sum(hidden, labels)
+        return total / num_tokens
 
 
 if __name__ == "__main__":

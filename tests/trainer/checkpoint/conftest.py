@@ -1,45 +1,10 @@
-"""Processes of their own that start in a fraction of a second, with torch and the trainer imported already."""
-
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.model_configs import write_tokenizer
-
-_PRELOADED = (
-    *("trainer.checkpoint.node.checkpointer", "trainer.inner.loop", "trainer.model.stages"),
-    *("trainer.checkpoint.stages.writer", "trainer.checkpoint.stages.sets"),
-)
-
-
-@pytest.fixture(scope="session")
-def processes() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED])
-    return context
-
-
-@pytest.fixture
-def start(processes: ForkServerContext) -> Iterator[Callable[..., ForkServerProcess]]:
-    """Starts a process with a function and its arguments; none outlives the test."""
-    started: list[ForkServerProcess] = []
-
-    def begin(function: Callable[..., None], *arguments: Any, **options: Any) -> ForkServerProcess:
-        process = processes.Process(target=function, args=arguments, kwargs=options)
-        process.start()
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.join(30)
 
 
 @pytest.fixture

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_actor import Death, newest_step, save, train
+from tests.support.checkpoint_actor import Death, newest_step, save
 from tests.support.stage_files import ACTOR_RUN, actor_value, save_as_actor
-
-_Start = Callable[..., ForkServerProcess]
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,14 @@ def kind(request: pytest.FixtureRequest) -> _Kind:
     return _KINDS[request.param]
 
 
-def _ended(process: ForkServerProcess) -> int:
+def _exitcode(kind: _Kind, folder: Path, step: int, death: Death) -> int | None:
+    """Of a process of its own that saves; torch and the trainer are imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.stage_files"])
+    process = context.Process(target=kind.save, args=(str(folder), step, death))
+    process.start()
     process.join(60)
-    assert process.exitcode is not None
+    process.kill()
     return process.exitcode
 
 
@@ -54,11 +56,11 @@ def _check_tidy(kind: _Kind, folder: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_each_of_the_steps_of_a_save(kind: _Kind, tmp_path: Path, start: _Start) -> None:
+def test_killed_at_each_of_the_steps_of_a_save(kind: _Kind, tmp_path: Path) -> None:
     kind.save(str(tmp_path), 1, Death())
     newest, killed, advanced = 1, 0, 0
     for event in range(1, _NUM_EVENTS):
-        exitcode = _ended(start(kind.save, str(tmp_path), event + 1, Death(at_event=event)))
+        exitcode = _exitcode(kind, tmp_path, event + 1, Death(at_event=event))
         found = kind.newest(tmp_path)
         assert exitcode in (0, -signal.SIGKILL)
         assert found in (newest, event + 1)
@@ -73,24 +75,10 @@ def test_killed_at_each_of_the_steps_of_a_save(kind: _Kind, tmp_path: Path, star
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9])
-def test_killed_in_the_midst_of_writing(kind: _Kind, tmp_path: Path, start: _Start, share: float) -> None:
+def test_killed_in_the_midst_of_writing(kind: _Kind, tmp_path: Path, share: float) -> None:
     kind.save(str(tmp_path), 1, Death())
     size_bytes = next((tmp_path / kind.folder).glob("*.pt")).stat().st_size
-    process = start(kind.save, str(tmp_path), 2, Death(at_bytes=int(size_bytes * share)))
-    assert _ended(process) == -signal.SIGXFSZ
+    assert _exitcode(kind, tmp_path, 2, Death(at_bytes=int(size_bytes * share))) == -signal.SIGXFSZ
     assert list((tmp_path / kind.folder).glob(".*.tmp"))
     assert kind.newest(tmp_path) == 1
     _check_tidy(kind, tmp_path, 3)
-
-
-@pytest.mark.slow
-def test_training_goes_on_to_the_bit_in_new_processes(tmp_path: Path, start: _Start) -> None:
-    def trained(until_step: int, *names: str, **options: Any) -> list[ForkServerProcess]:
-        return [
-            start(train, str(tmp_path / name), until_step, str(tmp_path / f"{name}.out"), **options) for name in names
-        ]
-
-    running = trained(30, "whole") + trained(17, "parted") + trained(17, "killed", die=True)
-    assert [_ended(process) for process in running] == [0, 0, -signal.SIGKILL]
-    assert [_ended(process) for process in trained(30, "parted", "killed")] == [0, 0]
-    assert len({(tmp_path / f"{name}.out").read_bytes() for name in ("whole", "parted", "killed")}) == 1

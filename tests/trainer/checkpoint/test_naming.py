@@ -6,12 +6,19 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.file_lock import FileLock
-from trainer.checkpoint.node import checkpoint_path, former_wallet_id, take_over_former_names, wallet_id
-from trainer.checkpoint.node.naming import kept_path, kept_paths, lock_path
+from trainer.checkpoint.node import (
+    checkpoint_path,
+    former_wallet_id,
+    kept_path,
+    kept_paths,
+    lock_path,
+    take_over_former_names,
+    wallet_id,
+)
 from trainer.checkpoint.stages.naming import (
     StageName,
     file_name,
@@ -63,16 +70,6 @@ def test_former_names_beside_new_ones_or_in_use_are_refused(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="move one of the two away"):
         take_over_former_names(tmp_path, "secret")
     assert (former.read_text(), newest.read_text()) == ("former", "newest")
-
-
-@pytest.mark.slow
-@given(st.text(min_size=1), st.text())
-@settings(max_examples=10, deadline=None)
-def test_it_is_16_hex_digits_and_not_the_token(token: str, node_id: str) -> None:
-    wallet = wallet_id(token, node_id)
-    assert len(wallet) == 16
-    assert set(wallet) <= set("0123456789abcdef")
-    assert len(token) < 6 or token not in wallet
 
 
 def test_the_name_is_that_of_the_specification_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:

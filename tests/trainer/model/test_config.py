@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -53,23 +52,9 @@ def test_values_that_describe_no_model_are_refused_by_name(name: str, value: flo
 
 
 def test_naming_the_packages_and_the_options_does_not_import_torch():
-    modules = (
-        "model",
-        "model.config",
-        "model.sizing",
-        "model.plan",
-        "model.subspace.config",
-    )
+    modules = ("model", "model.config", "model.sizing", "model.plan", "model.subspace.config")
     program = f"import sys, {', '.join(f'trainer.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
-
-
-@pytest.mark.parametrize("name", ["trainer.model", "trainer.model.subspace"])
-def test_every_public_name_is_there(name: str) -> None:
-    package = importlib.import_module(name)
-    assert all(getattr(package, name) is not None for name in package.__all__)
-    with pytest.raises(AttributeError, match="Perceptron"):
-        _ = package.Perceptron
 
 
 TINY = preset("tiny", 2048)
@@ -110,6 +95,8 @@ def test_every_layer_is_in_one_stage(name: str, num_stages: int, cut: str) -> No
     plan = StagePlan.of(config, num_stages, cut="memory" if cut == "memory" else "even")
     assert [layer for layers in plan.ranges for layer in layers] == list(range(config.num_layers))
     assert [plan.index(name) for name in plan.names] == list(range(num_stages))
+    sizes = [len(layers) for layers in plan.ranges]
+    assert cut == "memory" or (sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1)
 
 
 def test_layers_may_be_given_and_more_bodies_than_layers_cannot_be_had() -> None:

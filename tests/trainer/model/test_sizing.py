@@ -141,41 +141,26 @@ def _old_group(path: str, limit: int, used: int, cache: int = 0) -> dict[str, st
 @pytest.mark.parametrize(
     ("files", "available"),
     [
-        pytest.param({}, 8_000_000 * 1024, id="without limits: what the machine has"),
-        pytest.param(
-            {"proc/self/cgroup": "0::/job\n"} | _group("job", 4000 * _MB, 1000 * _MB, cache=300 * _MB),
-            3300 * _MB,
-            id="a group's limit without idle page cache",
-        ),
-        pytest.param(
+        ({}, 8_000_000 * 1024),  # Without limits: what the machine has.
+        # A group's limit without idle page cache; above its limit nothing is left.
+        ({"proc/self/cgroup": "0::/job\n"} | _group("job", 4000 * _MB, 1000 * _MB, cache=300 * _MB), 3300 * _MB),
+        ({"proc/self/cgroup": "0::/job\n"} | _group("job", 100 * _MB, 150 * _MB), 0),
+        (  # The tightest of nested groups.
             {"proc/self/cgroup": "0::/slice/job\n"}
             | _group("slice", 2000 * _MB, 500 * _MB)
             | _group("slice/job", "max", 200 * _MB),
             1500 * _MB,
-            id="the tightest of nested groups",
         ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/kubepods/pod1/container\n"} | _group(".", 1000 * _MB, 100 * _MB),
-            900 * _MB,
-            id="in a container the group is the mount itself",
-        ),
-        pytest.param(
+        # In a container the group is the mount itself.
+        ({"proc/self/cgroup": "0::/kubepods/pod1/container\n"} | _group(".", 1000 * _MB, 100 * _MB), 900 * _MB),
+        (  # Version 1, whose unlimited number is no limit.
             {"proc/self/cgroup": "9:cpu:/x\n4:hugetlb,memory:/job\n0::/\n"}
             | _old_group("", 9_223_372_036_854_771_712, 5 * _MB)
             | _old_group("job", 700 * _MB, 100 * _MB, cache=20 * _MB),
             620 * _MB,
-            id="version 1, whose unlimited number is no limit",
         ),
-        pytest.param(
-            {"proc/self/limits": _LIMITS, "proc/self/status": "Name:\tpython\nVmSize:\t  1000000 kB\n"},
-            3_000_000_000 - 1_000_000 * 1024,
-            id="the process's own limit",
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/job\n"} | _group("job", 100 * _MB, 150 * _MB),
-            0,
-            id="above its limit nothing is left",
-        ),
+        # The process's own limit.
+        ({"proc/self/limits": _LIMITS, "proc/self/status": "VmSize:\t  1000000 kB\n"}, 3 * 10**9 - 1_000_000 * 1024),
     ],
 )
 def test_the_least_that_any_limit_leaves_is_available(files: Mapping[str, str], available: int, tmp_path: Path):

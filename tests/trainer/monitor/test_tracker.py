@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.observing import Announced, Report, Step
@@ -92,30 +92,17 @@ def test_skipped_steps_are_counted_and_many_are_a_reason(tracker):
     json.dumps(status.model_dump(), allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("others", "rate", "convergence", "compared"),
-    [
-        ([(5, "good"), (5, "bad"), (4, "old")], 66.67, 50.0, (5, 3, 2, 1, None)),
-        ([(2, "d2")], None, None, (None, 0, 0, 0, "no two nodes have the same outer step")),
-    ],
-)
-def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker, others, rate, convergence, compared):
+def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker):
     tracker.set_state(5, "good")
-    tracker.peers([Announced(f"{at:064x}", outer_step=step, state_digest=it) for at, (step, it) in enumerate(others)])
+    others = enumerate([(5, "good"), (5, "bad"), (4, "old")])
+    tracker.peers([Announced(f"{at:064x}", outer_step=step, state_digest=it) for at, (step, it) in others])
     status = tracker.status()
-    assert (status.hash_agreement_rate, status.model_convergence) == (rate, convergence)
-    assert tuple(status.hash_agreement.model_dump().values()) == compared
-    assert status.training_nodes == 1 + len(others)
-
-
-def test_between_two_rounds_nobody_is_called_different_for_an_old_announcement(tracker):
-    tracker.add_round(Report(), outer_step=5, state_digest="d5")
-    tracker.add_round(Report(), outer_step=6, state_digest="d6")
-    for outer_step, digest in ((5, "d5"), (6, "d6")):
-        tracker.peers([Announced(name * 64, outer_step=outer_step, state_digest=digest) for name in "abc"])
-        agreed = tracker.status().hash_agreement
-        assert tracker.status().hash_agreement_rate == 100.0
-        assert (agreed.outer_step, agreed.num_compared, agreed.num_behind) == (outer_step, 4, 0)
+    assert (status.hash_agreement_rate, status.model_convergence, status.training_nodes) == (66.67, 50.0, 4)
+    assert tuple(status.hash_agreement.model_dump().values()) == (5, 3, 2, 1, None)
+    tracker.peers([Announced("a" * 64, outer_step=2, state_digest="d2")])
+    status = tracker.status()
+    assert (status.hash_agreement_rate, status.model_convergence) == (None, None)
+    assert status.hash_agreement.reason == "no two nodes have the same outer step"
 
 
 def test_the_run_is_summed_over_its_nodes(tracker):
@@ -203,27 +190,24 @@ def test_another_release_s_state_is_refused(tracker):
 
 
 def test_one_thread_writes_while_others_read():
-    tracker = TrainingTracker("gpu-7", peer_id=ME)
-    stop, wrong = threading.Event(), []
+    tracker, stop = TrainingTracker("gpu-7", peer_id=ME), threading.Event()
 
     def read():
         last = 0
         while not stop.is_set():
             status = tracker.status()
-            if status.total_steps < last or status.steps_skipped * 2 > status.total_steps:
-                wrong.append(status)
+            assert status.total_steps >= last and status.steps_skipped * 2 <= status.total_steps
             last = status.total_steps
 
-    with ThreadPoolExecutor(2) as readers:
-        for _ in range(2):
-            readers.submit(read)
+    with ThreadPoolExecutor(2) as threads:
+        readers = [threads.submit(read) for _ in range(2)]
         for index in range(3_000):
             tracker.add_step(Step(step=index, loss=3.0, skipped=index % 3 == 2))
             if index % 100 == 0:
                 tracker.peers([Announced("a" * 64, inner_step=0)])
                 tracker.add_round(Report(), outer_step=index, state_digest=str(index))
         stop.set()
-    assert not wrong
+    assert [reader.result() for reader in readers] == [None, None]
     assert tracker.num_steps == 3_000
 
 
@@ -240,20 +224,6 @@ def test_health_and_speed_are_by_the_clock_with_the_waits_in_it(tracker):
     CLOCK.now -= 3_600
     train(tracker, [3.0])
     assert tracker.tokens_per_s == 0.0
-
-
-def test_the_other_packages_values_are_taken_as_they_are():
-    from trainer.inner.loop import StepResult
-    from trainer.network.discovery.announcement import Announcement
-    from trainer.outer.engine.collective import RoundReport
-
-    tracker = TrainingTracker("gpu-7", peer_id=ME)
-    tracker.add_step(StepResult(0, 4.0, 0.5, 1e-4, 4096, False, 0.1))
-    tracker.add_round(RoundReport(round_index=0, members=(ME, "a" * 64)), outer_step=1, state_digest="d" * 64)
-    names = {"peer_id": "a" * 64, "node_id": "gpu-8", "run_id": "run", "address": "127.0.0.1:1"}
-    tracker.peers([Announcement(**names, outer_step=1, state_digest="d" * 64, loss=4.0, expires_at=4e9)])
-    status = tracker.status()
-    assert (status.hash_agreement_rate, status.training_nodes, status.global_loss) == (100.0, 2, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +299,6 @@ def test_the_average_is_the_mean_of_honest_losses(losses, own, mean):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(honest=st.lists(st.floats(2.5, 3.5), min_size=2, max_size=15), lie=st.floats(0.0, 100.0), data=st.data())
 def test_one_liar_among_many_moves_the_average_by_its_share_of_a_bound(honest, lie, data):
     mean = sum(honest) / len(honest)
@@ -339,7 +308,6 @@ def test_one_liar_among_many_moves_the_average_by_its_share_of_a_bound(honest, l
     assert abs(found - mean) <= (3 * 1.4826 * 1.0 + 1.0) / (len(honest) + 1) + 1.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
 def test_the_average_lies_within_the_losses(losses):
     assert min(losses) - 1e-9 <= average_loss(losses, losses[0]) <= max(losses) + 1e-9
@@ -408,7 +376,6 @@ def test_having_fallen_needs_more_than_noise():
     assert sum(same) <= 2
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=200))
 def test_the_average_is_finite_and_within_the_losses(losses):
     history = TrackedLosses()

@@ -17,7 +17,7 @@ from tests.support.pipeline_account import check_account
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.training_swarm import TERMINATED, TrainingNode, merged
 from trainer.checkpoint.stages.naming import named_files
-from trainer.checkpoint.stages.rolling import SET_ASIDE
+from trainer.checkpoint.stages.sets import SET_ASIDE
 from trainer.pipeline.ledger.records import Workers
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -125,9 +125,8 @@ def document_of(run_id: str, plan: StagePlan, stage: str, saved_us: int, state: 
 def peek(named: StageName) -> StageHeader:
     """Reads the header of a file; its tensors are mapped, not read, so the digest is not checked.
 
-    Raises:
-        CorruptCheckpointError: it is unreadable, or does not match its name.
-        CheckpointMismatchError: a later release wrote it.
+    Raises `CorruptCheckpointError`: it is unreadable, or does not match its name; `CheckpointMismatchError`: a later
+    release wrote it.
     """
     _check_archive(named)
     try:

@@ -161,11 +161,8 @@ def fingerprint(path: str | Path) -> str:
 
     They cover each file's size and its bytes: all up to 64 MiB, else the first and last MiB (where safetensors has the
     tensors' places) and 256 blocks of 64 KiB at even distances. Another model, or another step of the same, differs in
-    nearly every block; this guards against mistakes, not forgery.
-
-    Raises:
-        CheckpointError: the folder has another form.
-        CorruptCheckpointError: a file is unreadable.
+    nearly every block; this guards against mistakes, not forgery. Raises `CheckpointError`: the folder has another
+    form; `CorruptCheckpointError`: a file is unreadable.
     """
     folder = Path(path).expanduser()
     digest = hashlib.blake2b(digest_size=8)

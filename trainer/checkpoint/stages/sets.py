@@ -3,25 +3,42 @@
 All files of a set belong to one run, architecture and cut. If a run changed its shape there are several candidates; the
 complete one whose oldest file is the newest is taken. Only headers are read first (10 ms a file), and the chosen files
 are then read whole against their digests (1.8 GB/s).
+
+Rolling back to an earlier moment renames newer files into ``{run}/set-aside/{now}/{stage}/``, from where they can be
+moved back; the same call completes one that was interrupted. While this machine runs a worker, which would go on
+writing its own state, it is refused. If stages are on several machines, roll each machine back to the same time.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from genesis.file_lock import FileLockedError
+from genesis.store.durable import make_folders, sync_folder
 from trainer.checkpoint.stages.contents import RunShape, StageCheckpoint, StageHeader, peek, read_stage
-from trainer.checkpoint.stages.naming import StageName, format_time_us, misnamed_files, named_files, run_folder
+from trainer.checkpoint.stages.naming import (
+    StageName,
+    format_time_us,
+    misnamed_files,
+    named_files,
+    run_folder,
+    stage_lock,
+)
 from trainer.errors import CheckpointError, CheckpointMismatchError
 from trainer.model import ModelConfig
 from trainer.model.plan import StagePlan
 from trainer.model.stages import stage_shapes
 
 logger = logging.getLogger(__name__)
+
+SET_ASIDE = "set-aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +81,7 @@ def newest_set(
     """The newest set at or before a time in microseconds since 1970; damaged files are passed over.
 
     Only files of the architecture and cut of ``plan`` count, if there is one, and only some ``stages``, such as a
-    worker's own where the others' files are elsewhere.
-
-    Raises:
-        CheckpointError: a stage has no such file; the message names it.
+    worker's own where the others' files are elsewhere. Raises `CheckpointError`: a stage has no such file.
     """
     named = (found for found in named_files(directory, run_id) if not stages or found.stage in stages)
     for stage, path in misnamed_files(directory, run_id):
@@ -190,9 +204,8 @@ class WholeModel:
 def assemble(found: StageSet) -> WholeModel:
     """Reads the files of a set and merges their parameters.
 
-    Raises:
-        CheckpointMismatchError: a stage has other parameters than its cut.
-        CorruptCheckpointError: a file was damaged or removed since it was chosen.
+    Raises `CheckpointMismatchError`: a stage has other parameters than its cut; `CorruptCheckpointError`: a file was
+    damaged or removed since it was chosen.
     """
     shape = found.shape
     plan = shape.plan
@@ -217,3 +230,84 @@ def _differences(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
         if tuple(state[name].shape) != shape:
             return f"{name} of shape {tuple(state[name].shape)} in the place of {shape}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """The effect of rolling back, or of a rehearsal: the newest state, the folder of newer files, their old paths."""
+
+    found: StageSet
+    folder: Path
+    moved: tuple[Path, ...]
+
+
+def roll_back(
+    directory: str | Path,
+    run_id: str,
+    at_us: int,
+    now_us: int,
+    *,
+    plan: StagePlan | None = None,
+    stages: Collection[str] = (),
+    dry_run: bool = False,
+    in_use: bool = False,
+) -> RollBack:
+    """Makes the newest set (`newest_set`) at or before a time the newest there is; files of other stages stay.
+
+    ``now_us`` names the folder of newer files; ``in_use`` allows workers of this machine to write meanwhile, as when
+    one of them goes back alone. Raises `CheckpointError`: there is no such set, workers are running, or files cannot be
+    moved; only in the last case may some have been moved.
+    """
+    found = newest_set(directory, run_id, at_us, plan=plan, stages=stages)
+    run = run_folder(directory, run_id)
+    folder = run / SET_ASIDE / format_time_us(now_us)
+    if dry_run:
+        return RollBack(found, folder, tuple(named.path for named in _newer(directory, run_id, at_us, stages)))
+    try:
+        with ExitStack() as locks:
+            if not in_use:
+                known = {lock.name[1 : -len(".lock")] for lock in run.glob(".*.lock")}
+                _lock(locks, run, stages or known.union(found.files))
+            newer = _newer(directory, run_id, at_us, stages)
+            moved = [named.path for named in newer if _move(named.path, folder / named.stage / named.path.name)]
+    except OSError as error:
+        raise CheckpointError(
+            f"expected to move newer checkpoints to {folder}, found: {error}; mend that and do it again"
+        ) from error
+    return RollBack(found, folder, tuple(moved))
+
+
+def _lock(locks: ExitStack, run: Path, stages: Collection[str]) -> None:
+    """Keeps workers of this machine from writing checkpoints of these stages, or raises `CheckpointError`."""
+    in_use = []
+    for stage in sorted(stages):
+        try:
+            locks.enter_context(stage_lock(run, stage, shared=False))
+        except FileLockedError:
+            in_use.append(stage)
+    if in_use:
+        raise CheckpointError(
+            f"{run}: expected no worker that writes here, found one or more of {', '.join(in_use)} running, which "
+            "would go on from what they know; stop the run's workers first, and do it again"
+        )
+
+
+def _newer(directory: str | Path, run_id: str, at_us: int, stages: Collection[str]) -> list[StageName]:
+    """Newest first, so that after an interruption the remaining files end at one moment."""
+    named = named_files(directory, run_id)
+    newer = (each for each in named if each.saved_us > at_us and (not stages or each.stage in stages))
+    return sorted(newer, key=lambda each: each.saved_us, reverse=True)
+
+
+def _move(path: Path, target: Path) -> bool:
+    """Moves a file; False if another worker that starts at the same time has moved it."""
+    make_folders(target.parent)
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "there is a file of that name", str(target))
+    try:
+        path.rename(target)
+    except FileNotFoundError:
+        return False
+    sync_folder(target.parent)
+    sync_folder(path.parent)
+    return True

@@ -57,22 +57,6 @@ def torchtitan_names(config: ModelConfig) -> dict[str, str]:
     return names | {"readout.norm.weight": "norm.weight", OUTPUT: "lm_head.weight"}
 
 
-def torchtitan_arguments(config: ModelConfig, num_rows: int) -> dict[str, object]:
-    """Torchtitan's model arguments."""
-    return {
-        "dim": config.dim,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
-        "n_kv_heads": config.num_kv_heads,
-        "vocab_size": num_rows,
-        "hidden_dim": config.ffn_dim,
-        "norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": "none",
-        "max_seq_len": config.max_seq_len,
-    }
-
-
 def rotated_heads(name: str, config: ModelConfig) -> int:
     """The number of rotated heads whose rows a matrix has; 0 for none."""
     if name.endswith("attention.q_proj.weight"):
@@ -106,11 +90,8 @@ def export_torchtitan(
 ) -> list[Path]:
     """Writes a folder that torchtitan starts from (``checkpoint.initial_load_path``); returns its files.
 
-    Arguments are those of `export_hf`.
-
-    Raises:
-        ExportError: torchtitan cannot represent the model, a weight is missing, unknown, of the wrong shape or not
-            finite, or the folder cannot be written.
+    Arguments are those of `export_hf`. Raises `ExportError`: torchtitan cannot represent the model, a weight is
+    missing, unknown, of the wrong shape or not finite, or the folder cannot be written.
     """
     state, config = plain_state(state, config), plain_config(config)
     vocabulary = read_vocabulary(tokenizer_json_path)
@@ -118,11 +99,20 @@ def export_torchtitan(
     names = torchtitan_names(config)
     weights = exported_weights(state, config, names, num_ids, getattr(torch, dtype))
     weights = {names[ours]: from_halves(weights[names[ours]], rotated_heads(ours, config)) for ours in names}
-    about = {
-        "genesis": config.to_dict() | {"vocab_size": num_ids},
-        "torchtitan": torchtitan_arguments(config, num_ids),
-        "torchtitan_release": RELEASE,
+    arguments = {
+        "dim": config.dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "vocab_size": num_ids,
+        "hidden_dim": config.ffn_dim,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": "none",
+        "max_seq_len": config.max_seq_len,
     }
+    described = config.to_dict() | {"vocab_size": num_ids}
+    about = {"genesis": described, "torchtitan": arguments, "torchtitan_release": RELEASE}
     assets = tokenizer_files(vocabulary)
     with new_folder(out_dir) as folder:
         with without_process_group():

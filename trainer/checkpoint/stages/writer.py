@@ -32,10 +32,8 @@ logger = logging.getLogger(__name__)
 class StageCheckpoints(BackgroundSaver):
     """Writes the checkpoints of one worker of a stage; used by one thread.
 
-    ``who`` is its uid or the beginning of its peer id; no two workers that run at a time have the same.
-
-    Raises:
-        TrainerUsageError: the run has no such stage, or a name would not do as part of a path.
+    ``who`` is its uid or the beginning of its peer id; no two workers that run at a time have the same. Raises
+    `TrainerUsageError`: the run has no such stage, or a name would not do as part of a path.
     """
 
     def __init__(self, config: StagewiseConfig, run_id: str, plan: StagePlan, stage: str, who: str) -> None:
@@ -91,13 +89,9 @@ class StageCheckpoints(BackgroundSaver):
     def maybe_save(self, now: float, state_fn: Callable[[], StageState], mark: Hashable = None) -> bool:
         """Saves if a multiple of the interval has passed since the last save, and returns whether it has begun to.
 
-        Args:
-            now: the wall clock, seconds since 1970. A clock that is set back saves at once, and goes on from there.
-            state_fn: returns the present state; called only if it is saved.
-            mark: differs from that of any other state; for `save_changes`.
-
-        Raises:
-            CheckpointError: the folder cannot be written to (at the first call only), or the state cannot be saved.
+        ``now`` is the wall clock; one that is set back saves at once, and goes on from there. ``state_fn`` is called
+        only if it is saved; ``mark`` differs from that of any other state, for `save_changes`. Raises
+        `CheckpointError`: the folder cannot be written to (at the first call only), or the state cannot be saved.
         """
         if not self._config.interval_s:
             return False

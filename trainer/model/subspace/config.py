@@ -32,8 +32,7 @@ class SubspaceConfig:
     def applied_to(self, config: ModelConfig, free_layers: int) -> ModelConfig:
         """Returns the shape of a subspace network, whose last ``free_layers`` lie behind the last stage boundary.
 
-        Raises:
-            TrainerUsageError: the rank does not suit the model.
+        Raises `TrainerUsageError`: the rank does not suit the model.
         """
         if self.rank == 0:
             return config

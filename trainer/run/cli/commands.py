@@ -169,7 +169,8 @@ def export_command(
 
 
 def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) -> _Source:
-    from trainer.checkpoint.node import CheckpointContents, read_checkpoint
+    from trainer.checkpoint.files import read_checkpoint
+    from trainer.checkpoint.node import CheckpointContents
     from trainer.model import ModelConfig
     from trainer.run.node.replica import parameters_of
 

@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 
 from genesis.store.durable import TemporaryFile
+from trainer.checkpoint.files import read_checkpoint
 from trainer.checkpoint.node import (
     CheckpointContents,
     Checkpointer,
     checkpoint_path,
+    kept_paths,
     load_newest,
-    read_checkpoint,
     take_over_former_names,
     wallet_id,
 )
-from trainer.checkpoint.node.naming import kept_paths
 from trainer.compression.vectors import codec_named
 from trainer.errors import (
     CheckpointError,

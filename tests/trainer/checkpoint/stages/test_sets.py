@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from tests.support.checkpoint_actor import Hostile
 from tests.support.model_configs import random_model, small_config
 from tests.support.stage_files import stage_parameters, write_model, write_stage
-from trainer.checkpoint.stages import RunShape, StageFile, StageHeader, StageState, assemble, newest_set, time_us
+from trainer.checkpoint.stages import (
+    RunShape,
+    StageCheckpoints,
+    StageFile,
+    StageHeader,
+    StageState,
+    StagewiseConfig,
+    assemble,
+    newest_set,
+    roll_back,
+    time_us,
+)
 from trainer.checkpoint.stages.naming import StageName, file_name
 from trainer.checkpoint.stages.sets import choose
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -144,6 +155,16 @@ def test_a_file_cut_short_is_passed_over(written: Path, share: float, caplog: py
     assert f"{newest}: damaged: not a whole checkpoint, but {wrong}; going on" in caplog.text
 
 
+def test_a_flipped_bit_of_a_weight_is_seen(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = max((written / "run" / "tail").iterdir())
+    body = bytearray(newest.read_bytes())
+    weight = random_model(_CONFIG, 2).state_dict()["readout.output.weight"].numpy().tobytes()
+    body[body.index(weight) + 100] ^= 1
+    newest.write_bytes(body)
+    assert _versions(written, 1300) == [2, 2, 1]
+    assert "under the digest" in caplog.text and "going on to the one before it" in caplog.text
+
+
 def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = written / "run" / "tail"
     names = [folder / file_name(time_us(5000 + number), "worker") for number in range(5)]
@@ -160,17 +181,6 @@ def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplo
     for path, wrong in zip(names, [*expected, "an archive whose contents cannot be read"], strict=True):
         assert f"{path}: damaged: not a whole checkpoint, but {wrong}; going on without it" in caplog.text
     assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
-
-
-def test_a_flipped_bit_of_a_weight_is_seen(written: Path, caplog: pytest.LogCaptureFixture) -> None:
-    newest = max((written / "run" / "tail").iterdir())
-    body = bytearray(newest.read_bytes())
-    weight = random_model(_CONFIG, 2).state_dict()["readout.output.weight"].numpy().tobytes()
-    body[body.index(weight) + 100] ^= 1
-    newest.write_bytes(body)
-    assert _versions(written, 1300) == [2, 2, 1]
-    assert "under the digest" in caplog.text
-    assert "going on to the one before it" in caplog.text
 
 
 def test_files_of_another_kind_stage_run_or_time_are_passed_over(
@@ -212,16 +222,6 @@ def test_while_a_vocabulary_grows_the_set_is_the_old_model_until_all_stages_have
     assert _versions(tmp_path, 1e9, plan=_PLAN) == [1, 1, 1]
 
 
-def test_another_cut_or_vocabulary_is_another_set(tmp_path: Path) -> None:
-    model = random_model(_CONFIG)
-    write_model(tmp_path, model, _PLAN, dict.fromkeys(_PLAN.names, 600.0), vocabulary="a")
-    two = StagePlan.of(_CONFIG, 2)
-    write_model(tmp_path, model, two, dict.fromkeys(two.names, 1200.0), version=2, vocabulary="a")
-    write_model(tmp_path, model, two, {"tail": 1800.0}, version=3, vocabulary="b", stages=("tail",))
-    assert _versions(tmp_path, 1e9) == [2, 2]
-    assert _versions(tmp_path, 700) == [1, 1, 1]
-
-
 def test_parameters_that_are_not_the_stage_s_are_told(tmp_path: Path) -> None:
     model = random_model(_CONFIG)
     write_model(tmp_path, model, _PLAN, dict.fromkeys(_PLAN.names, 600.0))
@@ -254,3 +254,90 @@ def test_stages_have_the_parameters_that_are_said_of_them(config: ModelConfig) -
         for index, name in enumerate(plan.names):
             stage = build_stage(config, plan.ranges, index, 0)
             assert stage_shapes(plan, name) == {each: tuple(value.shape) for each, value in stage.named_parameters()}
+
+
+_TWO = StagePlan.of(_CONFIG, 2)
+
+
+@pytest.fixture
+def two_stages(tmp_path: Path) -> Path:
+    model = random_model(_CONFIG)
+    for number in (1, 2, 3):
+        times = {"head": number * 600.0, "tail": number * 600.0 + 50}
+        write_model(tmp_path, model, _TWO, times, version=number, who=f"w{number}")
+    return tmp_path
+
+
+def _all(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*.pt")}
+
+
+def test_what_is_newer_is_set_aside_and_nothing_is_lost(two_stages: Path) -> None:
+    before = _all(two_stages)
+    rehearsed = roll_back(two_stages, "run", time_us(1210), time_us(5000), dry_run=True)
+    assert (_versions(two_stages, 1e9), rehearsed.folder.exists()) == ([3, 3], False)
+    done = roll_back(two_stages, "run", time_us(1210), time_us(5000))
+    assert done.moved == rehearsed.moved
+    assert [file.header.version for file in done.found.files.values()] == [2, 1]
+    assert sorted(path.parent.name + path.name[9:13] for path in done.moved) == ["head0030", "tail0020", "tail0030"]
+    assert _versions(two_stages, 1e9) == [2, 1]
+    assert _all(two_stages) == before
+    assert done.folder == two_stages / "run" / "set-aside" / "19700101T012320.000000Z"
+    assert sorted(path.name for path in done.folder.iterdir()) == ["head", "tail"]
+    for path in done.moved:  # They can be moved back.
+        (done.folder / path.parent.name / path.name).rename(path)
+    assert _versions(two_stages, 1e9) == [3, 3]
+    assert roll_back(two_stages, "run", time_us(1850), time_us(5000)).moved == ()
+    assert len(roll_back(two_stages, "run", time_us(1850) - 1, time_us(6000)).moved) == 1
+
+
+def test_what_another_has_moved_meanwhile_does_not_matter(two_stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, rivals = Path.rename, []
+
+    def rename_too_late(path: Path, target: Path) -> Path:
+        if not rivals:
+            rivals.append(rename(path, two_stages / "rival.pt"))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_too_late)
+    done = roll_back(two_stages, "run", time_us(1210), time_us(5000))
+    assert len(done.moved) == 2
+    assert _versions(two_stages, 1e9) == [2, 1]
+    assert roll_back(two_stages, "run", time_us(1210), time_us(6000)).moved == (), "done again it has nothing to do"
+
+
+def test_a_file_in_the_way_is_not_replaced(two_stages: Path) -> None:
+    aside = roll_back(two_stages, "run", time_us(1210), time_us(5000), dry_run=True)
+    blocked = aside.folder / "tail" / aside.moved[0].name
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("mine")
+    with pytest.raises(CheckpointError, match="found none of tail"):
+        roll_back(two_stages, "run", time_us(610), time_us(5000))
+    assert _versions(two_stages, 1e9) == [3, 3], "without a set nothing is moved"
+    with pytest.raises(CheckpointError, match="mend that and do it again"):
+        roll_back(two_stages, "run", time_us(1210), time_us(5000))
+    assert blocked.read_text() == "mine"
+
+
+def _writer(folder: Path, stage: str) -> StageCheckpoints:
+    checkpoints = StageCheckpoints(StagewiseConfig(directory=str(folder)), "run", _TWO, stage, "w")
+    checkpoints.open(0.0)
+    return checkpoints
+
+
+def test_while_one_writes_it_is_refused_and_moves_nothing_and_rehearsed_all_the_same(two_stages: Path) -> None:
+    with _writer(two_stages, "head"), _writer(two_stages, "head"):
+        with pytest.raises(CheckpointError, match=r"found one or more of head running.*stop the run's workers"):
+            roll_back(two_stages, "run", time_us(700), time_us(5000))
+        assert _versions(two_stages, 1e9) == [3, 3]
+        assert len(roll_back(two_stages, "run", time_us(700), time_us(5000), dry_run=True).moved) == 4
+    assert len(roll_back(two_stages, "run", time_us(700), time_us(5000)).moved) == 4
+
+
+@pytest.mark.parametrize(("other", "in_use"), [("head", False), ("tail", True)])
+def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(
+    two_stages: Path, other: str, in_use: bool
+) -> None:
+    with _writer(two_stages, other):
+        roll_back(two_stages, "run", time_us(700), time_us(5000), stages=("tail",), in_use=in_use)
+        assert _versions(two_stages, 1e9) == [3, 1]

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.model_configs import small_config
 from tests.support.stage_files import INTERVAL_S, stage_parameters, write_stage
+from trainer.checkpoint.files import tree_digest
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
 from trainer.checkpoint.stages.contents import StageCheckpoint, document_of
 from trainer.checkpoint.stages.naming import format_time_us
@@ -70,7 +71,7 @@ def test_within_the_interval_of_its_first_step_or_without_one_it_never_saves(tmp
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_one_is_being_written_the_next_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write, write = threading.Event(), writer.write_file
 
     def held_up(*arguments: object) -> None:
@@ -78,18 +79,13 @@ def test_the_state_may_change_as_soon_as_it_returns(tmp_path: Path, monkeypatch:
         write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writer, "write_file", held_up)
-    state = _state(1)
-    before = {name: value.clone() for name, value in state.parameters.items()}
     with _checkpoints(tmp_path) as checkpoints:
         checkpoints.open(0.0)
-        assert checkpoints.maybe_save(700.0, lambda: state)
-        for value in state.parameters.values():
-            value.zero_()
+        assert checkpoints.maybe_save(700.0, lambda: _state(1))
         assert not checkpoints.maybe_save(1300.0, lambda: _state(2))
-        assert checkpoints.skipped == 1
+        assert (checkpoints.skipped, checkpoints.failure) == (1, "the one before is still being written")
         may_write.set()
-    found = _read(tmp_path)
-    assert all(torch.equal(found.state.parameters[name], before[name]) for name in before)
+    assert _read(tmp_path).header.version == 1
 
 
 def test_so_many_intervals_of_a_stage_are_kept_whoever_wrote_them(tmp_path: Path) -> None:
@@ -179,7 +175,7 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
         return StageReplica(module, optimizer, inner, StageConfig(), kind="tail", num_stages=3)
 
     torch.manual_seed(0)
-    data = [(torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))) for _ in range(4)]
+    data = [(torch.randn(2, 8, 16), torch.randint(0, 64, (2, 8))) for _ in range(3)]
     trained, resumed = replica(), replica()
     for number in range(2):
         trained.tail(f"{number}", *data[number])
@@ -194,11 +190,7 @@ def test_a_replica_goes_on_where_it_was(tmp_path: Path) -> None:
 
     assert (found.header.version, found.header.num_tokens, dict(found.state.strategy)) == (2, 48, {"round": 3})
     assert (found.state.incarnation, found.state.applied) == ("a" * 16, 2)
-    for each in (trained, resumed):
-        each.tail("3", *data[3])
-        assert each.step(2).num_tokens == 32
-    pairs = zip(trained.module.parameters(), resumed.module.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert tree_digest(resumed.state_dict()) == tree_digest(trained.state_dict())
 
 
 def test_a_file_from_before_it_said_who_counted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

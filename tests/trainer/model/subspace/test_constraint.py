@@ -71,7 +71,7 @@ def test_one_step_leaves_the_subspace_unless_it_is_projected(norms: dict[str, bo
 
 @pytest.mark.slow
 @_BASES
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**20), scale=st.floats(1e-6, 1e6))
 def test_a_projection_is_orthogonal_and_does_nothing_twice(basis: Basis | None, seed: int, scale: float):
     model = build_model(_config(), 0)
@@ -160,7 +160,6 @@ def test_constant_gains_are_not_trained():
 
 
 @given(dim=st.integers(1, 96), share=st.floats(0, 1), seed=st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
 def test_columns_are_coordinates_and_exactly_orthonormal(dim: int, share: float, seed: int):
     rank = max(1, round(share * dim))
     basis = basis_of(dim, rank, seed)

@@ -14,8 +14,7 @@ import pytest
 
 from tests.support.text_store import text_store
 from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, differences
-from trainer.checkpoint.node import checkpoint_path, wallet_id
-from trainer.checkpoint.node.naming import kept_paths
+from trainer.checkpoint.node import checkpoint_path, kept_paths, wallet_id
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer")
 RANKS = ("--engine", "torch", "--node-id", "pod", "--inner-steps", "5", "--set", "checkpoint.every_steps=2")

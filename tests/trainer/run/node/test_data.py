@@ -22,8 +22,8 @@ from manifests import SourceSpec
 from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
-from trainer.checkpoint.node import checkpoint_path, read_checkpoint, wallet_id
-from trainer.checkpoint.node.naming import kept_paths
+from trainer.checkpoint.files import read_checkpoint
+from trainer.checkpoint.node import checkpoint_path, kept_paths, wallet_id
 from trainer.model import ModelConfig, build_model, preset
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.engine.collective import LocalCollective

@@ -56,7 +56,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(st.lists(trees, min_size=1, max_size=3))
 def test_any_tree_of_tensors_and_plain_values_comes_back(states: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, WALLET) as checkpointer:
@@ -66,7 +65,7 @@ def test_any_tree_of_tensors_and_plain_values_comes_back(states: list[Any]) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(trees, trees)
 def test_trees_have_one_digest_only_if_they_are_the_same(one: Any, other: Any) -> None:
     assert (tree_digest(one) == tree_digest(other)) == _same(one, other)
@@ -232,35 +231,20 @@ def test_any_flipped_bit_is_seen_or_does_not_matter(newest: Path) -> None:
     assert outcomes.count(10) > 40
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        *(b"", b"\0" * 5000, b"PK\x03\x04" + b"x" * 500, b"not a checkpoint", random.Random(0).randbytes(3000)),
-        *([1, 2], {"a": 1}, torch.zeros(3), {FORMAT_KEY: 3}),
-    ],
-)
-def test_garbage_and_files_of_another_kind_are_passed_over(newest: Path, document: object) -> None:
-    rewritten(newest, document)
-    assert newest_step(newest.parent) == 20
-
-
-def test_a_pickle_that_would_run_something_runs_nothing(newest: Path, tmp_path: Path) -> None:
-    document = {"format": "genesis-checkpoint-1", "training_rounds": 30, "x": Hostile(tmp_path / "ran")}
-    for body in (document, pickle.dumps(document)):
-        rewritten(newest, body)
-        assert newest_step(newest.parent) == 20
-    assert not (tmp_path / "ran").exists()
-
-
-def test_values_changed_without_their_digest_and_endless_ones_are_passed_over(newest: Path) -> None:
-    document = torch.load(newest, weights_only=True)
-    document["layers"]["0"]["w"][7] += 1
-    rewritten(newest, document)
-    assert newest_step(newest.parent) == 20
+def test_garbage_hostile_and_changed_files_are_passed_over(newest: Path, tmp_path: Path) -> None:
+    whole = torch.load(newest, weights_only=True)
+    hostile = {**whole, "x": Hostile(tmp_path / "ran")}
     endless: list[object] = []
     endless.append(endless)
-    rewritten(newest, {**document, "loader": endless})
-    assert newest_step(newest.parent) == 20
+    changed = {**whole, "layers": {"0": {"w": whole["layers"]["0"]["w"] + 1}}}
+    for document in (
+        *(b"", b"\0" * 5000, b"PK\x03\x04" + b"x" * 500, b"not a checkpoint", random.Random(0).randbytes(3000)),
+        *([1, 2], {"a": 1}, torch.zeros(3), {FORMAT_KEY: 3}, hostile, pickle.dumps(hostile)),
+        *(changed, {**whole, "loader": endless}),
+    ):
+        rewritten(newest, document)
+        assert newest_step(newest.parent) == 20
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_of_a_release_to_come_is_not_passed_over_in_silence(newest: Path) -> None:
