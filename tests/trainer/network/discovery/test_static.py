@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import socket
 import time
@@ -26,7 +27,6 @@ from trainer.network.discovery.exchange import (
     PeerExchangeReply,
     PeerExchangeRequest,
     PresentReply,
-    StrangerQueue,
     pack_request,
     records_for,
     split_records,
@@ -416,11 +416,13 @@ def test_a_payload_that_does_not_fit_its_head_is_refused(own_bytes: int, payload
 @pytest.mark.slow
 async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_address_waiting() -> None:
     """64 at once, then three a second; sixteen wait, for four seconds at most, and the rest are refused at once."""
-    queue = StrangerQueue(2.0, random.Random(0))
+    discovery = StaticDiscovery(_stranger(), ["127.0.0.1:1"], DiscoveryConfig(poll_interval_s=2.0))
+    queue, handlers = discovery._strangers, itertools.cycle((discovery._exchange, discovery._present))
 
     async def is_answered(address: str) -> bool:
+        request = Request(Identity.create().peer_id, PeerExchangeRequest(own_bytes=0), b"", address)
         try:
-            await queue.wait(address)
+            await next(handlers)(request)
         except RefusedError as error:
             assert error.reason == "busy"
             return False
@@ -440,3 +442,4 @@ async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_a
             await asyncio.sleep(0.1)
     await asyncio.sleep(0.4)
     assert await is_answered("192.0.2.1"), "once the crowd is gone"
+    await discovery.close()
