@@ -29,8 +29,7 @@ from trainer.network.discovery.exchange import PeerExchangeReply, PeerExchangeRe
 from trainer.network.discovery.peer_table import PeerTable
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Identity
-from trainer.network.rpc.boundary import parse_body
-from trainer.network.rpc.envelope import parse_header, parse_strict_json, seal
+from trainer.network.rpc.envelope import parse_body, parse_header, parse_strict_json, seal
 from trainer.network.rpc.identity import certificate_digest
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.driver.failure_detector import is_refused

@@ -110,8 +110,7 @@ class Discovery(ABC):
     def look_for(self, stages: Collection[str] | None) -> None:
         """Looks only for the workers of these stages from now on (None: of all), and for nodes without a stage.
 
-        Raises:
-            DiscoveryError: the run has no such stage, as far as this is known here.
+        Raises DiscoveryError where the run has no such stage, as far as this is known here.
         """
         self._stages = None if stages is None else frozenset(stages)
 

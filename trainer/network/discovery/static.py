@@ -19,9 +19,9 @@ from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import EXCHANGE_METHOD, PeerExchangeReply, pack_request, split_records
 from trainer.network.discovery.peer_table import TOLD
 from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer
-from trainer.network.rpc.remote_address import address_group
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 logger = logging.getLogger(__name__)

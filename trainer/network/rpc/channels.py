@@ -114,9 +114,7 @@ class ChannelPool:
     async def get(self, peer: Peer) -> PeerChannel:
         """Returns the channel to ``peer``; where its certificate is unknown, any certificate shown there is taken.
 
-        Raises:
-            PeerUnavailableError: it is not to be dialled, cannot be reached, or shows another certificate.
-            TrainerUsageError: the address is malformed.
+        Raises PeerUnavailableError where it is not to be dialled, cannot be reached, or shows another certificate.
         """
         expected = None
         if self._config.tls:
@@ -255,8 +253,7 @@ def _digest_or_unavailable(peer: Peer, certificate_pem: bytes | None) -> str:
 async def fetch_certificate(host: str, port: int, timeout_s: float) -> bytes:
     """Fetches the certificate (PEM) that is shown at an address: no more than a claim until a signed reply confirms it.
 
-    Raises:
-        PeerUnavailableError: it cannot be reached, or nothing there speaks TLS, or not in time.
+    Raises PeerUnavailableError where it cannot be reached, or nothing there speaks TLS, or not in time.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 from trainer.errors import RefusedError
 from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.messages import PeerId, Reason
-from trainer.network.rpc.remote_address import address_group
 from trainer.network.rpc.token_buckets import TokenBuckets, count_down, remember
 
 MIN_GOOD_CALLS = 8
@@ -188,11 +188,7 @@ class Slots:
         return len(self._held)
 
     def take(self, slot: Slot) -> Slot:
-        """Takes a slot; where none is left, in the place of the one that has stalled for longest.
-
-        Raises:
-            RefusedError: ``busy``.
-        """
+        """Takes a slot, where none is left in the place of the one that has stalled for longest, or is ``busy``."""
         if self._by_holder[slot.holder] >= self._max_per_holder:
             raise self._busy()
         if not slot.share.is_proven:
@@ -281,11 +277,7 @@ class ReplayGuard:
         return self._num_entries
 
     def check_clock(self, sent_at: float) -> None:
-        """Checks that a request was sent within the window; so cheap that it comes before the signature.
-
-        Raises:
-            RefusedError: ``clock``, with the difference in seconds.
-        """
+        """Refuses a request that was not sent within the window (``clock``); cheap, so before the signature."""
         difference_s = sent_at - self._now()
         if abs(difference_s) > self._window_s or self._bucket_of(sent_at) <= self._expired_bucket:
             raise RefusedError(
@@ -295,10 +287,9 @@ class ReplayGuard:
             )
 
     def remember(self, sender: PeerId, nonce: bytes, sent_at: float, share: Share) -> None:
-        """Takes a request whose signature was checked, and whose clock by `check_clock`; refuses it the second time.
+        """Takes a request whose signature and clock were checked, once; refuses more than can be remembered.
 
-        Raises:
-            RefusedError: ``replayed``, or ``rate`` when no more can be remembered.
+        The reasons are ``replayed`` and ``rate``.
         """
         self._expire()
         for senders in self._buckets.values():

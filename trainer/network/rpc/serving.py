@@ -23,10 +23,16 @@ from grpc import aio
 from pydantic import BaseModel
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
-from trainer.network.rpc.boundary import parse_body, peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.network.rpc.connections import Connection, Connections
-from trainer.network.rpc.envelope import SealedFrame, parse_header, verify_header, verify_payload
+from trainer.network.rpc.envelope import (
+    SealedFrame,
+    parse_body,
+    parse_header,
+    peer_boundary,
+    verify_header,
+    verify_payload,
+)
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.limits import ByteBudget, Contacts, ReplayGuard, Share, Slot, Slots, Standing
 from trainer.network.rpc.messages import Counters, PeerId, Reason, Reply, Request, peer_name

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing_extensions import Buffer
 
 from trainer.errors import PeerUnavailableError, RpcError
-from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.rpc.limits import ByteBudget, Share
 from trainer.network.rpc.messages import Frame
 from trainer.network.rpc.wire import RpcCall, end_task

@@ -15,9 +15,8 @@ from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.config import RpcConfig, split_address
 from trainer.network.rpc.connections import group_of_grpc_peer
-from trainer.network.rpc.dialing import Dialing, DialRefusedError
+from trainer.network.rpc.dialing import Dialing, DialRefusedError, address_group, host_kind, is_private_host
 from trainer.network.rpc.messages import Peer
-from trainer.network.rpc.remote_address import address_group, host_kind, is_private_host
 
 _OWN = "f" * 64
 

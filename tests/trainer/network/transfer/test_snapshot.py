@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 
 from manifests.serialisation import sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
-from trainer.network.transfer.descriptor import CHUNK_BYTES, Descriptor, Expectation, parse_descriptor
+from trainer.network.transfer.descriptor import (
+    CHUNK_BYTES,
+    Descriptor,
+    Expectation,
+    all_finite,
+    chunks_of,
+    parse_descriptor,
+    payload_of,
+)
 from trainer.network.transfer.snapshot import PartFile, describe, load_snapshot, snapshots_in, write_snapshot
-from trainer.network.transfer.tensor_bytes import all_finite, chunks_of, payload_of
 
 Make = Callable[..., dict[str, torch.Tensor]]
 FileSizeLimit = Callable[[int], AbstractContextManager[None]]
