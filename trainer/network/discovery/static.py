@@ -114,7 +114,7 @@ class StaticDiscovery(Discovery):
 
     def _targets(self, now: float) -> list[tuple[str, Peer]]:
         """Returns the peers to ask now: listed addresses at which no known node answers, and a few known nodes."""
-        self._addresses = [it for it in self._addresses if not self._endpoint.dialing.is_own(it)]
+        self._addresses = [it for it in self._addresses if not self._endpoint.dialing.is_own(*split_address(it))]
         known = {peer.announcement.peer_id: peer.announcement.peer() for peer in self._table.known()}
         answering = {peer.address for peer_id, peer in known.items() if peer_id not in self._backoff.silent}
         for address in answering:  # Not asked by its address any more: its earlier failures are over.

@@ -115,10 +115,6 @@ class Dialing:
             if not self._config.public_address:
                 self._derived_kind = host_kind(host)
 
-    def is_own(self, address: str) -> bool:
-        """Returns whether this node listens at ``host:port``."""
-        return self._is_own(*split_address(address))
-
     def objection(self, address: str) -> str:
         """Returns why a stranger's address would not be dialled, as `DialRefusedError.reason`; empty: it may be.
 
@@ -194,11 +190,12 @@ class Dialing:
         is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived
         if kind == "unusable" or not is_allowed:
             return "private"
-        if self._is_own(ip, port):
+        if self.is_own(ip, port):
             return "own"
         return "port" if port < _MIN_STRANGERS_PORT else ""
 
-    def _is_own(self, ip: str, port: int) -> bool:
+    def is_own(self, ip: str, port: int) -> bool:
+        """Returns whether this node listens there."""
         return (ip, port) in self._own or (host_kind(ip) == "loopback" and port == self._own_loopback_port)
 
     def _count_try(self, address: str, where: Socket) -> None:

@@ -133,7 +133,8 @@ class Endpoint:
         self.dialing.listening_at(self.address, self._port)
         await server.start()
         self._server = server
-        self._guard = asyncio.create_task(self._serving.guard(self._port), name="genesis-rpc-guard")
+        guarding = self._serving.connections.guard(self._port, self._serving.end_stalled_calls)
+        self._guard = asyncio.create_task(guarding, name="genesis-rpc-guard")
         logger.info("node %s answers at %s", self.peer_id, self.address)
 
     async def stop(self) -> None:

@@ -13,9 +13,6 @@ Checks go from cheap to expensive, each with its own reason: sizes, magic and ve
 before the signature (`verify_header`, 140 µs), that before the digest of the payload (`verify_payload`, 0.17 ms a MiB).
 A header proves nothing before `verify_header`.
 
-`peer_boundary` encloses the place where a message becomes a value. An error that nobody foresaw beneath it is the
-peer's; one that passed through would end the task that had asked, and with it the process.
-
 A heartbeat is the prefix alone with both sizes 0. It needs no signature because it carries nothing but a delay of
 `stall_timeout_s`, which the deadline of the call bounds.
 
@@ -168,10 +165,10 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def peer_boundary(who: str) -> Iterator[None]:
-    """Encloses the handling of one message of the peer ``who``, and nothing that is this node's own affair.
+    """Encloses where a message of the peer ``who`` becomes a value, and nothing that is this node's own affair.
 
-    Errors of this package, time-outs and cancellations pass through unchanged; anything else is logged with its
-    traceback, and becomes a MalformedAnswerError.
+    Errors of this package, time-outs and cancellations pass through unchanged. What nobody foresaw is logged with its
+    traceback and becomes a MalformedAnswerError: passed through it would end the task that had asked, and the process.
     """
     try:
         yield

@@ -92,10 +92,7 @@ class Standing:
         remember(self._proven, peer_id, (address, self._now()), MAX_PROVEN)
 
     def answered(self, peer_id: PeerId, address: str, method: str) -> None:
-        """Proves a peer by its answer to a call of ``method`` at ``address`` (``host:port``).
-
-        An answer to peer exchange proves nothing, because discovery calls anyone who announces itself.
-        """
+        """Proves a peer by its answer at ``host:port``, except to peer exchange: discovery calls all who announce."""
         if not method.startswith(_DISCOVERY_METHODS):
             self.prove(peer_id, address_group(split_address(address)[0]))
 
@@ -169,10 +166,7 @@ class Slot:
 
 
 class Slots:
-    """Bounds the calls or streams (``what``, for messages) in progress at once.
-
-    ``max_per_address`` is the bound for all peers of one address that are not proven.
-    """
+    """Bounds the calls or streams in progress at once; ``max_per_address``: of all strangers at one address."""
 
     def __init__(self, what: str, max_total: int, max_per_holder: int, max_per_address: int) -> None:
         self._what = what
@@ -287,10 +281,7 @@ class ReplayGuard:
             )
 
     def remember(self, sender: PeerId, nonce: bytes, sent_at: float, share: Share) -> None:
-        """Takes a request whose signature and clock were checked, once; refuses more than can be remembered.
-
-        The reasons are ``replayed`` and ``rate``.
-        """
+        """Takes a checked request, unless it came before (``replayed``) or no more can be remembered (``rate``)."""
         self._expire()
         for senders in self._buckets.values():
             if nonce in senders.get(sender, ()):

@@ -118,11 +118,8 @@ class Serving:
             logger.debug("refused a call from %s: %s", context.peer(), error)
             await _abort(context, *status_for(refusal))
 
-    async def guard(self, port: int) -> None:
-        """Ends connections and calls that take up what others need, for as long as the server listens at ``port``."""
-        await self.connections.guard(port, self._end_stalled_calls)
-
-    def _end_stalled_calls(self) -> None:
+    def end_stalled_calls(self) -> None:
+        """Ends the calls whose callers have taken nothing for too long."""
         for slot in self.calls.stalled(asyncio.get_running_loop().time() - self.config.stall_timeout_s):
             self.calls.shed(slot)
 

@@ -226,10 +226,7 @@ class ChunkPool:
         return len(self._waiting) + len(self._holders)
 
     def take(self, donor: str, num_workers: int) -> list[int]:
-        """Assigns the next chunks to a donor, none if there is nothing it could help with now.
-
-        ``num_workers`` requests to all donors together may be under way.
-        """
+        """Assigns the next chunks to a donor that can help now; ``num_workers`` requests to all may be under way."""
         if self._waiting:
             run = max(1, min(self._max_run, len(self._waiting) // (2 * max(1, num_workers))))
             taken = [self._waiting.popleft() for _ in range(run)]

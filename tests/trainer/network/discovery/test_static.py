@@ -438,7 +438,7 @@ async def test_a_crowd_at_one_address_is_answered_at_a_pace_and_keeps_no_other_a
     assert 64 <= num_answered <= 64 + 3 * (time.monotonic() - begun_s)
     assert num_answered <= 64 + 16
     async with asyncio.timeout(10):
-        while queue._waiting or queue.tasks:
+        while queue._waiting or queue.admitting:
             await asyncio.sleep(0.1)
     await asyncio.sleep(0.4)
     assert await is_answered("192.0.2.1"), "once the crowd is gone"
