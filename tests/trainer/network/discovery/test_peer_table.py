@@ -82,15 +82,21 @@ def test_a_forgotten_one_expires_by_its_own_lifetime_or_the_readers(
     assert table.heard_of() == table.announcements() == ()
 
 
-def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten() -> None:
-    table = _Table()
-    said = table.hear()
+def test_a_candidate_that_was_busy_is_tried_again_and_a_long_silence_calls_for_another_look() -> None:
+    table, other = _Table(), Identity.create()
+    said = table.hear(other)
     table.retry_later(said.peer_id, 3.0)
     table.retry_later("a" * 64, 3.0)  # Whom nobody has heard of.
     assert table.reachable == []
     table.now += 3.0
     assert table.reachable == [said]
     assert not table.refused
+    table.answered(said.peer_id, said.address)
+    for _ in range(11):
+        assert table.reachable == []
+        table.now += 30.0
+        said = table.hear(other)
+    assert table.reachable == [said]
 
 
 def test_only_reached_nodes_are_shown_and_passed_on() -> None:
@@ -106,14 +112,10 @@ def test_only_reached_nodes_are_shown_and_passed_on() -> None:
     moved = table.hear(other, sent_at=_NOW + 1, address="127.0.0.1:4109")  # It is to be reached again.
     assert (table.known(), table.reachable) == ((), [moved])
     table.answered(other.peer_id, moved.address)
-    assert table.ids == {other.peer_id}
-
-
-def test_a_node_that_answered_before_its_announcement_came_is_reached() -> None:
-    table, other = _Table(), Identity.create()
-    table.answered(other.peer_id, "127.0.0.1:4100")
-    table.hear(other)
-    assert table.ids == {other.peer_id}
+    early = Identity.create()
+    table.answered(early.peer_id, "127.0.0.1:4100")  # Before its announcement comes.
+    table.hear(early)
+    assert table.ids == {other.peer_id, early.peer_id}
 
 
 def test_a_node_that_does_not_answer_is_forgotten_until_it_announces_something_newer() -> None:
@@ -151,15 +153,6 @@ def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls() -> None:
     table.hear(other, lifetime_s=3600)
     table.now += 2
     assert table.announcements() == ()
-
-
-def test_a_long_silence_calls_for_another_look() -> None:
-    table, other = _Table(), Identity.create()
-    table.reach(other)
-    for _ in range(11):
-        table.now += 30
-        said = table.hear(other)
-    assert table.reachable == [said]
 
 
 def test_refusals_are_counted_by_reason_and_take_no_place() -> None:

@@ -257,18 +257,13 @@ def test_what_is_remembered_is_bounded() -> None:
     "options",
     [
         {"port": -1},
-        {"port": 65536},
         {"heartbeat_s": 0.0},
         {"stall_timeout_s": math.nan},
-        {"connect_timeout_s": -1.0},
-        {"max_clock_skew_s": math.inf},
         {"stop_grace_s": -0.1},
         {"max_calls": 0},
-        {"max_queued_bytes": 0},
         {"heartbeat_s": 6.0, "stall_timeout_s": 10.0},
         {"allowed_peers": ("me",)},
         {"public_address": "host:port"},
-        {"public_address": "host:70000"},
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, object]) -> None:
@@ -300,11 +295,11 @@ def test_addresses() -> None:
 def test_the_address_others_are_told(public: str, host: str, expected: str) -> None:
     endpoint = Endpoint(Identity.create(), "run", RpcConfig(host=host, public_address=public))
     assert endpoint.address == expected
-
-
-def test_listening_everywhere_gives_an_address_of_this_machine_and_a_run_has_a_name() -> None:
     host, _, _ = Endpoint(Identity.create(), "run", RpcConfig()).address.rpartition(":")
-    assert host not in ("", "0.0.0.0", "::")
+    assert host not in ("", "0.0.0.0", "::")  # Listening everywhere gives an address of this machine.
+
+
+def test_a_run_has_a_name() -> None:
     for run_id in ("", "r" * 129):
         with pytest.raises(TrainerUsageError, match="run_id"):
             Endpoint(Identity.create(), run_id, RpcConfig())

@@ -77,17 +77,13 @@ async def test_first_frames() -> None:
 @pytest.mark.slow
 async def test_frames_of_a_stream() -> None:
     async with running_endpoint() as endpoint, hostile_caller(endpoint.peer) as hostile:
-
-        def stream(nonce: str, *frames: dict[str, object]) -> list[bytes]:
-            opened = hostile.frame(kind="open", method="test/mirror", nonce=nonce)
-            fields: dict[str, object] = {"kind": "data", "method": "test/mirror", "nonce": nonce, "body": None}
-            return [opened, *(hostile.frame(**{**fields, **frame}) for frame in frames)]  # type: ignore[arg-type]
-
         nonces = (f"{number:032x}" for number in range(10**6, 10**7))
 
         def begun(*frames: dict[str, object]) -> list[bytes]:
             """A stream of its own; frames are the first after its opening, unless they say otherwise."""
-            return stream(next(nonces), *({"sequence": 1, **frame} for frame in frames))
+            call = {"method": "test/mirror", "nonce": next(nonces)}
+            fields: dict[str, object] = {"kind": "data", "sequence": 1, "body": None, **call}
+            return [hostile.frame(kind="open", **call), *(hostile.frame(**(fields | frame)) for frame in frames)]
 
         good = begun({}, {"sequence": 2, "kind": "end"})
         # The mirror would have ended by the time the last one comes; this handler is still at work.
@@ -106,21 +102,13 @@ async def test_frames_of_a_stream() -> None:
             "all of it again": (good, "replayed"),
             "gap": (begun({"sequence": 2}), "sequence"),
             "repeated": (begun({}, {}), "sequence"),
-            "reordered": (begun({"sequence": 2}, {}), "sequence"),
             "of another stream": ([begun()[0], good[1]], "sequence"),
             "after the end": (after_the_end, "kind"),
             "opened twice": ([*begun(), *begun()], "kind"),
-            "a reply in between": (begun({"kind": "reply"}), "kind"),
             "turned back at its sender": (begun({"origin": "callee"}), "kind"),
-            "of another method": (begun({"method": "test/deaf"}), "method"),
-            "of another run": (begun({"run_id": "x"}), "run"),
-            "for another": (begun({"recipient": foreign.peer_id}), "recipient"),
             "by another": (begun({"identity": foreign}), "sender"),
-            "of another certificate": (begun({"certificate_sha256": "0" * 64}), "certificate"),
             "unsigned": (_last(begun({}), _unsigned), "signature"),
             "payload swapped": (_last(begun({"payload": b"xx"}), lambda raw: raw[:-1] + b"y"), "digest"),
-            "truncated": (_last(begun({}), lambda raw: raw[:-1]), "size"),
-            "noise": (_last(begun({}), lambda _: b"noise" * 100), "magic"),
         }
         await _check(endpoint, hostile, cases)
 

@@ -143,7 +143,6 @@ async def test_a_certificate_is_fetched_once_and_pinned_when_a_signed_answer_nam
     ("failure", "said"),
     [
         (OSError(errno.EHOSTUNREACH, "Connect call failed ('192.0.2.9', 1)"), "cannot be reached: no route to host"),
-        (OSError(errno.ENETUNREACH, "Connect call failed"), "cannot be reached: network is unreachable"),
         (
             OSError("Multiple exceptions: [Errno 113] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
             "cannot be reached: connection refused, no route to host",
@@ -152,7 +151,6 @@ async def test_a_certificate_is_fetched_once_and_pinned_when_a_signed_answer_nam
             OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
             "refuses connections: nothing listens there (any more)",
         ),
-        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "cannot be reached: no such host"),
         (socket.gaierror(socket.EAI_AGAIN, "Failure"), "cannot be reached: its name cannot be looked up now"),
     ],
 )
