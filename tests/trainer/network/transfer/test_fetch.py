@@ -192,9 +192,6 @@ async def test_donors_without_the_state_and_unreachable_ones_are_named_and_cost_
 async def test_what_the_caller_does_not_expect_is_not_fetched(state: _State) -> None:
     with pytest.raises(StateTransferError, match="at most 1000 bytes"):
         await state.fetch(StateDonor, expectation=Expectation(max_bytes=1000))
-    other = Expectation(max_bytes=1 << 30, tensors={"anchor": ("float32", (5,))})
-    with pytest.raises(StateTransferError, match="another architecture"):
-        await state.fetch(StateDonor, expectation=other)
     assert not (state.target / f".fetch-{state.digest}" / "data").exists()
 
 

@@ -52,22 +52,8 @@ def _file_size_limit(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def _all_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    contents = [
-        {name: (it.dtype, it.shape, bytes(payload_of({name: it}))) for name, it in tensors.items()}
-        for tensors in (found, expected)
-    ]
-    return contents[0] == contents[1]
-
-
-def test_it_reads_back_bit_for_bit(tmp_path: Path) -> None:
-    tensors = _tensors(700_000)
-    descriptor = write_snapshot(tmp_path, {"outer_step": 3}, tensors)
-    assert descriptor.num_chunks == 6
-    snapshot = load_snapshot(tmp_path, descriptor.digest)
-    assert snapshot.meta == {"outer_step": 3}
-    assert _all_same(snapshot.tensors, tensors)
-    snapshot.tensors["anchor"].add_(1)  # Its own memory, to be changed.
+def _contents(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+    return {name: (it.dtype, it.shape, bytes(payload_of({name: it}))) for name, it in tensors.items()}
 
 
 @pytest.mark.slow
@@ -84,8 +70,11 @@ def test_any_tensors_read_back(data: st.DataObject, tmp_path_factory: pytest.Tem
     }
     folder = tmp_path_factory.mktemp("snapshots")
     digest = write_snapshot(folder, {}, tensors).digest
-    assert _all_same(load_snapshot(folder, digest).tensors, tensors)
+    found = load_snapshot(folder, digest).tensors
+    assert _contents(found) == _contents(tensors)
     assert describe({}, tensors).digest == digest
+    for tensor in found.values():
+        tensor.zero_()  # Its own memory, to be changed.
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
@@ -146,17 +135,13 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     assert snapshots_in(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StateTransferError, match="cannot be written"):
-        write_snapshot(tmp_path / "file", {}, {"x": torch.zeros(1)})
-
-
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     kept = write_snapshot(tmp_path, {}, _tensors(10)).digest
     with _file_size_limit(1 << 20), pytest.raises(StateTransferError, match="cannot be written"):
         write_snapshot(tmp_path, {}, _tensors(1_000_000))
     assert [path.name for path in tmp_path.iterdir()] == [kept]
+    with pytest.raises(StateTransferError, match="cannot be written"):
+        write_snapshot(tmp_path / kept / "data", {}, _tensors(10))  # No folder.
 
 
 @pytest.mark.slow
