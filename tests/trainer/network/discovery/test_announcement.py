@@ -186,12 +186,6 @@ def test_refusals(wire: bytes) -> None:
         sign_announcement(announcement(Identity.create()).stamped(_NOW, 60.0), _IDENTITY)
 
 
-def test_it_says_where_to_reach_the_node() -> None:
-    for pem, certificate in (("PEM", b"PEM"), ("", None)):
-        peer = announcement(_IDENTITY, address="10.0.0.1:4100", certificate_pem=pem).peer()
-        assert (peer.peer_id, peer.address, peer.certificate) == (_IDENTITY.peer_id, "10.0.0.1:4100", certificate)
-
-
 def test_it_is_signed_again_when_it_changes_or_grows_old_or_the_clock_is_set_back() -> None:
     now = _NOW
     own = OwnRecord(_IDENTITY, repeat_after_s=10, lifetime_s=60, clock=lambda: now)
