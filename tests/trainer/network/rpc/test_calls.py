@@ -287,11 +287,10 @@ async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certifica
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tls", [False, True])
-async def test_a_port_that_accepts_and_says_nothing_is_given_up(tls: bool) -> None:
+async def test_a_port_that_accepts_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         peer = Peer(Identity.create().peer_id, f"127.0.0.1:{mute.getsockname()[1]}")
-        async with running_endpoint(tls=tls, connect_timeout_s=0.5) as caller:
+        async with running_endpoint(connect_timeout_s=0.5) as caller:
             started = time.monotonic()
             with pytest.raises(PeerUnavailableError):
                 await ask(caller, peer, timeout_s=_LONG_S)

@@ -165,13 +165,9 @@ def test_a_signed_header_with_wrong_fields_is_refused(changes: dict[str, object]
     assert _reason(_sealed(**changes)) == "head"
 
 
-def test_a_header_without_a_field_is_refused_and_complaints_are_short_whatever_it_says() -> None:
-    fields = header_fields(_IDENTITY.peer_id)
-    for name in fields:
-        rest = {key: value for key, value in fields.items() if key != name}
-        assert _reason(seal(_IDENTITY, rest)) == ("" if name in ("index", "body") else "head")
+def test_complaints_are_short_whatever_the_header_says() -> None:
     with pytest.raises(RefusedError) as caught:
-        _opened(_sealed(**{"k" * 60000: 1}))
+        _opened(_sealed(**{"k" * 60_000: 1}))
     assert len(str(caught.value)) < 400
 
 
