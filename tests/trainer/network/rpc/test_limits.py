@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.raw_http2 import NoWindow, any_certificate, no_window_connection
+from tests.support.raw_http2 import NoWindow, no_window_connection
 from tests.support.rpc_node import RUN_ID, Question
 from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
@@ -350,26 +350,19 @@ def test_no_key_takes_more_than_its_bucket_and_the_time_give(
     assert all(count <= capacity + per_s * now_s + 1e-6 for count in taken.values())
 
 
-def test_a_token_given_back_can_be_taken_again_and_no_bucket_overflows() -> None:
-    buckets = TokenBuckets(2.0, 0.5, lambda: 0.0)
+def test_a_token_given_back_can_be_taken_again_and_full_buckets_are_not_remembered() -> None:
+    clock = Clock()
+    buckets = TokenBuckets(2.0, 0.5, clock)
     assert [buckets.take("a") for _ in range(3)] == [True, True, False]
     assert buckets.wait_s("a") == 2.0
     for _ in range(5):
         buckets.give_back("a")
         buckets.give_back("never taken from")
     assert [buckets.take("a") for _ in range(3)] == [True, True, False]
-
-
-def test_full_buckets_are_not_remembered() -> None:
-    clock = Clock()
-    buckets = TokenBuckets(8.0, 1.0, clock)
     for number in range(50_000):
         clock.now_s += 0.01
         buckets.take(str(number))
     assert len(buckets) <= 8192
-
-
-_where_visible = pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
 
 
 def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
@@ -473,48 +466,7 @@ def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection()
     assert len(standing) == 1
 
 
-@asynccontextmanager
-async def _idle_connections(endpoint: Endpoint, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
-    """With a whole TLS handshake, where the endpoint has TLS, and nothing after it."""
-    host, _, port = endpoint.address.rpartition(":")
-    context = any_certificate() if endpoint.certificate is not None else None
-    opened = [await asyncio.open_connection(host, int(port), ssl=context) for _ in range(number)]
-    try:
-        yield [reader for reader, _ in opened]
-    finally:
-        for _, writer in opened:
-            writer.transport.abort()
-
-
-async def _drained(reader: asyncio.StreamReader) -> None:
-    while await reader.read(1 << 16):
-        pass
-
-
-@pytest.mark.slow
-@_where_visible
-@pytest.mark.parametrize("tls", [False, True])
-async def test_idle_connections_of_one_host_keep_nobody_out(tls: bool) -> None:
-    # A stall time-out that no test waits for: gRPC's pings would end connections that do not answer.
-    options = {"tls": tls, "stall_timeout_s": 60.0}
-    async with (
-        running_endpoint(**options, max_connections=32) as endpoint,
-        running_endpoint(**options) as proven,
-        running_endpoint(**options) as newcomer,
-    ):
-        await ask(endpoint, proven.peer)
-        await ask(proven, endpoint.peer)
-        busy = asyncio.create_task(ask(proven, endpoint.peer, "still", 3.0, timeout_s=30))
-        async with _idle_connections(endpoint, 31) as readers:
-            reading = [asyncio.create_task(_drained(reader)) for reader in readers]
-            await until(lambda: sum(task.done() for task in reading) >= 15)
-            await ask(newcomer, endpoint.peer, "in")
-            await busy
-            for task in reading:
-                task.cancel()
-
-
-@_where_visible
+@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
 async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
     async with running_endpoint() as endpoint, running_endpoint() as other:
         await ask(other, endpoint.peer)
