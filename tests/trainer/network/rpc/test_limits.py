@@ -178,10 +178,7 @@ async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None
             await ask(newcomer, victim.peer, "in")
         else:
             async with newcomer.open_stream(victim.peer, "test/mirror", Question(), timeout_s=20) as stream:
-                await stream.send(0, b"in")
                 await stream.end()
-                frame = await stream.receive()
-                assert frame is not None and bytes(frame.payload) == b"in"
                 assert await stream.receive() is None
         # One had to give way, and half of all slots is what they could have at most.
         await until(lambda: sum(connection.is_closed for connection in connections) == 1)
@@ -274,6 +271,8 @@ def test_when_full_the_new_are_refused_and_the_old_stay_known() -> None:
     clock.now_s += 2.2 * _WINDOW_S
     assert _take(guard, "a", 9, clock.now_s) == "taken"
     assert len(guard) == 1
+    clock.now_s = _START  # A clock that is set back reopens nothing.
+    assert _take(guard, "a", 0, _START) == "clock"
     guard = _guard(clock, total=50)
     taken = [_take(guard, str(sender), 0, clock.now_s) for sender in range(1000)]
     assert taken == ["taken"] * 50 + ["rate"] * 950 and len(guard) == 50
@@ -294,23 +293,10 @@ def test_one_address_cannot_use_up_what_is_remembered_for_all() -> None:
     assert taken < 30 * 600 / 4
     assert _take(guard, "of another host", 0, clock.now_s, "192.0.2.1") == "taken"
     assert _take(guard, "proven", 0, clock.now_s) == "taken"
-
-
-def test_many_addresses_leave_a_quarter_to_proven_senders() -> None:
-    guard = _guard(Clock(), total=400)
-    taken = [_take(guard, f"{it}", 0, _START, f"192.0.2.{it}") for it in range(400)]
-    assert taken == ["taken"] * 300 + ["rate"] * 100
-    assert [_take(guard, "proven", nonce, _START) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
-
-
-def test_a_clock_set_back_reopens_nothing() -> None:
-    clock = Clock()
-    guard = _guard(clock)
-    assert _take(guard, "a", 1, _START) == "taken"
-    clock.now_s += 300
-    assert _take(guard, "a", 2, clock.now_s) == "taken"
-    clock.now_s = _START
-    assert _take(guard, "a", 1, _START) == "clock"
+    guard = _guard(clock, total=400)
+    taken = [_take(guard, f"{it}", 0, clock.now_s, f"192.0.2.{it}") for it in range(400)]
+    assert taken == ["taken"] * 300 + ["rate"] * 100  # Many addresses leave a quarter to proven senders.
+    assert [_take(guard, "proven", nonce, clock.now_s) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
 
 
 @given(
