@@ -269,14 +269,6 @@ def test_damaged_leftovers_are_fetched_again(tmp_path: Path, source: _Source) ->
         assert part.begin(source.descriptor, source.pages) == [0, 1, 2, 3]
 
 
-def test_two_do_not_fetch_one_state_into_one_folder(tmp_path: Path, source: _Source) -> None:
-    second = PartFile(tmp_path, source.digest)
-    with opened(tmp_path, source.digest), pytest.raises(StateTransferError, match="another process fetches"):
-        second.open()
-    second.open()
-    second.close()
-
-
 def test_the_newest_interrupted_fetch_is_kept_and_no_other(tmp_path: Path, source: _Source) -> None:
     """Space is reserved whole: without this each state that was not fetched to its end would stay for good."""
     directory = tmp_path / "states"
@@ -292,12 +284,17 @@ def test_the_newest_interrupted_fetch_is_kept_and_no_other(tmp_path: Path, sourc
         assert left == {digest + end for digest in ("a" * 64, source.digest) for end in ("", ".lock")}
 
 
-def test_what_others_are_fetching_is_not_removed(tmp_path: Path, source: _Source) -> None:
+def test_what_others_are_fetching_is_neither_removed_nor_fetched_beside_them(tmp_path: Path, source: _Source) -> None:
     digests = {*(letter * 64 for letter in "abc"), source.digest}
     with ExitStack() as stack:
         for digest in sorted(digests):
             stack.enter_context(opened(tmp_path, digest))
         assert {path.name for path in tmp_path.glob(".fetch-*[!k]")} == {f".fetch-{digest}" for digest in digests}
+        second = PartFile(tmp_path, source.digest)
+        with pytest.raises(StateTransferError, match="another process fetches"):
+            second.open()
+    second.open()
+    second.close()
 
 
 def test_a_write_after_the_end_touches_no_other_file(tmp_path: Path, source: _Source) -> None:
