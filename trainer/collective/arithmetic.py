@@ -34,7 +34,7 @@ from trainer.aggregation import (
 from trainer.collective.messages import Agreement, MomentsReply, Task
 from trainer.compression.vectors import Codec
 from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError
-from trainer.network.rpc.boundary import peer_boundary
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.outer.engine.collective import MemberFinding, member_findings
 
 logger = logging.getLogger(__name__)

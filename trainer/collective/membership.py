@@ -24,7 +24,7 @@ from trainer.collective.planning import cut_values, precedes
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
-from trainer.network.rpc.remote_address import address_group
+from trainer.network.rpc.dialing import address_group
 
 logger = logging.getLogger(__name__)
 

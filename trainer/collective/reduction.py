@@ -21,7 +21,7 @@ from trainer.collective.config import Changes
 from trainer.collective.messages import Plan, ReductionOpen, Task
 from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream
-from trainer.network.rpc.boundary import peer_boundary
+from trainer.network.rpc.envelope import peer_boundary
 
 logger = logging.getLogger(__name__)
 

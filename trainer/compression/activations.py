@@ -37,8 +37,7 @@ from torch.nn import functional
 from trainer.compression.vectors import BLOCK_VALUES, Int8Codec
 from trainer.errors import CodecError, NonFiniteActivationError, TrainerUsageError
 from trainer.model.subspace.basis import Basis, Projector, projector
-from trainer.network.transfer.descriptor import TensorSpec
-from trainer.network.transfer.tensor_bytes import specs_of
+from trainer.network.transfer.descriptor import TensorSpec, specs_of
 
 ActivationCodecName = Literal["fp32", "fp16", "int8", "subspace", "subspace+fp16", "subspace+int8"]
 ACTIVATION_CODECS: Final[tuple[str, ...]] = get_args(ActivationCodecName)

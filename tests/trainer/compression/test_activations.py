@@ -20,7 +20,7 @@ from trainer.compression.activations import (
 )
 from trainer.errors import BasisError, CodecError, NonFiniteActivationError, TrainerUsageError
 from trainer.model.subspace import Basis, basis_of, fixed_table
-from trainer.network.transfer.tensor_bytes import chunks_of, specs_of, tensors_in
+from trainer.network.transfer.descriptor import chunks_of, specs_of, tensors_in
 
 _DIM, _RANK, _NUM_IDS = 24, 4, 50
 _BASIS = basis_of(_DIM, _RANK, 1)

@@ -25,12 +25,11 @@ from trainer.collective.messages import Agreement, Commit, CommitDecision, JoinR
 from trainer.collective.planning import check_agreement, check_plan, first_plan, may_follow
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
-from trainer.network.discovery.exchange import PeerExchangeReply, PeerExchangeRequest, split_records, unpack_request
+from trainer.network.discovery.exchange import PeerExchangeReply, PeerExchangeRequest
 from trainer.network.discovery.peer_table import PeerTable
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Identity
-from trainer.network.rpc.boundary import parse_body
-from trainer.network.rpc.envelope import parse_header, parse_strict_json, seal
+from trainer.network.rpc.envelope import parse_body, parse_header, parse_strict_json, seal
 from trainer.network.rpc.identity import certificate_digest
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.driver.failure_detector import is_refused
@@ -179,13 +178,6 @@ def test_each_stage_that_can_be_announced_has_a_name_that_can_be_read(uid: str) 
 async def test_an_address_that_can_be_announced_can_be_tried(host: str) -> None:
     """A name that no host can have is an error of the codec, not of the network."""
     assert await is_refused(_announcement(address=f"{host}:1").address, 2.0) in (True, False)
-
-
-@EXAMPLES
-@given(st.binary(max_size=100), st.integers(0, 200), st.lists(st.integers(1, 16384), max_size=4))
-def test_peer_exchange(payload: bytes, own_bytes: int, sizes: list[int]) -> None:
-    outcome(RefusedError, unpack_request, PeerExchangeRequest(own_bytes=own_bytes), payload)
-    outcome(RefusedError, split_records, PeerExchangeReply(sizes=tuple(sizes)), payload)
 
 
 @EXAMPLES

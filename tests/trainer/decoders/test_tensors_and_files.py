@@ -33,8 +33,15 @@ from trainer.errors import (
     StateTransferError,
 )
 from trainer.model.subspace import basis_of
-from trainer.network.transfer.descriptor import Descriptor, Expectation, TensorSpec, parse_descriptor
-from trainer.network.transfer.tensor_bytes import all_finite, specs_of, tensors_in
+from trainer.network.transfer.descriptor import (
+    Descriptor,
+    Expectation,
+    TensorSpec,
+    all_finite,
+    parse_descriptor,
+    specs_of,
+    tensors_in,
+)
 from trainer.outer.sparta.state import check_meta as check_sparta_meta
 from trainer.run.node.state_form import check_meta
 

@@ -145,13 +145,8 @@ def verify_announcement(
 ) -> Announcement:
     """Parses and verifies an announcement from an untrusted source, or raises `AnnouncementRefusedError`.
 
-    Args:
-        wire: the received bytes.
-        now: our clock, seconds since 1970.
-        max_clock_skew_s: how far ahead the node's clock may be.
-        run_id: the expected run; None accepts any (a seed serves all runs).
-        subkey: the peer id under which it was stored in the DHT, if it was.
-        allow_expired: accept it after its expiry.
+    Its node's clock may be ``max_clock_skew_s`` ahead of ``now``. A ``run_id`` of None accepts any run (a seed serves
+    all); ``subkey`` is the peer id under which it was stored in the DHT, if it was.
     """
     if len(wire) > MAX_WIRE_BYTES:
         raise AnnouncementRefusedError("oversized", f"expected at most {MAX_WIRE_BYTES} bytes, found {len(wire)}")

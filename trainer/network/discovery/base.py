@@ -14,7 +14,6 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -73,6 +72,7 @@ class Discovery(ABC):
             allowed_peers=endpoint.allowed_peers,
             keeps_callers=keeps_callers,
         )
+        self.refused = self._table.refused  # Number of refused records of others, by reason.
         self._own = OwnRecord(
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
@@ -82,11 +82,6 @@ class Discovery(ABC):
         self._has_candidates = asyncio.Event()
         self._verifying: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def refused(self) -> Counter[str]:
-        """Number of refused records of others, by reason."""
-        return self._table.refused
 
     async def start(self) -> None:
         """Starts looking and answering, before the endpoint starts or after; returns at once."""
@@ -108,11 +103,7 @@ class Discovery(ABC):
         self._own.set(announcement)
 
     def look_for(self, stages: Collection[str] | None) -> None:
-        """Looks only for the workers of these stages from now on (None: of all), and for nodes without a stage.
-
-        Raises:
-            DiscoveryError: the run has no such stage, as far as this is known here.
-        """
+        """Looks only for workers of these stages (None: all) and nodes without one; DiscoveryError: no such stage."""
         self._stages = None if stages is None else frozenset(stages)
 
     async def peers(self) -> tuple[Announcement, ...]:
@@ -133,7 +124,7 @@ class Discovery(ABC):
 
     async def close(self) -> None:
         """Stops announcing and looking; ends what was started."""
-        tasks = [*self._tasks, *self._verifying.values(), *self._strangers.tasks]
+        tasks = [*self._tasks, *self._verifying.values(), *self._strangers.admitting.values()]
         self._tasks = []
         for task in tasks:
             task.cancel()
@@ -145,8 +136,6 @@ class Discovery(ABC):
             logger.debug("heard of %s at %s from %s", news.node_id, news.address, source or "the DHT")
             self._has_candidates.set()
         await asyncio.sleep(0)  # Each takes a signature check.
-
-    # -- answering -----------------------------------------------------------------------------------------------------
 
     async def _exchange(self, request: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
         news, has = await self._take_request(request)
@@ -177,8 +166,6 @@ class Discovery(ABC):
 
     def _on_own_record(self, record: KnownPeer) -> None:  # noqa: B027 - a hook for those that need it
         """Handles a newer record that its own node has sent in an exchange."""
-
-    # -- verifying -----------------------------------------------------------------------------------------------------
 
     def _answered(self, peer_id: str, address: str, method: str) -> None:
         self._table.answered(peer_id, address)

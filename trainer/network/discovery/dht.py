@@ -188,19 +188,6 @@ class SeedConfig:
         for address in self.initial_peers:
             check_seed_address(address)
 
-    def _dht_settings(self) -> DhtSettings:
-        path = Path(self.identity_path).expanduser()
-        if path.is_dir():
-            raise DiscoveryError(f"identity_path: expected a file, found the folder {path}")
-        return DhtSettings(
-            parent_pid=os.getpid(),
-            initial_peers=self.initial_peers,
-            listen=(listen_address(self.host, self.port),),
-            announce=(listen_address(self.public_host, self.port),) if self.public_host else (),
-            identity_path=str(path.absolute()),
-            map_port=not self.host.startswith("127."),
-        )
-
 
 def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
     """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT or SIGTERM, then returns.
@@ -212,11 +199,22 @@ def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> Non
 
 
 async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
+    path = Path(config.identity_path).expanduser()
+    if path.is_dir():
+        raise DiscoveryError(f"identity_path: expected a file, found the folder {path}")
+    settings = DhtSettings(
+        parent_pid=os.getpid(),
+        initial_peers=config.initial_peers,
+        listen=(listen_address(config.host, config.port),),
+        announce=(listen_address(config.public_host, config.port),) if config.public_host else (),
+        identity_path=str(path.absolute()),
+        map_port=not config.host.startswith("127."),
+    )
+    process = DhtProcess(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    process = DhtProcess(config._dht_settings())
     process.start()
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(process.wait_ready(config.start_timeout_s, first_start_only=True))

@@ -56,7 +56,8 @@ from trainer.network.discovery.dht_client import (
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
 from trainer.network.discovery.parent import die_with_parent
 from trainer.network.discovery.stage_report import dht_key
-from trainer.network.rpc.remote_address import address_group
+from trainer.network.rpc.dialing import address_group
+from trainer.network.rpc.token_buckets import remember
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,7 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
         # Otherwise an old record could be stored again with a later time, and replace the new one.
         if not abs(record.expiration_time - announcement.expires_at) <= 1e-3:  # NaN is no such time either.
             return False
-        self._accepted[digest] = None
-        if len(self._accepted) > _MAX_ACCEPTED:
-            self._accepted.popitem(last=False)
+        remember(self._accepted, digest, None, _MAX_ACCEPTED)
         return True
 
 

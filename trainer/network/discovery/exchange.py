@@ -112,12 +112,7 @@ class StrangerQueue:
         self._rng = rng
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         """By address: the turns of waiting requests, `_MAX_WAITING` in all."""
-        self._admitting: dict[str, asyncio.Task[None]] = {}
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """What admits the waiting requests."""
-        return list(self._admitting.values())
+        self.admitting: dict[str, asyncio.Task[None]] = {}  # By address: what admits the waiting requests.
 
     async def wait(self, address: str) -> None:
         """Waits for the turn of a request; raises `RefusedError` if too many wait, or it does not come in time."""
@@ -127,8 +122,8 @@ class StrangerQueue:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(address, [])
         waiting.append(turn)
-        if address not in self._admitting:
-            self._admitting[address] = asyncio.create_task(self._admit(address))
+        if address not in self.admitting:
+            self.admitting[address] = asyncio.create_task(self._admit(address))
         try:
             async with asyncio.timeout(_STRANGERS_WAIT_S):
                 await turn
@@ -163,7 +158,7 @@ class StrangerQueue:
                     if not turn.done():
                         turn.set_result(None)
         finally:
-            del self._admitting[address]
+            del self.admitting[address]
             if not self._waiting.get(address):
                 self._waiting.pop(address, None)
 

@@ -14,7 +14,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TypeVar
 
 from trainer.network.discovery.announcement import (
     Announcement,
@@ -23,7 +22,8 @@ from trainer.network.discovery.announcement import (
     verify_announcement,
 )
 from trainer.network.rpc.config import split_address
-from trainer.network.rpc.remote_address import address_group
+from trainer.network.rpc.dialing import address_group
+from trainer.network.rpc.token_buckets import remember
 
 DIRECT = "direct:"  # Prefix of the `source` of a record sent by its own node; the host it called from follows.
 TOLD = "told:"  # Prefix of the `source` of a record that another node passed on; that node's host follows.
@@ -36,9 +36,6 @@ _USE_INTERVAL_S = 1.0
 _RECHECK_LIFETIMES = 5.0  # After so many lifetimes without contact a reached peer is to be reached again.
 _CONTACTS_PER_PEER = 2
 _MAX_DROPPED = 4096
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +142,7 @@ class PeerTable:
     def answered(self, peer_id: str, address: str) -> None:
         """Notes a signed answer of a node from this address."""
         now = self.clock()
-        _note(self._answers, peer_id, (address, now), _CONTACTS_PER_PEER * self.max_peers)
+        remember(self._answers, peer_id, (address, now), _CONTACTS_PER_PEER * self.max_peers)
         entry = self._entries.get(peer_id)
         if entry is None or entry.known.announcement.address != address:
             return
@@ -157,7 +154,7 @@ class PeerTable:
 
     def called(self, peer_id: str) -> None:
         """Notes that a node has called this one."""
-        _note(self._calls, peer_id, self.clock(), _CONTACTS_PER_PEER * self.max_peers)
+        remember(self._calls, peer_id, self.clock(), _CONTACTS_PER_PEER * self.max_peers)
 
     def used(self, peer_id: str) -> None:
         """Notes that a node was of use: it served this one, or was served by it."""
@@ -176,7 +173,7 @@ class PeerTable:
         self.refused["unreachable"] += 1
         now = self.clock()
         if not (entry.uses or self._is_caller(entry.known.announcement, now)):
-            _note(self._dropped, entry.known.wire, None, _MAX_DROPPED)
+            remember(self._dropped, entry.known.wire, None, _MAX_DROPPED)
             return
         entry.contact_s, entry.retry_s = None, now + self.lifetime_s
         self._forget_expired(now)
@@ -290,11 +287,3 @@ class PeerTable:
         if entry is not None:
             self._verified.pop(entry.known.wire, None)
         return entry
-
-
-def _note(table: OrderedDict[K, V], key: K, value: V, max_entries: int) -> None:
-    """Sets an entry as the newest, and removes the oldest beyond the bound."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > max_entries:
-        table.popitem(last=False)

@@ -19,9 +19,9 @@ from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import EXCHANGE_METHOD, PeerExchangeReply, pack_request, split_records
 from trainer.network.discovery.peer_table import TOLD
 from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer
-from trainer.network.rpc.remote_address import address_group
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class StaticDiscovery(Discovery):
 
     def _targets(self, now: float) -> list[tuple[str, Peer]]:
         """Returns the peers to ask now: listed addresses at which no known node answers, and a few known nodes."""
-        self._addresses = [it for it in self._addresses if not self._endpoint.dialing.is_own(it)]
+        self._addresses = [it for it in self._addresses if not self._endpoint.dialing.is_own(*split_address(it))]
         known = {peer.announcement.peer_id: peer.announcement.peer() for peer in self._table.known()}
         answering = {peer.address for peer_id, peer in known.items() if peer_id not in self._backoff.silent}
         for address in answering:  # Not asked by its address any more: its earlier failures are over.

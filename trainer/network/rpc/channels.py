@@ -35,10 +35,8 @@ METHOD_PATH = "/genesis.trainer.Rpc/Exchange"
 MAX_CHANNELS = 256
 
 WINDOW_BYTES = 8 << 20
-"""How much of a stream gRPC takes in before its reader asks for it (640 Mbit/s at 0.1 s there and back).
-
-Fixed, since gRPC's own guess has no bound: on a busy machine it let 79 MiB pile up before a reader that had stopped.
-"""
+"""How much of a stream gRPC takes in before its reader asks for it (640 Mbit/s at 0.1 s there and back). Fixed, since
+gRPC's own guess has no bound: on a busy machine it let 79 MiB pile up before a reader that had stopped."""
 
 _REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 _ERRNO = re.compile(r"\[Errno ([0-9]+)\]")
@@ -114,9 +112,7 @@ class ChannelPool:
     async def get(self, peer: Peer) -> PeerChannel:
         """Returns the channel to ``peer``; where its certificate is unknown, any certificate shown there is taken.
 
-        Raises:
-            PeerUnavailableError: it is not to be dialled, cannot be reached, or shows another certificate.
-            TrainerUsageError: the address is malformed.
+        Raises PeerUnavailableError where it is not to be dialled, cannot be reached, or shows another certificate.
         """
         expected = None
         if self._config.tls:
@@ -255,8 +251,7 @@ def _digest_or_unavailable(peer: Peer, certificate_pem: bytes | None) -> str:
 async def fetch_certificate(host: str, port: int, timeout_s: float) -> bytes:
     """Fetches the certificate (PEM) that is shown at an address: no more than a claim until a signed reply confirms it.
 
-    Raises:
-        PeerUnavailableError: it cannot be reached, or nothing there speaks TLS, or not in time.
+    Raises PeerUnavailableError where none is, or not in time.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

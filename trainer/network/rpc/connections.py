@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from trainer.network.rpc.dialing import address_group, parse_ip
 from trainer.network.rpc.limits import MIN_GOOD_CALLS, MIN_TENURE_S, Share, Standing
 from trainer.network.rpc.messages import PeerId
-from trainer.network.rpc.remote_address import address_group, parse_ip
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
 """Which addresses this node connects to, and how often: strangers name addresses, and may name any machine's.
 
-Every connection that an endpoint opens is judged here, by the address it goes to and not by the identity claimed for
-it; else a stranger could have all nodes of a run connect to services of their own machines, or at once to a victim:
+Identities cost nothing, addresses cost something. So every limit that is shared among peers is shared by address too:
+an IPv4 address is one host, and so is an IPv6 /64, the least that a provider hands to one customer. And every
+connection that an endpoint opens is judged here, by the address it goes to and not by the identity claimed for it; else
+a stranger could have all nodes of a run connect to services of their own machines, or at once to a victim:
 
 - Loopback, private and link-local addresses are dialled where the operator named one of that kind, or said that the run
   is private. A host name is resolved; what it resolves to is judged, and that is dialled.
@@ -16,19 +18,24 @@ trade-off: a node that was silent when it was first tried waits for the end of t
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
 
 from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.rpc.config import RpcConfig, has_port, split_address
 from trainer.network.rpc.messages import Peer, PeerId
-from trainer.network.rpc.remote_address import HostKind, address_group, host_kind
 from trainer.network.rpc.token_buckets import TokenBuckets, remember
 
 Socket = tuple[str, int]  # An IP address and a port.
+HostKind: TypeAlias = Literal["public", "private", "loopback", "link-local", "unusable"]
+"""``unusable`` is no host's own address: multicast, unspecified, reserved."""
 
+_IPV6_PREFIX_BITS = 64
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 _MIN_STRANGERS_PORT = 1024
 _PAUSE_GROWTH = 3.0
 _PAUSES_S = (20.0, 3600.0)  # The first and the longest.
@@ -89,9 +96,8 @@ class Dialing:
     def guard(self, named: Iterable[str], *, allow_private: bool) -> None:
         """From now on judges addresses, because they may come from strangers.
 
-        Args:
-            named: ``host:port`` (or a host alone) of the initial peers, which the operator named.
-            allow_private: dial loopback, private and link-local addresses, whoever names them.
+        ``named`` are ``host:port`` (or a host alone) of the initial peers, which the operator named. ``allow_private``:
+        loopback, private and link-local addresses are dialled, whoever names them.
         """
         self._is_guarded = True
         self._allows_private = allow_private
@@ -109,10 +115,6 @@ class Dialing:
             if not self._config.public_address:
                 self._derived_kind = host_kind(host)
 
-    def is_own(self, address: str) -> bool:
-        """Returns whether this node listens at ``host:port``."""
-        return self._is_own(*split_address(address))
-
     def objection(self, address: str) -> str:
         """Returns why a stranger's address would not be dialled, as `DialRefusedError.reason`; empty: it may be.
 
@@ -128,9 +130,7 @@ class Dialing:
     async def admit(self, peer: Peer) -> tuple[Socket, ...]:
         """Returns where to connect for this peer, in order; counts a try of an address where no node has answered.
 
-        Raises:
-            DialRefusedError: nowhere, or not now.
-            TrainerUsageError: the address is malformed.
+        Raises DialRefusedError for nowhere, or not now; TrainerUsageError for a malformed address.
         """
         host, port = split_address(peer.address)
         if not self._is_guarded or peer.peer_id == self.peer_id:
@@ -190,11 +190,12 @@ class Dialing:
         is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived
         if kind == "unusable" or not is_allowed:
             return "private"
-        if self._is_own(ip, port):
+        if self.is_own(ip, port):
             return "own"
         return "port" if port < _MIN_STRANGERS_PORT else ""
 
-    def _is_own(self, ip: str, port: int) -> bool:
+    def is_own(self, ip: str, port: int) -> bool:
+        """Returns whether this node listens there."""
         return (ip, port) in self._own or (host_kind(ip) == "loopback" and port == self._own_loopback_port)
 
     def _count_try(self, address: str, where: Socket) -> None:
@@ -238,3 +239,51 @@ class Dialing:
         if kind is not None and kind != "unusable":
             self._kinds.add(kind)
             self._is_public_named |= of_initial_peer and kind == "public"
+
+
+def parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the address that ``host`` spells, without brackets and zone (``%eth0``); None: it is a name.
+
+    An IPv4 address mapped into IPv6 becomes the IPv4 address.
+    """
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, ipaddress.IPv6Address) else address
+
+
+def address_group(host: str) -> str:
+    """Returns the key under which limits count a host: an IPv4 address, an IPv6 /64, or the name in lower case."""
+    address = parse_ip(host)
+    if address is None:
+        return host.strip("[]").partition("%")[0].lower()
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(ipaddress.ip_network((address, _IPV6_PREFIX_BITS), strict=False))
+
+
+def is_private_host(host: str) -> bool:
+    """Returns whether a host is no public unicast address: loopback, private, link-local, multicast, unspecified …
+
+    A name is judged by itself (``localhost`` is private), and not by what it resolves to.
+    """
+    address = parse_ip(host)
+    if address is None:
+        name = host.strip("[]").partition("%")[0].lower().rstrip(".")
+        return name in _LOCAL_NAMES or name.endswith((".localhost", ".local", ".internal"))
+    return not address.is_global or address.is_multicast
+
+
+def host_kind(host: str) -> HostKind | None:
+    """Returns what kind of address this is; None: a name, whose kind is that of the address it resolves to."""
+    address = parse_ip(host)
+    if address is None:
+        return None
+    if address.is_loopback:
+        return "loopback"
+    if address.is_link_local:
+        return "link-local"
+    if address.is_multicast or address.is_unspecified or address.is_reserved:
+        return "unusable"
+    return "public" if address.is_global else "private"

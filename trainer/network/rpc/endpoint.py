@@ -22,12 +22,11 @@ from typing_extensions import Buffer
 
 from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
-from trainer.network.rpc.boundary import parse_body, peer_boundary
 from trainer.network.rpc.channels import ChannelPool, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
-from trainer.network.rpc.envelope import EnvelopeHeader
+from trainer.network.rpc.envelope import EnvelopeHeader, parse_body, peer_boundary
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
 from trainer.network.rpc.limits import Share
 from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
@@ -134,7 +133,8 @@ class Endpoint:
         self.dialing.listening_at(self.address, self._port)
         await server.start()
         self._server = server
-        self._guard = asyncio.create_task(self._serving.guard(self._port), name="genesis-rpc-guard")
+        guarding = self._serving.connections.guard(self._port, self._serving.end_stalled_calls)
+        self._guard = asyncio.create_task(guarding, name="genesis-rpc-guard")
         logger.info("node %s answers at %s", self.peer_id, self.address)
 
     async def stop(self) -> None:

@@ -23,17 +23,20 @@ JSON, and no JSON begins with byte 0x89.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from blake3 import blake3
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Buffer
 
-from trainer.errors import RefusedError, TrainerUsageError
+from trainer.errors import MalformedAnswerError, RefusedError, TrainerError, TrainerUsageError
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Reason
@@ -50,8 +53,13 @@ _MAX_COMPLAINT_CHARS: Final = 200
 _MAX_DEPTH: Final = 32
 _MAX_INTEGER_DIGITS: Final = 19
 
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
 _Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Counter = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+logger = logging.getLogger(__name__)
 
 
 class EnvelopeHeader(Message):
@@ -85,12 +93,9 @@ class SealedFrame:
 
 
 def seal(identity: Identity, fields: dict[str, object], payload: Buffer = b"") -> bytes:
-    """Makes a frame; hashes the payload, at most 1 MiB, once and copies it once.
+    """Makes a frame; raises TrainerUsageError for more than a frame may hold, or what JSON cannot.
 
     ``fields`` are those of `EnvelopeHeader` but sender and payload_blake3, already of the right types.
-
-    Raises:
-        TrainerUsageError: header or payload are larger than a frame may be, or hold what JSON cannot.
     """
     view = memoryview(payload).cast("B")
     fields = {**fields, "sender": identity.peer_id, "payload_blake3": blake3(view).hexdigest()}
@@ -158,17 +163,44 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:_MAX_COMPLAINT_CHARS]
 
 
+@contextmanager
+def peer_boundary(who: str) -> Iterator[None]:
+    """Encloses where a message of the peer ``who`` becomes a value, and nothing that is this node's own affair.
+
+    Errors of this package, time-outs and cancellations pass through unchanged. What nobody foresaw is logged with its
+    traceback and becomes a MalformedAnswerError: passed through it would end the task that had asked, and the process.
+    """
+    try:
+        yield
+    except (TrainerError, TimeoutError):
+        raise
+    except Exception as error:
+        logger.warning("%s sent what cannot be handled", who, exc_info=True)
+        raise MalformedAnswerError(
+            f"{who} sent what cannot be handled ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+
+
+def parse_body(frame: SealedFrame, model: type[BodyT]) -> BodyT:
+    """Parses the body of a verified frame; raises RefusedError (``body``) where the model does not take it."""
+    expected = f"expected a body such as {model.__name__}"
+    if frame.header.body is None:
+        raise RefusedError(Reason.BODY, f"{expected}, found none")
+    try:
+        # As JSON, not as the parsed object: strict models take a list for a tuple only where JSON has no tuples.
+        return model.model_validate_json(json.dumps(frame.header.body))
+    except ValidationError as error:
+        raise RefusedError(Reason.BODY, f"{expected}, found {first_line(error)}") from None
+
+
 def parse_strict_json(data: bytes) -> dict[str, Any]:
-    """Parses one JSON object that has one reading only.
+    """Parses one JSON object that has one reading only; raises ValueError for anything else.
 
     Two parsers that disagree about a message are a way to have it signed as one thing and obeyed as another. So what
     parsers are known to disagree on is refused: repeated keys, NaN and infinities (also spelled 1e999), bytes that are
     not UTF-8, lone surrogates, integers that do not fit 64 bits, and nesting deeper than any message here.
 
     The size of ``data``, which the caller has bounded, bounds what is built here (some 30 bytes a byte).
-
-    Raises:
-        ValueError: it is not a JSON object, or has two readings.
     """
     text = data.decode("utf-8")
     _check_depth(text)

@@ -66,11 +66,7 @@ class Identity:
 
 
 def load_or_create_identity(path: str | os.PathLike[str]) -> Identity:
-    """Reads the key at ``path``, or makes one there; ``~`` is expanded, the folder made.
-
-    Raises:
-        TrainerUsageError: the file holds something else, or cannot be read or written.
-    """
+    """Reads the key at ``path``, or makes one there; raises TrainerUsageError where that cannot be."""
     file = Path(path).expanduser()
     try:
         if not file.exists():

@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 from trainer.errors import RefusedError
 from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.messages import PeerId, Reason
-from trainer.network.rpc.remote_address import address_group
 from trainer.network.rpc.token_buckets import TokenBuckets, count_down, remember
 
 MIN_GOOD_CALLS = 8
@@ -92,10 +92,7 @@ class Standing:
         remember(self._proven, peer_id, (address, self._now()), MAX_PROVEN)
 
     def answered(self, peer_id: PeerId, address: str, method: str) -> None:
-        """Proves a peer by its answer to a call of ``method`` at ``address`` (``host:port``).
-
-        An answer to peer exchange proves nothing, because discovery calls anyone who announces itself.
-        """
+        """Proves a peer by its answer at ``host:port``, except to peer exchange: discovery calls all who announce."""
         if not method.startswith(_DISCOVERY_METHODS):
             self.prove(peer_id, address_group(split_address(address)[0]))
 
@@ -169,10 +166,7 @@ class Slot:
 
 
 class Slots:
-    """Bounds the calls or streams (``what``, for messages) in progress at once.
-
-    ``max_per_address`` is the bound for all peers of one address that are not proven.
-    """
+    """Bounds the calls or streams in progress at once; ``max_per_address``: of all strangers at one address."""
 
     def __init__(self, what: str, max_total: int, max_per_holder: int, max_per_address: int) -> None:
         self._what = what
@@ -188,11 +182,7 @@ class Slots:
         return len(self._held)
 
     def take(self, slot: Slot) -> Slot:
-        """Takes a slot; where none is left, in the place of the one that has stalled for longest.
-
-        Raises:
-            RefusedError: ``busy``.
-        """
+        """Takes a slot, where none is left in the place of the one that has stalled for longest, or is ``busy``."""
         if self._by_holder[slot.holder] >= self._max_per_holder:
             raise self._busy()
         if not slot.share.is_proven:
@@ -281,11 +271,7 @@ class ReplayGuard:
         return self._num_entries
 
     def check_clock(self, sent_at: float) -> None:
-        """Checks that a request was sent within the window; so cheap that it comes before the signature.
-
-        Raises:
-            RefusedError: ``clock``, with the difference in seconds.
-        """
+        """Refuses a request that was not sent within the window (``clock``); cheap, so before the signature."""
         difference_s = sent_at - self._now()
         if abs(difference_s) > self._window_s or self._bucket_of(sent_at) <= self._expired_bucket:
             raise RefusedError(
@@ -295,11 +281,7 @@ class ReplayGuard:
             )
 
     def remember(self, sender: PeerId, nonce: bytes, sent_at: float, share: Share) -> None:
-        """Takes a request whose signature was checked, and whose clock by `check_clock`; refuses it the second time.
-
-        Raises:
-            RefusedError: ``replayed``, or ``rate`` when no more can be remembered.
-        """
+        """Takes a checked request, unless it came before (``replayed``) or no more can be remembered (``rate``)."""
         self._expire()
         for senders in self._buckets.values():
             if nonce in senders.get(sender, ()):

@@ -23,10 +23,16 @@ from grpc import aio
 from pydantic import BaseModel
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
-from trainer.network.rpc.boundary import parse_body, peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.network.rpc.connections import Connection, Connections
-from trainer.network.rpc.envelope import SealedFrame, parse_header, verify_header, verify_payload
+from trainer.network.rpc.envelope import (
+    SealedFrame,
+    parse_body,
+    parse_header,
+    peer_boundary,
+    verify_header,
+    verify_payload,
+)
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.limits import ByteBudget, Contacts, ReplayGuard, Share, Slot, Slots, Standing
 from trainer.network.rpc.messages import Counters, PeerId, Reason, Reply, Request, peer_name
@@ -112,11 +118,8 @@ class Serving:
             logger.debug("refused a call from %s: %s", context.peer(), error)
             await _abort(context, *status_for(refusal))
 
-    async def guard(self, port: int) -> None:
-        """Ends connections and calls that take up what others need, for as long as the server listens at ``port``."""
-        await self.connections.guard(port, self._end_stalled_calls)
-
-    def _end_stalled_calls(self) -> None:
+    def end_stalled_calls(self) -> None:
+        """Ends the calls whose callers have taken nothing for too long."""
         for slot in self.calls.stalled(asyncio.get_running_loop().time() - self.config.stall_timeout_s):
             self.calls.shed(slot)
 

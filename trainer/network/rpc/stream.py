@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing_extensions import Buffer
 
 from trainer.errors import PeerUnavailableError, RpcError
-from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.rpc.limits import ByteBudget, Share
 from trainer.network.rpc.messages import Frame
 from trainer.network.rpc.wire import RpcCall, end_task
@@ -50,10 +50,8 @@ class Stream:
         ``index`` is the sender's own number for it, in [0, 2**53). The payload, at most the method's
         ``max_payload_bytes``, may be changed once this returns.
 
-        Raises:
-            PeerUnavailableError: the peer died, fell silent, or has finished.
-            RefusedError: it refused the stream, or a frame of it.
-            TrainerUsageError: after `end`, or a payload larger than a frame may be.
+        Raises PeerUnavailableError where the peer died, fell silent or has finished, RefusedError where it refused the
+        stream or a frame, TrainerUsageError after `end` or for a payload larger than a frame may be.
         """
         await self._call.send("data", index=index, payload=payload)
 
@@ -64,9 +62,8 @@ class Stream:
     async def receive(self) -> Frame | None:
         """Returns the next frame, or None after the other side's `end`. May be cancelled without losing a frame.
 
-        Raises:
-            PeerUnavailableError: the peer died or fell silent, or stopped without `end`.
-            RefusedError: it refused the stream; in a handler: a frame of the caller was refused.
+        Raises PeerUnavailableError where the peer died, fell silent or stopped without `end`, RefusedError where it
+        refused the stream or, in a handler, where a frame of the caller was refused.
         """
         while True:
             if self._waiting:

@@ -188,9 +188,8 @@ class RpcCall(ABC):
     ) -> None:
         """Sends a frame; returns when the connection has taken the frame before, or, after the last frame, that one.
 
-        Raises:
-            RpcError: the first error of the call.
-            TrainerUsageError: what is to be sent is no frame, or comes after the last one; the call goes on.
+        Raises the first error of the call, or TrainerUsageError for what is no frame or comes after the last one; after
+        that the call goes on.
         """
         if not 0 <= index <= _MAX_INDEX:
             raise TrainerUsageError(f"expected a frame's index from 0 to 2**53 - 1, found {index}")

@@ -1,4 +1,4 @@
-"""The parts of a snapshot, in memory; one digest verifies every byte of it.
+"""The parts of a snapshot, in memory; one digest verifies every byte of it. And tensors as bytes, without a copy.
 
 The tensors' bytes, in the order of their names, are one long string cut into chunks of 1 MiB. The SHA-256 digests of
 the chunks, 32 bytes each, fill pages of 16,384 (16 GiB of data a page). The descriptor, canonical JSON, names the
@@ -13,10 +13,13 @@ they agree; `meta` must hold nothing that differs between them (no times, no nam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self, TypeAlias
+from typing import Annotated, Final, Literal, Self, TypeAlias, get_args
 
+import numpy as np
+import torch
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from manifests.serialisation import canonical_json, sha256_hex
@@ -30,8 +33,6 @@ MAX_DESCRIPTOR_BYTES: Final = 1 << 20  # A descriptor travels in one message; 1 
 
 DESCRIPTOR_NAME, PAGES_NAME, DATA_NAME = "descriptor.json", "pages", "data"
 
-_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
-_ITEM_BYTES |= {"int64": 8, "float64": 8}
 _MAX_SIZE_BYTES = 1 << 50
 MAX_EXTENT: Final = 1 << 48
 """Above the product of a tensor's dimensions, those of 0 left out: torch counts strides of empty tensors as well."""
@@ -39,6 +40,10 @@ MAX_EXTENT: Final = 1 << 48
 Meta: TypeAlias = Mapping[str, JsonValue]
 DigestField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Dtype = Literal["bool", "uint8", "int8", "int16", "float16", "bfloat16", "int32", "float32", "int64", "float64"]
+
+_TORCH_DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
+_DTYPES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_FINITE_BLOCK = 1 << 22
 
 
 class TensorSpec(Message):
@@ -62,7 +67,7 @@ class TensorSpec(Message):
     @property
     def size_bytes(self) -> int:
         """Bytes of its values."""
-        return self.num_values * _ITEM_BYTES[self.dtype]
+        return self.num_values * _TORCH_DTYPES[self.dtype].itemsize
 
 
 class Descriptor(Message):
@@ -144,11 +149,7 @@ def make_descriptor(meta: Meta, tensors: tuple[TensorSpec, ...], pages: tuple[st
 
 
 def parse_descriptor(data: bytes, digest: str) -> Descriptor:
-    """Parses a descriptor and verifies it against its digest.
-
-    Raises:
-        StateTransferError: the digest differs, or this release does not write such a descriptor.
-    """
+    """Parses a descriptor; raises StateTransferError if it is another's, or none that this release writes."""
     if len(data) > MAX_DESCRIPTOR_BYTES or sha256_hex(data) != digest:
         raise StateTransferError(f"expected the descriptor of {digest[:16]}…, found other bytes ({len(data)})")
     try:
@@ -162,3 +163,87 @@ def parse_descriptor(data: bytes, digest: str) -> Descriptor:
     if descriptor.size_bytes > _MAX_SIZE_BYTES or len(descriptor.pages) != -(-descriptor.num_chunks // PAGE_CHUNKS):
         raise StateTransferError(f"the state {digest[:16]}…: its pages do not fit its {descriptor.size_bytes} bytes")
     return descriptor
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    """Returns name, dtype and shape of each tensor, sorted by name; TrainerUsageError for a dtype not supported."""
+    if sys.byteorder != "little":
+        raise TrainerUsageError("expected a little-endian machine, found a big-endian one; state is exchanged as bytes")
+    specs = []
+    for name in sorted(tensors):
+        dtype = _DTYPES.get(tensors[name].dtype)
+        if dtype is None:
+            raise TrainerUsageError(
+                f"tensor {name!r}: expected one of {', '.join(_TORCH_DTYPES)}, found {tensors[name].dtype}"
+            )
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensors[name].shape)))
+    return tuple(specs)
+
+
+def chunks_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """Yields the bytes of all tensors, sorted by name, in pieces of exactly `CHUNK_BYTES`; the last may be shorter.
+
+    A piece is valid until the next is requested.
+    """
+    joint = bytearray()
+    for name in sorted(tensors):
+        data = _bytes_of(tensors[name])
+        start = 0
+        if joint:  # Chunks that span tensors are joined; all others are views.
+            start = min(CHUNK_BYTES - len(joint), len(data))
+            joint += data[:start]
+            if len(joint) == CHUNK_BYTES:
+                yield memoryview(joint)
+                joint = bytearray()
+        whole = start + (len(data) - start) // CHUNK_BYTES * CHUNK_BYTES
+        for position in range(start, whole, CHUNK_BYTES):
+            yield data[position : position + CHUNK_BYTES]
+        joint += data[whole:]
+    if joint:
+        yield memoryview(joint)
+
+
+def payload_of(tensors: Mapping[str, torch.Tensor]) -> bytes | memoryview:
+    """Returns the bytes of all tensors, sorted by name; of a single tensor a view, valid until it is changed."""
+    pieces = [_bytes_of(tensors[name]) for name in sorted(tensors)]
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensors_in(
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]], specs: Sequence[TensorSpec]
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose bytes follow each other in ``data``: views where they are aligned, copies elsewhere."""
+    tensors: dict[str, torch.Tensor] = {}
+    start = 0
+    for spec in specs:
+        dtype = _TORCH_DTYPES[spec.dtype]
+        piece = data[start : start + spec.size_bytes]
+        start += spec.size_bytes
+        if piece.ctypes.data % dtype.itemsize:
+            piece = piece.copy()
+        if spec.num_values == 0:
+            tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
+        else:
+            tensors[spec.name] = torch.from_numpy(piece).view(dtype).reshape(spec.shape)
+    return tensors
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor holds no NaN and no infinity.
+
+    A finite sum has finite terms only, and takes a twentieth of the time of checking each; a block whose sum overflows
+    is checked value by value (16 MiB of scratch).
+    """
+    if not tensor.dtype.is_floating_point:
+        return True
+    flat = tensor.reshape(-1)
+    blocks = (flat[start : start + _FINITE_BLOCK] for start in range(0, flat.numel(), _FINITE_BLOCK))
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return all(bool(block.sum(dtype=wide).isfinite()) or bool(block.isfinite().all()) for block in blocks)

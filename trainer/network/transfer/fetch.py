@@ -28,7 +28,14 @@ from trainer.network.discovery.announcement import Announcement
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer, Reply
 from trainer.network.rpc.stream import Stream
-from trainer.network.transfer.descriptor import DESCRIPTOR_NAME, DIGEST_BYTES, Descriptor, Expectation, parse_descriptor
+from trainer.network.transfer.descriptor import (
+    DESCRIPTOR_NAME,
+    DIGEST_BYTES,
+    Descriptor,
+    Expectation,
+    all_finite,
+    parse_descriptor,
+)
 from trainer.network.transfer.donor import (
     CHUNKS_METHOD,
     DESCRIPTOR_METHOD,
@@ -40,7 +47,6 @@ from trainer.network.transfer.donor import (
     StateConfig,
 )
 from trainer.network.transfer.snapshot import PartFile, Snapshot, load_snapshot
-from trainer.network.transfer.tensor_bytes import all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +93,8 @@ async def fetch_state(
 
     The expectation is checked before space is reserved. A partial fetch stays in ``directory`` for the next call.
 
-    Raises:
-        StateTransferError: the donors did not send the whole state in time; it does not meet the expectation; or the
-            disk is full or fails.
+    Raises StateTransferError where the donors do not send the whole state in time, it does not meet the expectation, or
+    the disk is full or fails.
     """
     part = PartFile(Path(directory), digest)
     try:
@@ -113,11 +118,7 @@ async def fetch_state(
 async def fetch_descriptor(
     endpoint: Endpoint, donors: Sequence[Peer], digest: str, *, stall_timeout_s: float = 10.0
 ) -> Descriptor:
-    """Requests a descriptor from all donors and returns the first valid one.
-
-    Raises:
-        StateTransferError: none sent it; the message says of each donor why.
-    """
+    """Returns the first valid descriptor that donors send; the StateTransferError says of each donor why it did not."""
     body, what = DescriptorRequest(digest=digest), f"the descriptor of the state {digest[:16]}…"
     data = await _first_valid(endpoint, donors, stall_timeout_s, DESCRIPTOR_METHOD, body, what, digest)
     return parse_descriptor(data, digest)
@@ -225,10 +226,7 @@ class ChunkPool:
         return len(self._waiting) + len(self._holders)
 
     def take(self, donor: str, num_workers: int) -> list[int]:
-        """Assigns the next chunks to a donor, none if there is nothing it could help with now.
-
-        ``num_workers`` requests to all donors together may be under way.
-        """
+        """Assigns the next chunks to a donor that can help now; ``num_workers`` requests to all may be under way."""
         if self._waiting:
             run = max(1, min(self._max_run, len(self._waiting) // (2 * max(1, num_workers))))
             taken = [self._waiting.popleft() for _ in range(run)]

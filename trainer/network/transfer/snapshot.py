@@ -44,10 +44,12 @@ from trainer.network.transfer.descriptor import (
     PAGES_NAME,
     Descriptor,
     Meta,
+    chunks_of,
     make_descriptor,
     parse_descriptor,
+    specs_of,
+    tensors_in,
 )
-from trainer.network.transfer.tensor_bytes import chunks_of, specs_of, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +72,7 @@ class Snapshot:
 
 
 def describe(meta: Meta, tensors: Mapping[str, torch.Tensor]) -> Descriptor:
-    """Returns the descriptor, and so the digest, that `write_snapshot` would return, without writing.
-
-    Raises:
-        TrainerUsageError: `meta` is no JSON, or a tensor's dtype is not supported.
-    """
+    """Returns the descriptor, and so the digest, that `write_snapshot` would return, without writing."""
     digests = b"".join(hashlib.sha256(chunk).digest() for chunk in chunks_of(tensors))
     return make_descriptor(meta, specs_of(tensors), _page_digests(digests))
 
@@ -86,9 +84,8 @@ def write_snapshot(
 
     ``meta`` is JSON, equal on all nodes that hold equal state; the tensors must not change until this returns.
 
-    Raises:
-        TrainerUsageError: `meta` is no JSON, or a tensor's dtype is not supported.
-        StateTransferError: it cannot be written.
+    Raises TrainerUsageError where ``meta`` is no JSON or a tensor's dtype is not supported, StateTransferError where it
+    cannot be written.
     """
     folder = Path(directory)
     specs = specs_of(tensors)
@@ -133,11 +130,7 @@ def snapshots_in(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def load_snapshot(directory: str | os.PathLike[str], digest: str) -> Snapshot:
-    """Reads a snapshot and verifies every byte.
-
-    Raises:
-        StateTransferError: it is missing, or does not match its digest.
-    """
+    """Reads a snapshot and verifies every byte; raises StateTransferError where it is missing or damaged."""
     return _load_folder(Path(directory) / digest, digest)
 
 
@@ -210,8 +203,7 @@ def _remove_abandoned_drafts(folder: Path) -> None:
 class PartFile:
     """One snapshot being fetched into ``directory``; `open` and `close` it. Any thread may call its methods.
 
-    Raises:
-        StateTransferError: by each method, if the disk is full or fails.
+    Each of them raises StateTransferError if the disk is full or fails.
     """
 
     def __init__(self, directory: Path, digest: str) -> None:
@@ -225,11 +217,7 @@ class PartFile:
         self._file = -1
 
     def open(self) -> None:
-        """Makes or resumes the folder, and removes other interrupted fetches, except the newest.
-
-        Raises:
-            StateTransferError: another process fetches the same state, or the folder cannot be made.
-        """
+        """Makes or resumes the folder, unless another process does; removes all other interrupted fetches but one."""
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()

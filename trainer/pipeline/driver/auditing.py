@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CodecError, NonFiniteActivationError, RpcError
-from trainer.network.rpc.boundary import peer_boundary
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.pipeline.driver.pool import StagePool
 from trainer.pipeline.driver.results import AuditStatus, Verdict
 from trainer.pipeline.driver.stage_caller import Answered, LinkForm, StageCaller

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.network.rpc.config import split_address
-from trainer.network.rpc.remote_address import address_group
+from trainer.network.rpc.dialing import address_group
 from trainer.pipeline.driver.balancer import Balancer, Reservation
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.failure_detector import DOUBTS, Bans

@@ -23,9 +23,8 @@ from torch import Tensor
 from trainer.compression.activations import IDS, ActivationCodec, Direction
 from trainer.errors import MalformedAnswerError, PeerUnavailableError
 from trainer.network.rpc import Endpoint
-from trainer.network.rpc.boundary import peer_boundary
-from trainer.network.transfer.descriptor import TensorSpec
-from trainer.network.transfer.tensor_bytes import all_finite, specs_of
+from trainer.network.rpc.envelope import peer_boundary
+from trainer.network.transfer.descriptor import TensorSpec, all_finite, specs_of
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.results import HopTime
 from trainer.pipeline.driver.workers import StageWorker

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.rpc import Endpoint, Peer, PeerId, Reply, Request, Stream
-from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.rpc.messages import Message, Payload
-from trainer.network.transfer.descriptor import TensorSpec
-from trainer.network.transfer.tensor_bytes import chunks_of, payload_of, specs_of, tensors_in
+from trainer.network.transfer.descriptor import TensorSpec, chunks_of, payload_of, specs_of, tensors_in
 
 MAX_TENSORS = 8
 

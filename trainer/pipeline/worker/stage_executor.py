@@ -34,7 +34,7 @@ from trainer.errors import (
 )
 from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc import Endpoint, Peer, PeerId
-from trainer.network.rpc.boundary import peer_boundary
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.pipeline.protocol.messages import CHAIN, ChainAsk, Hop, StageAnswer
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import ACTIVATION, LABELS, part_of

@@ -25,7 +25,7 @@ from trainer.monitor import ApiConfig
 from trainer.network.discovery import DiscoveryConfig
 from trainer.network.rpc import RpcConfig
 from trainer.network.rpc.config import has_port, split_address
-from trainer.network.rpc.remote_address import is_private_host
+from trainer.network.rpc.dialing import is_private_host
 from trainer.network.transfer import StateConfig
 from trainer.outer.diloco import DiLoCoConfig
 from trainer.outer.sparta.config import SpartaConfig

@@ -20,7 +20,7 @@ from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.rpc import Endpoint, Identity, Peer
-from trainer.network.rpc.boundary import peer_boundary
+from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
 from trainer.run.node.compatibility import ComparedPeer, FitCheck, ask_addresses, register_terms

@@ -251,25 +251,22 @@ async def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
+@_on_a_loop
+async def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The seed is away, comes, and goes again; what the node's process logs as an error comes out as one here."""
-
-    async def scenario() -> None:
-        async with _seed(tmp_path / "seed.id") as (_, address):
-            pass
-        async with running_dht(address, refresh_interval_s=0.1) as node, _discovery("alone", address) as alone:
-            await asyncio.sleep(1.0)  # Several of its looks, with nobody to ask.
-            assert alone.no_peers_reason() == f"nobody answers at {address}"
-            async with _seed(tmp_path / "seed.id", listen=_listen(address)):
-                await _until_joined(node)
-                async with asyncio.timeout(_WITHIN_S):
-                    while alone.no_peers_reason() != f"the DHT of {address} knows nobody of run run":
-                        await asyncio.sleep(0.1)
-
-    with caplog.at_level(logging.WARNING, "trainer.network.discovery"):
-        asyncio.run(scenario())
+    caplog.set_level(logging.WARNING, "trainer.network.discovery")
+    async with _seed(tmp_path / "seed.id") as (_, address):
+        pass
+    async with running_dht(address, refresh_interval_s=0.1) as node, _discovery("alone", address) as alone:
+        await asyncio.sleep(1.0)  # Several of its looks, with nobody to ask.
+        assert alone.no_peers_reason() == f"nobody answers at {address}"
+        async with _seed(tmp_path / "seed.id", listen=_listen(address)):
+            await _until_joined(node)
+            async with asyncio.timeout(_WITHIN_S):
+                while alone.no_peers_reason() != f"the DHT of {address} knows nobody of run run":
+                    await asyncio.sleep(0.1)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")] == []
 
 
@@ -286,32 +283,27 @@ async def _three_more(look_up: mock.AsyncMock) -> None:
 @pytest.mark.parametrize(
     ("lifetime_s", "said"), [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])]
 )
-def test_what_lasts_is_told_and_what_does_not_is_not(
+async def test_what_lasts_is_told_and_what_does_not_is_not(
     lifetime_s: float, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        config = DiscoveryConfig(
-            initial_peers=(_SEED,), announcement_lifetime_s=lifetime_s, announce_interval_s=0.5, poll_interval_s=0.05
-        )
-        discovery = DhtDiscovery(Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1")), config)
-        discovery.process = mock.create_autospec(DhtProcess, instance=True)
-        look_up = discovery.process.get
-        look_up.return_value = ((), 0)
-        await discovery.start()
-        try:
+    caplog.set_level(logging.INFO, "trainer.network.discovery")
+    options = {"announcement_lifetime_s": lifetime_s, "announce_interval_s": 0.5, "poll_interval_s": 0.05}
+    config = DiscoveryConfig(initial_peers=(_SEED,), **options)  # type: ignore[arg-type]
+    discovery = DhtDiscovery(Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1")), config)
+    discovery.process = mock.create_autospec(DhtProcess, instance=True)
+    look_up = discovery.process.get
+    look_up.return_value = ((), 0)
+    await discovery.start()
+    try:
+        await _three_more(look_up)
+        look_up.side_effect = DiscoveryError("the DHT get failed: no answer")
+        await _three_more(look_up)
+        while said and said[0] not in caplog.text:
             await _three_more(look_up)
-            look_up.side_effect = DiscoveryError("the DHT get failed: no answer")
-            await _three_more(look_up)
-            async with asyncio.timeout(20):
-                while said and said[0] not in caplog.text:
-                    await _three_more(look_up)
-            look_up.side_effect = None
-            await _three_more(look_up)
-        finally:
-            await discovery.close()
-
-    with caplog.at_level(logging.INFO, "trainer.network.discovery"):
-        asyncio.run(scenario())
+        look_up.side_effect = None
+        await _three_more(look_up)
+    finally:
+        await discovery.close()
     assert [record.getMessage() for record in caplog.records if record.name == "trainer.network.discovery.dht"] == said
 
 
@@ -351,31 +343,29 @@ def _family(pid: int | None) -> set[int]:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(
+@_on_a_loop
+async def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, short_folder: Path
 ) -> None:
-    async def scenario() -> None:
-        async with running_dht() as process:
-            family = _family(first := process.pid)
-            os.kill(first, signal.SIGKILL)
-            await asyncio.to_thread(wait_until_gone, family)
-            with pytest.raises(DiscoveryError):
-                await process.get("run.peers", 1.0)
-            await process.wait_ready(_START_S)
-            assert process.pid != first
-            assert process.num_restarts == 1
-            assert await process.get("run.peers", 5.0) == ((), 0)
-            family = _family(second := process.pid)
-            # One that hangs is killed and started again after three unanswered requests.
-            os.kill(second, signal.SIGSTOP)
-            for _ in range(3):
-                with pytest.raises(DiscoveryError, match=r"within 0\.1 s"):
-                    await process.get("run.peers", 0.1)
-            await asyncio.to_thread(wait_until_gone, family)
-            await process.wait_ready(_START_S)
-
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
-    asyncio.run(scenario())
+    async with running_dht() as process:
+        family = _family(first := process.pid)
+        os.kill(first, signal.SIGKILL)
+        await asyncio.to_thread(wait_until_gone, family)
+        with pytest.raises(DiscoveryError):
+            await process.get("run.peers", 1.0)
+        await process.wait_ready(_START_S)
+        assert process.pid != first
+        assert process.num_restarts == 1
+        assert await process.get("run.peers", 5.0) == ((), 0)
+        family = _family(second := process.pid)
+        # One that hangs is killed and started again after three unanswered requests.
+        os.kill(second, signal.SIGSTOP)
+        for _ in range(3):
+            with pytest.raises(DiscoveryError, match=r"within 0\.1 s"):
+                await process.get("run.peers", 0.1)
+        await asyncio.to_thread(wait_until_gone, family)
+        await process.wait_ready(_START_S)
     assert list(short_folder.iterdir()) == []
 
 
@@ -432,17 +422,14 @@ def test_both_killed_at_once_leave_no_daemon(short_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:
+@_on_a_loop
+async def test_it_does_not_start_where_a_port_is_taken_and_says_so() -> None:
     """The Go daemon would share the port, and answer every other connection."""
-
-    async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
-            async with running_dht(ready_s=0, listen=listen) as process:
-                with pytest.raises(DiscoveryError, match=r"to be ready .*127\.0\.0\.1:\d+ is taken"):
-                    await process.wait_ready(_START_S, first_start_only=True)
-
-    asyncio.run(scenario())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = (f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",)
+        async with running_dht(ready_s=0, listen=listen) as process:
+            with pytest.raises(DiscoveryError, match=r"to be ready .*127\.0\.0\.1:\d+ is taken"):
+                await process.wait_ready(_START_S, first_start_only=True)
 
 
 _SEED_PROGRAM = """
@@ -479,25 +466,13 @@ def test_a_seeds_address_survives_a_restart(tmp_path: Path) -> None:
     assert _run_seed(port, identity, signal.SIGINT) == address
 
 
-def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(
+async def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = DhtProcess(dht_settings())
-    attempts = 0
-
-    def full_disk() -> str:
-        nonlocal attempts
-        attempts += 1
-        raise FileNotFoundError(2, "No usable temporary directory found")
-
-    async def scenario() -> None:
-        monkeypatch.setattr("tempfile.gettempdir", full_disk)
-        monkeypatch.setattr("trainer.network.discovery.dht_client._FIRST_PAUSE_S", 0.01)
-        process.start()
-        async with asyncio.timeout(20.0):
-            while attempts < 3:
-                await asyncio.sleep(0.01)
-        await process.close()
-
-    asyncio.run(scenario())
+    full_disk = mock.Mock(side_effect=FileNotFoundError(2, "No usable temporary directory found"))
+    monkeypatch.setattr("tempfile.gettempdir", full_disk)
+    monkeypatch.setattr("trainer.network.discovery.dht_client._FIRST_PAUSE_S", 0.01)
+    async with running_dht(ready_s=0), asyncio.timeout(20.0):
+        while full_disk.call_count < 3:
+            await asyncio.sleep(0.01)
     assert "cannot be started: [Errno 2] No usable temporary directory found" in caplog.text

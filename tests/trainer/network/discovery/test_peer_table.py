@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.announcements import announce
+from tests.support.rpc_pair import Clock
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.dht_quotas import RecordQuotas
 from trainer.network.discovery.peer_table import DIRECT, TOLD, KnownPeer, PeerTable
@@ -82,15 +83,21 @@ def test_a_forgotten_one_expires_by_its_own_lifetime_or_the_readers(
     assert table.heard_of() == table.announcements() == ()
 
 
-def test_a_candidate_that_was_busy_is_tried_again_and_not_forgotten() -> None:
-    table = _Table()
-    said = table.hear()
+def test_a_candidate_that_was_busy_is_tried_again_and_a_long_silence_calls_for_another_look() -> None:
+    table, other = _Table(), Identity.create()
+    said = table.hear(other)
     table.retry_later(said.peer_id, 3.0)
     table.retry_later("a" * 64, 3.0)  # Whom nobody has heard of.
     assert table.reachable == []
     table.now += 3.0
     assert table.reachable == [said]
     assert not table.refused
+    table.answered(said.peer_id, said.address)
+    for _ in range(11):
+        assert table.reachable == []
+        table.now += 30.0
+        said = table.hear(other)
+    assert table.reachable == [said]
 
 
 def test_only_reached_nodes_are_shown_and_passed_on() -> None:
@@ -106,14 +113,10 @@ def test_only_reached_nodes_are_shown_and_passed_on() -> None:
     moved = table.hear(other, sent_at=_NOW + 1, address="127.0.0.1:4109")  # It is to be reached again.
     assert (table.known(), table.reachable) == ((), [moved])
     table.answered(other.peer_id, moved.address)
-    assert table.ids == {other.peer_id}
-
-
-def test_a_node_that_answered_before_its_announcement_came_is_reached() -> None:
-    table, other = _Table(), Identity.create()
-    table.answered(other.peer_id, "127.0.0.1:4100")
-    table.hear(other)
-    assert table.ids == {other.peer_id}
+    early = Identity.create()
+    table.answered(early.peer_id, "127.0.0.1:4100")  # Before its announcement comes.
+    table.hear(early)
+    assert table.ids == {other.peer_id, early.peer_id}
 
 
 def test_a_node_that_does_not_answer_is_forgotten_until_it_announces_something_newer() -> None:
@@ -151,15 +154,6 @@ def test_a_caller_that_cannot_be_reached_is_seen_while_it_calls() -> None:
     table.hear(other, lifetime_s=3600)
     table.now += 2
     assert table.announcements() == ()
-
-
-def test_a_long_silence_calls_for_another_look() -> None:
-    table, other = _Table(), Identity.create()
-    table.reach(other)
-    for _ in range(11):
-        table.now += 30
-        said = table.hear(other)
-    assert table.reachable == [said]
 
 
 def test_refusals_are_counted_by_reason_and_take_no_place() -> None:
@@ -301,24 +295,18 @@ _SIZE = 1000
 _STORED = _SIZE + 128
 
 
-class _Quotas(RecordQuotas):
-    """With a clock that is set."""
-
-    def __init__(self, *, max_records: int = 1000, per_key: int = 8) -> None:
-        self.now = 1000.0
-        clock = lambda: self.now  # noqa: E731
-        super().__init__(
-            max_records=max_records, max_bytes_per_key=per_key * _STORED, max_lifetime_s=600.0, clock=clock
-        )
+def _quotas(clock: Clock | None = None, *, max_records: int = 1000, per_key: int = 8) -> RecordQuotas:
+    return RecordQuotas(max_records=max_records, max_bytes_per_key=per_key * _STORED, clock=clock or Clock())
 
 
 def test_a_flood_pushes_out_itself() -> None:
-    quotas = _Quotas()
+    clock = Clock()
+    quotas = _quotas(clock)
     quotas.admit(b"run", "honest", _SIZE, "127.0.0.1")
-    quotas.now += 10.0
+    clock.now_s += 10.0
     quotas.admit(b"run", "honest", _SIZE, "127.0.0.1")
     for number in range(100):  # From the same host.
-        quotas.now += 0.01
+        clock.now_s += 0.01
         dropped = quotas.admit(b"run", f"s{number}", _SIZE, "127.0.0.1")
         assert dropped == ([(b"run", f"s{number - 7}")] if number >= 7 else [])
     assert len(quotas) == 8
@@ -327,9 +315,10 @@ def test_a_flood_pushes_out_itself() -> None:
 
 
 def test_a_host_that_renews_its_flood_leaves_room_for_others() -> None:
-    quotas = _Quotas()
+    clock = Clock()
+    quotas = _quotas(clock)
     for _ in range(3):
-        quotas.now += 10.0
+        clock.now_s += 10.0
         for number in range(8):
             quotas.admit(b"run", f"s{number}", _SIZE, "127.0.0.66")
     assert quotas.admit(b"run", "s8", _SIZE, "127.0.0.66") is None
@@ -338,7 +327,7 @@ def test_a_host_that_renews_its_flood_leaves_room_for_others() -> None:
 
 
 def test_a_run_that_fills_the_node_gives_way_to_others() -> None:
-    quotas = _Quotas(max_records=10, per_key=100)
+    quotas = _quotas(max_records=10, per_key=100)
     for number in range(30):
         quotas.admit(b"attack", f"s{number}", _SIZE, f"198.51.100.{number}")
     for number in range(5):
@@ -350,13 +339,14 @@ def test_a_run_that_fills_the_node_gives_way_to_others() -> None:
 
 
 def test_what_is_too_long_or_too_old_goes() -> None:
-    quotas = _Quotas()
+    clock = Clock()
+    quotas = _quotas(clock)
     assert quotas.admit(b"run", "long", 9 * _SIZE, "h") is None
     quotas.admit(b"run", "a", _SIZE, "h")
-    quotas.now += 599.0
+    clock.now_s += 599.0
     quotas.admit(b"run", "b", _SIZE, "h")
     assert quotas.overdue() == []
-    quotas.now += 1.0
+    clock.now_s += 1.0
     assert quotas.overdue() == [(b"run", "a")]
     assert len(quotas) == 1
 
@@ -370,10 +360,11 @@ def test_what_is_too_long_or_too_old_goes() -> None:
     )
 )
 def test_whatever_is_filed_the_bounds_hold(steps: list[tuple[str, int, str, int]]) -> None:
-    quotas = _Quotas(max_records=9, per_key=5)
+    clock = Clock()
+    quotas = _quotas(clock, max_records=9, per_key=5)
     held: dict[tuple[bytes, str], tuple[int, str]] = {}
     for key_name, number, host, size in steps:
-        quotas.now += 0.4
+        clock.now_s += 0.4
         place = (key_name.encode(), f"{number}")
         dropped = quotas.admit(*place, size, host)
         if dropped is None:

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -102,15 +101,6 @@ async def test_only_nodes_of_the_run_and_the_allow_list_may_call() -> None:
             await ask(other, callee.peer)
 
 
-async def test_a_wrong_clock_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with endpoint_pair() as (caller, callee):
-        behind = time.time() - 500
-
-        monkeypatch.setattr("trainer.network.rpc.wire.time", SimpleNamespace(time=lambda: behind))
-        with refused("clock", r"at most 120 s apart, found yours 50\d\.\d s behind"):
-            await ask(caller, callee.peer)
-
-
 async def test_a_peer_known_by_address_only_says_who_it_is() -> None:
     async with endpoint_pair() as (caller, callee):
         anyone = Peer(None, callee.address)
@@ -142,17 +132,6 @@ async def test_a_handlers_refusal_travels_and_its_failure_says_nothing_of_its_in
                 await caller.call(callee.peer, handler.__name__, Question(), Answer, timeout_s=10)
         assert "secret path" in caplog.text
         assert callee.counters.refused == {"not_in_round": 1, "internal": 2}
-
-
-async def test_what_cannot_be_sent_is_the_callers_mistake() -> None:
-    async with endpoint_pair() as (caller, callee):
-        with pytest.raises(TrainerUsageError):
-            await ask(caller, callee.peer, payload=bytes((1 << 20) + 1))
-        with pytest.raises(TrainerUsageError):
-            await ask(caller, callee.peer, "x" * 70_000)
-        with pytest.raises(TrainerUsageError, match="address"):
-            await ask(caller, Peer(callee.peer_id, "nowhere"))
-        assert (await ask(caller, callee.peer)).sender == callee.peer_id
 
 
 async def test_a_peer_that_is_not_there_is_told_at_once_and_found_by_the_next_call_once_it_is() -> None:
@@ -215,20 +194,6 @@ async def test_a_stopped_peer_is_noticed_by_its_silence(tls: bool) -> None:
             await ask(caller, node.peer)
 
 
-@pytest.mark.slow
-async def test_a_killed_peer_is_noticed_at_once() -> None:
-    with rpc_node(stall_timeout_s=60.0) as node:
-        async with running_endpoint(stall_timeout_s=60.0) as caller:
-            working = asyncio.create_task(ask(caller, node.peer, sleep_s=60, timeout_s=_LONG_S))
-            await asyncio.sleep(0.5)
-            node.kill()
-            async with asyncio.timeout(20):
-                with pytest.raises(PeerUnavailableError):
-                    await working
-                with pytest.raises(PeerUnavailableError):
-                    await ask(caller, node.peer, timeout_s=_LONG_S)
-
-
 async def _send_for_ever(stream: Stream) -> None:
     index = 0
     while True:
@@ -244,9 +209,10 @@ async def _receive_for_ever(stream: Stream) -> None:
 @pytest.mark.parametrize("signal_name", ["stop", "kill"])
 @pytest.mark.parametrize("method", ["test/mirror", "test/pour", "test/deaf"])
 async def test_both_halves_of_a_stream_hear_of_a_peers_end(method: str, signal_name: str) -> None:
-    """While frames are in full flow (mirror, pour), and while the peer takes none of them (deaf)."""
-    with rpc_node() as node:
-        async with running_endpoint() as caller:
+    """While frames are in full flow (mirror, pour), and while the peer takes none (deaf); of its death at once."""
+    options = {"stall_timeout_s": 60.0} if signal_name == "kill" else {}
+    with rpc_node(**options) as node:
+        async with running_endpoint(**options) as caller, asyncio.timeout(30):
             async with caller.open_stream(node.peer, method, Question(sleep_s=60), timeout_s=_LONG_S) as stream:
                 halves = [asyncio.create_task(_receive_for_ever(stream)), asyncio.create_task(_send_for_ever(stream))]
                 await asyncio.sleep(0.5)
@@ -321,11 +287,10 @@ async def test_a_node_killed_and_restarted_is_the_same_peer_with_a_new_certifica
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tls", [False, True])
-async def test_a_port_that_accepts_and_says_nothing_is_given_up(tls: bool) -> None:
+async def test_a_port_that_accepts_and_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         peer = Peer(Identity.create().peer_id, f"127.0.0.1:{mute.getsockname()[1]}")
-        async with running_endpoint(tls=tls, connect_timeout_s=0.5) as caller:
+        async with running_endpoint(connect_timeout_s=0.5) as caller:
             started = time.monotonic()
             with pytest.raises(PeerUnavailableError):
                 await ask(caller, peer, timeout_s=_LONG_S)

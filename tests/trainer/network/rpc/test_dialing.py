@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.config import RpcConfig, split_address
 from trainer.network.rpc.connections import group_of_grpc_peer
-from trainer.network.rpc.dialing import Dialing, DialRefusedError
+from trainer.network.rpc.dialing import Dialing, DialRefusedError, address_group, host_kind, is_private_host
 from trainer.network.rpc.messages import Peer
-from trainer.network.rpc.remote_address import address_group, host_kind, is_private_host
 
 _OWN = "f" * 64
 
@@ -42,25 +40,23 @@ def _refusal(dialing: Dialing, address: str) -> str:
     return caught.value.reason
 
 
-@pytest.mark.parametrize(
-    ("name_of", "host", "group"),
-    [
-        (address_group, "203.0.113.7", "203.0.113.7"),
-        (address_group, "[2001:db8:1:2:3::4]", "2001:db8:1:2::/64"),
-        (address_group, "2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
-        (address_group, "::ffff:203.0.113.7", "203.0.113.7"),
-        (address_group, "fe80::1%eth0", "fe80::/64"),
-        (address_group, "Node.Example", "node.example"),
-        (group_of_grpc_peer, "ipv4:127.0.0.1:5000", "127.0.0.1"),
-        (group_of_grpc_peer, "ipv6:%5B2001:db8::1%5D:5000", "2001:db8::/64"),
-        (group_of_grpc_peer, "ipv6:[::1]:5000", "::/64"),
-        (group_of_grpc_peer, "unix:/tmp/socket", "unix:/tmp/socket"),
-    ],
-)
-def test_what_counts_as_one_host_here_and_as_grpc_names_it(
-    name_of: Callable[[str], str], host: str, group: str
-) -> None:
-    assert name_of(host) == group
+def test_what_counts_as_one_host_here_and_as_grpc_names_it() -> None:
+    groups = {
+        "203.0.113.7": "203.0.113.7",
+        "[2001:db8:1:2:3::4]": "2001:db8:1:2::/64",
+        "2001:db8:1:2:ffff::": "2001:db8:1:2::/64",
+        "::ffff:203.0.113.7": "203.0.113.7",
+        "fe80::1%eth0": "fe80::/64",
+        "Node.Example": "node.example",
+    }
+    assert {host: address_group(host) for host in groups} == groups
+    groups = {
+        "ipv4:127.0.0.1:5000": "127.0.0.1",
+        "ipv6:%5B2001:db8::1%5D:5000": "2001:db8::/64",
+        "ipv6:[::1]:5000": "::/64",
+        "unix:/tmp/socket": "unix:/tmp/socket",
+    }
+    assert {peer: group_of_grpc_peer(peer) for peer in groups} == groups
 
 
 @pytest.mark.parametrize(
@@ -258,18 +254,13 @@ def test_what_is_remembered_is_bounded() -> None:
     "options",
     [
         {"port": -1},
-        {"port": 65536},
         {"heartbeat_s": 0.0},
         {"stall_timeout_s": math.nan},
-        {"connect_timeout_s": -1.0},
-        {"max_clock_skew_s": math.inf},
         {"stop_grace_s": -0.1},
         {"max_calls": 0},
-        {"max_queued_bytes": 0},
         {"heartbeat_s": 6.0, "stall_timeout_s": 10.0},
         {"allowed_peers": ("me",)},
         {"public_address": "host:port"},
-        {"public_address": "host:70000"},
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, object]) -> None:
@@ -301,11 +292,11 @@ def test_addresses() -> None:
 def test_the_address_others_are_told(public: str, host: str, expected: str) -> None:
     endpoint = Endpoint(Identity.create(), "run", RpcConfig(host=host, public_address=public))
     assert endpoint.address == expected
-
-
-def test_listening_everywhere_gives_an_address_of_this_machine_and_a_run_has_a_name() -> None:
     host, _, _ = Endpoint(Identity.create(), "run", RpcConfig()).address.rpartition(":")
-    assert host not in ("", "0.0.0.0", "::")
+    assert host not in ("", "0.0.0.0", "::")  # Listening everywhere gives an address of this machine.
+
+
+def test_a_run_has_a_name() -> None:
     for run_id in ("", "r" * 129):
         with pytest.raises(TrainerUsageError, match="run_id"):
             Endpoint(Identity.create(), run_id, RpcConfig())

@@ -1,4 +1,4 @@
-"""What peers have at once: how it is counted, that callers who leave slots lying keep nobody out, no request twice."""
+"""What peers have at once, how it is counted, and who gives way: slots, requests remembered, connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ from tests.support.rpc_node import RUN_ID, Question
 from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity
-from trainer.network.rpc.limits import ByteBudget, ReplayGuard, Share, Slot, Slots
+from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
+from trainer.network.rpc.limits import (
+    KEPT_S,
+    MAX_PER_ADDRESS,
+    MAX_PROVEN,
+    MIN_GOOD_CALLS,
+    MIN_TENURE_S,
+    ByteBudget,
+    ReplayGuard,
+    Share,
+    Slot,
+    Slots,
+    Standing,
+)
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 PROVEN_A, PROVEN_B = Share("a", True), Share("b", True)
@@ -138,27 +151,6 @@ async def _held(
     return connections
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["call", "stream"])
-async def test_what_one_peer_has_at_once_is_bounded(kind: str) -> None:
-    async with running_endpoint() as caller, running_endpoint(max_calls_per_peer=2, max_streams_per_peer=2) as callee:
-
-        async def hold() -> None:
-            if kind == "call":
-                await ask(caller, callee.peer, sleep_s=0.8)
-                return
-            async with caller.open_stream(callee.peer, "test/deaf", Question(sleep_s=0.8), timeout_s=30) as stream:
-                await stream.end()
-                assert await stream.receive() is None
-
-        holding = [asyncio.create_task(hold()) for _ in range(2)]
-        await asyncio.sleep(0.3)
-        with refused("busy"):
-            await hold()
-        await asyncio.gather(*holding)
-        await hold()
-
-
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_call_whose_answer_nobody_takes_ends_with_its_connection(tls: bool) -> None:
     async with running_endpoint(tls=tls) as victim, AsyncExitStack() as stack:
@@ -186,10 +178,7 @@ async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None
             await ask(newcomer, victim.peer, "in")
         else:
             async with newcomer.open_stream(victim.peer, "test/mirror", Question(), timeout_s=20) as stream:
-                await stream.send(0, b"in")
                 await stream.end()
-                frame = await stream.receive()
-                assert frame is not None and bytes(frame.payload) == b"in"
                 assert await stream.receive() is None
         # One had to give way, and half of all slots is what they could have at most.
         await until(lambda: sum(connection.is_closed for connection in connections) == 1)
@@ -197,7 +186,7 @@ async def test_a_newcomer_gets_the_place_of_what_stands_still(kind: str) -> None
 
 
 async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
-    """Calls in good order fill the address's share: a newcomer is told so, a proven peer is not."""
+    """Calls in good order fill a peer's and the address's share: a newcomer is told so, a proven peer is not."""
     async with running_endpoint(**_LIMITS) as victim, running_endpoint() as proven, running_endpoint() as newcomer:
         await ask(victim, proven.peer)
         async with running_endpoint() as first, running_endpoint() as second, asyncio.TaskGroup() as tasks:
@@ -206,8 +195,9 @@ async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
                 for caller in (first, first, second, second)
             ]
             await until(lambda: len(victim._serving.calls) == 4)
-            with refused("busy", "of one address"):
-                await ask(newcomer, victim.peer)
+            for caller in (newcomer, first):  # The one for its address, the other for itself.
+                with refused("busy", "2 calls of one peer, 4 of one address and 8 of all"):
+                    await ask(caller, victim.peer)
             await ask(proven, victim.peer)
             for task in long_ones:
                 task.cancel()
@@ -281,6 +271,8 @@ def test_when_full_the_new_are_refused_and_the_old_stay_known() -> None:
     clock.now_s += 2.2 * _WINDOW_S
     assert _take(guard, "a", 9, clock.now_s) == "taken"
     assert len(guard) == 1
+    clock.now_s = _START  # A clock that is set back reopens nothing.
+    assert _take(guard, "a", 0, _START) == "clock"
     guard = _guard(clock, total=50)
     taken = [_take(guard, str(sender), 0, clock.now_s) for sender in range(1000)]
     assert taken == ["taken"] * 50 + ["rate"] * 950 and len(guard) == 50
@@ -301,23 +293,10 @@ def test_one_address_cannot_use_up_what_is_remembered_for_all() -> None:
     assert taken < 30 * 600 / 4
     assert _take(guard, "of another host", 0, clock.now_s, "192.0.2.1") == "taken"
     assert _take(guard, "proven", 0, clock.now_s) == "taken"
-
-
-def test_many_addresses_leave_a_quarter_to_proven_senders() -> None:
-    guard = _guard(Clock(), total=400)
-    taken = [_take(guard, f"{it}", 0, _START, f"192.0.2.{it}") for it in range(400)]
-    assert taken == ["taken"] * 300 + ["rate"] * 100
-    assert [_take(guard, "proven", nonce, _START) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
-
-
-def test_a_clock_set_back_reopens_nothing() -> None:
-    clock = Clock()
-    guard = _guard(clock)
-    assert _take(guard, "a", 1, _START) == "taken"
-    clock.now_s += 300
-    assert _take(guard, "a", 2, clock.now_s) == "taken"
-    clock.now_s = _START
-    assert _take(guard, "a", 1, _START) == "clock"
+    guard = _guard(clock, total=400)
+    taken = [_take(guard, f"{it}", 0, clock.now_s, f"192.0.2.{it}") for it in range(400)]
+    assert taken == ["taken"] * 300 + ["rate"] * 100  # Many addresses leave a quarter to proven senders.
+    assert [_take(guard, "proven", nonce, clock.now_s) for nonce in range(101)] == ["taken"] * 100 + ["rate"]
 
 
 @given(
@@ -357,20 +336,131 @@ def test_no_key_takes_more_than_its_bucket_and_the_time_give(
     assert all(count <= capacity + per_s * now_s + 1e-6 for count in taken.values())
 
 
-def test_a_token_given_back_can_be_taken_again_and_no_bucket_overflows() -> None:
-    buckets = TokenBuckets(2.0, 0.5, lambda: 0.0)
+def test_a_token_given_back_can_be_taken_again_and_full_buckets_are_not_remembered() -> None:
+    clock = Clock()
+    buckets = TokenBuckets(2.0, 0.5, clock)
     assert [buckets.take("a") for _ in range(3)] == [True, True, False]
     assert buckets.wait_s("a") == 2.0
     for _ in range(5):
         buckets.give_back("a")
         buckets.give_back("never taken from")
     assert [buckets.take("a") for _ in range(3)] == [True, True, False]
-
-
-def test_full_buckets_are_not_remembered() -> None:
-    clock = Clock()
-    buckets = TokenBuckets(8.0, 1.0, clock)
     for number in range(50_000):
         clock.now_s += 0.01
         buckets.take(str(number))
     assert len(buckets) <= 8192
+
+
+def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
+    clock = Clock()
+    standing = Standing(clock)
+    for number in range(2 * MAX_PER_ADDRESS):
+        clock.now_s += 1.0
+        standing.prove("first", "192.0.2.1")
+        standing.prove(str(number), "192.0.2.1")
+    assert len(standing) == MAX_PER_ADDRESS
+    assert standing.is_proven("first")
+    standing.prove("elsewhere", "192.0.2.2")
+    assert standing.share("elsewhere", "192.0.2.2") == Share("elsewhere", True)
+    for _ in range(2):
+        standing.disprove("elsewhere")
+    assert standing.share("elsewhere", "192.0.2.2") == Share("192.0.2.2", False)
+    clock.now_s += KEPT_S - 10.0
+    standing.prove("first", "192.0.2.1")
+    clock.now_s += 11.0
+    standing.prove("later", "192.0.2.1")
+    assert standing.is_proven("first") and standing.is_proven("later")
+    assert len(standing) == 2
+
+
+def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
+    standing = Standing(Clock())
+    for number in range(MAX_PROVEN + 10):
+        standing.prove(str(number), f"192.0.{number // 50}.{number % 50}")
+    assert len(standing) == MAX_PROVEN
+    for number in range(20_000):
+        standing.let_stall(f"192.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(standing._stalls) <= 4096
+
+
+def test_an_address_is_greylisted_for_a_minute_after_its_strangers_let_answers_stall() -> None:
+    clock = Clock()
+    standing = Standing(clock)
+    for _ in range(3):
+        standing.let_stall("192.0.2.1")
+    assert not standing.is_greylisted("192.0.2.1")
+    clock.now_s += 61.0
+    standing.let_stall("192.0.2.1")
+    assert not standing.is_greylisted("192.0.2.1")  # Those before are forgotten.
+    for _ in range(3):
+        standing.let_stall("192.0.2.1")
+    assert standing.is_greylisted("192.0.2.1") and not standing.is_greylisted("192.0.2.2")
+    clock.now_s += 60.0
+    assert not standing.is_greylisted("192.0.2.1")
+
+
+def _connection(number: int, address: str = "192.0.2.1", **options: object) -> Connection:
+    return Connection(f"ipv4:{address}:{number}", address, float(number), **options)  # type: ignore[arg-type]
+
+
+def _closed(connections: list[Connection], max_total: int) -> list[str]:
+    worst = worst_connections(connections, lambda it: it.peer_id.startswith("proven"), max_total)
+    return [connection.grpc_peer for connection in worst]
+
+
+def test_an_address_keeps_its_share_and_the_longest_idle_go_first() -> None:
+    connections = [_connection(number) for number in range(30)]
+    connections[0].peer_id = "known"
+    connections[1].num_calls = 1
+    connections += [_connection(number, "192.0.2.2") for number in range(20)]
+    assert _closed(connections, 80) == [f"ipv4:192.0.2.1:{number}" for number in range(2, 12)]
+
+
+def test_near_the_limit_the_address_with_most_gives_way_and_proven_peers_keep_theirs_but_not_any_number() -> None:
+    connections = [_connection(number, f"192.0.2.{number}") for number in range(40)]
+    connections += [_connection(100 + number, "198.51.100.7") for number in range(20)]
+    assert _closed(connections, 80) == []
+    connections += [_connection(200 + number, f"203.0.113.{number}") for number in range(10)]
+    assert _closed(connections, 80) == [f"ipv4:198.51.100.7:{100 + number}" for number in range(10)]
+    connections = [_connection(number, peer_id=f"proven {number}") for number in range(60)]
+    assert _closed(connections, 64) == []
+    connections = [_connection(number, peer_id="proven") for number in range(60)]
+    assert _closed(connections, 64) == [f"ipv4:192.0.2.1:{number}" for number in range(36)]
+
+
+def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection() -> None:
+    clock = Clock()
+    standing = Standing(clock)
+    connections = Connections(16, standing, clock)
+
+    def call(peer_id: str) -> None:
+        with connections.in_use("ipv4:192.0.2.1:5") as connection:
+            connections.identified(connection, peer_id)
+            connections.ended_well(connection, peer_id)
+
+    for _ in range(3 * MIN_GOOD_CALLS):
+        call("quick")
+    assert not standing.is_proven("quick")
+    clock.now_s += MIN_TENURE_S + 1
+    call("other")
+    call("quick")
+    assert not len(standing), "another's call in between begins it anew"
+    for _ in range(MIN_GOOD_CALLS):
+        clock.now_s += MIN_TENURE_S / 4
+        call("steady")
+    assert standing.is_proven("steady")
+    assert len(standing) == 1
+
+
+@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
+    async with running_endpoint() as endpoint, running_endpoint() as other:
+        await ask(other, endpoint.peer)
+        sockets = AcceptedSockets(int(endpoint.address.rpartition(":")[2]))
+        [peer] = sockets.scan()
+        assert peer.startswith("ipv4:127.0.0.1:")
+        assert not AcceptedSockets(int(other.address.rpartition(":")[2])).scan()
+        assert not sockets.shut("ipv4:127.0.0.1:1")
+        assert sockets.shut(peer)
+        await until(lambda: not sockets.scan())
+        await ask(other, endpoint.peer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,32 +18,42 @@ from hypothesis import strategies as st
 
 from manifests.serialisation import sha256_hex
 from trainer.errors import StateTransferError, TrainerUsageError
-from trainer.network.transfer.descriptor import CHUNK_BYTES, Descriptor, Expectation, parse_descriptor
+from trainer.network.transfer.descriptor import (
+    CHUNK_BYTES,
+    Descriptor,
+    Expectation,
+    all_finite,
+    chunks_of,
+    parse_descriptor,
+    payload_of,
+)
 from trainer.network.transfer.snapshot import PartFile, describe, load_snapshot, snapshots_in, write_snapshot
-from trainer.network.transfer.tensor_bytes import all_finite, chunks_of, payload_of
-
-Make = Callable[..., dict[str, torch.Tensor]]
-FileSizeLimit = Callable[[int], AbstractContextManager[None]]
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float64]
 
 
-def _all_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    contents = [
-        {name: (it.dtype, it.shape, bytes(payload_of({name: it}))) for name, it in tensors.items()}
-        for tensors in (found, expected)
-    ]
-    return contents[0] == contents[1]
+def _tensors(num_values: int) -> dict[str, torch.Tensor]:
+    """Two fp32 vectors of so many values, and an odd small one before them, so that chunks span tensors."""
+    generator = torch.Generator().manual_seed(0)
+    anchor, momentum = torch.randn(2, num_values, generator=generator)
+    return {"anchor": anchor.clone(), "aaa": torch.arange(3, dtype=torch.uint8), "momentum": momentum.clone()}
 
 
-def test_it_reads_back_bit_for_bit(tmp_path: Path, make_tensors: Make) -> None:
-    tensors = make_tensors(700_000)
-    descriptor = write_snapshot(tmp_path, {"outer_step": 3}, tensors)
-    assert descriptor.num_chunks == 6
-    snapshot = load_snapshot(tmp_path, descriptor.digest)
-    assert snapshot.meta == {"outer_step": 3}
-    assert _all_same(snapshot.tensors, tensors)
-    snapshot.tensors["anchor"].add_(1)  # Its own memory, to be changed.
+@contextmanager
+def _file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Makes files of more bytes fail, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def _contents(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+    return {name: (it.dtype, it.shape, bytes(payload_of({name: it}))) for name, it in tensors.items()}
 
 
 @pytest.mark.slow
@@ -59,8 +70,11 @@ def test_any_tensors_read_back(data: st.DataObject, tmp_path_factory: pytest.Tem
     }
     folder = tmp_path_factory.mktemp("snapshots")
     digest = write_snapshot(folder, {}, tensors).digest
-    assert _all_same(load_snapshot(folder, digest).tensors, tensors)
+    found = load_snapshot(folder, digest).tensors
+    assert _contents(found) == _contents(tensors)
     assert describe({}, tensors).digest == digest
+    for tensor in found.values():
+        tensor.zero_()  # Its own memory, to be changed.
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
@@ -74,8 +88,8 @@ def test_chunks_hold_exactly_the_bytes(num_bytes: int) -> None:
     assert bytes(payload_of({"b": second})) == second.numpy().tobytes()
 
 
-def test_equal_content_has_an_equal_digest_and_other_content_another(make_tensors: Make) -> None:
-    tensors = make_tensors(1000)
+def test_equal_content_has_an_equal_digest_and_other_content_another() -> None:
+    tensors = _tensors(1000)
     digest = describe({"step": 1}, tensors).digest
     assert describe({"step": 1}, dict(reversed(tensors.items()))).digest == digest
     strided = {**tensors, "anchor": torch.stack([tensors["anchor"]] * 2, dim=1)[:, 0]}
@@ -86,18 +100,18 @@ def test_equal_content_has_an_equal_digest_and_other_content_another(make_tensor
     assert len({digest, *(describe(meta, found).digest for meta, found in others)}) == 4
 
 
-def test_the_last_two_are_kept(tmp_path: Path, make_tensors: Make) -> None:
-    digests = [write_snapshot(tmp_path, {"step": step}, make_tensors(10)).digest for step in range(4)]
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    digests = [write_snapshot(tmp_path, {"step": step}, _tensors(10)).digest for step in range(4)]
     assert snapshots_in(tmp_path) == [digests[3], digests[2]]
-    again = write_snapshot(tmp_path, {"step": 2}, make_tensors(10)).digest
+    again = write_snapshot(tmp_path, {"step": 2}, _tensors(10)).digest
     assert snapshots_in(tmp_path) == [again, digests[3]]
     assert {path.name for path in tmp_path.iterdir()} == set(snapshots_in(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["data", "pages", "descriptor.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lengthen", "remove"])
-def test_damage_is_found(tmp_path: Path, make_tensors: Make, name: str, damage: str) -> None:
-    digest = write_snapshot(tmp_path, {}, make_tensors(300_000)).digest
+def test_damage_is_found(tmp_path: Path, name: str, damage: str) -> None:
+    digest = write_snapshot(tmp_path, {}, _tensors(300_000)).digest
     path = tmp_path / digest / name
     data = path.read_bytes()
     middle = len(data) // 2
@@ -121,21 +135,17 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     assert snapshots_in(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StateTransferError, match="cannot be written"):
-        write_snapshot(tmp_path / "file", {}, {"x": torch.zeros(1)})
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, make_tensors: Make, file_size_limit: FileSizeLimit) -> None:
-    kept = write_snapshot(tmp_path, {}, make_tensors(10)).digest
-    with file_size_limit(1 << 20), pytest.raises(StateTransferError, match="cannot be written"):
-        write_snapshot(tmp_path, {}, make_tensors(1_000_000))
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    kept = write_snapshot(tmp_path, {}, _tensors(10)).digest
+    with _file_size_limit(1 << 20), pytest.raises(StateTransferError, match="cannot be written"):
+        write_snapshot(tmp_path, {}, _tensors(1_000_000))
     assert [path.name for path in tmp_path.iterdir()] == [kept]
+    with pytest.raises(StateTransferError, match="cannot be written"):
+        write_snapshot(tmp_path / kept / "data", {}, _tensors(10))  # No folder.
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_no_half_snapshot(tmp_path: Path, make_tensors: Make) -> None:
+def test_a_writer_that_is_killed_leaves_no_half_snapshot(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch\n"
         "import trainer.network.transfer.snapshot as snapshot\n"
@@ -146,12 +156,12 @@ def test_a_writer_that_is_killed_leaves_no_half_snapshot(tmp_path: Path, make_te
     assert killed.returncode == -signal.SIGKILL
     assert [path.name.startswith(".draft-") for path in tmp_path.iterdir()] == [True]
     assert snapshots_in(tmp_path) == []
-    digest = write_snapshot(tmp_path, {}, make_tensors(10)).digest  # Clears up behind it.
+    digest = write_snapshot(tmp_path, {}, _tensors(10)).digest  # Clears up behind it.
     assert [path.name for path in tmp_path.iterdir()] == [digest]
 
 
-def test_a_descriptor_is_believed_only_by_its_digest(make_tensors: Make) -> None:
-    descriptor = describe({"step": 1}, make_tensors(10))
+def test_a_descriptor_is_believed_only_by_its_digest() -> None:
+    descriptor = describe({"step": 1}, _tensors(10))
     assert parse_descriptor(descriptor.to_bytes(), descriptor.digest) == descriptor
     with pytest.raises(StateTransferError, match="found other bytes"):
         parse_descriptor(descriptor.to_bytes() + b" ", descriptor.digest)
@@ -167,8 +177,8 @@ def test_a_descriptor_is_believed_only_by_its_digest(make_tensors: Make) -> None
             parse_descriptor(spelling, sha256_hex(spelling))
 
 
-def test_expectations(make_tensors: Make) -> None:
-    descriptor = describe({}, make_tensors(10))
+def test_expectations() -> None:
+    descriptor = describe({}, _tensors(10))
     shapes = {"aaa": ("uint8", (3,)), "anchor": ("float32", (10,)), "momentum": ("float32", (10,))}
     Expectation(max_bytes=83, tensors=shapes).check(descriptor)
     Expectation(max_bytes=83).check(descriptor)
@@ -208,8 +218,8 @@ class _Source:
 
 
 @pytest.fixture
-def source(tmp_path: Path, make_tensors: Make) -> _Source:
-    return _Source(tmp_path / "source", make_tensors(400_000))
+def source(tmp_path: Path) -> _Source:
+    return _Source(tmp_path / "source", _tensors(400_000))
 
 
 @contextmanager
@@ -259,14 +269,6 @@ def test_damaged_leftovers_are_fetched_again(tmp_path: Path, source: _Source) ->
         assert part.begin(source.descriptor, source.pages) == [0, 1, 2, 3]
 
 
-def test_two_do_not_fetch_one_state_into_one_folder(tmp_path: Path, source: _Source) -> None:
-    second = PartFile(tmp_path, source.digest)
-    with opened(tmp_path, source.digest), pytest.raises(StateTransferError, match="another process fetches"):
-        second.open()
-    second.open()
-    second.close()
-
-
 def test_the_newest_interrupted_fetch_is_kept_and_no_other(tmp_path: Path, source: _Source) -> None:
     """Space is reserved whole: without this each state that was not fetched to its end would stay for good."""
     directory = tmp_path / "states"
@@ -282,12 +284,17 @@ def test_the_newest_interrupted_fetch_is_kept_and_no_other(tmp_path: Path, sourc
         assert left == {digest + end for digest in ("a" * 64, source.digest) for end in ("", ".lock")}
 
 
-def test_what_others_are_fetching_is_not_removed(tmp_path: Path, source: _Source) -> None:
+def test_what_others_are_fetching_is_neither_removed_nor_fetched_beside_them(tmp_path: Path, source: _Source) -> None:
     digests = {*(letter * 64 for letter in "abc"), source.digest}
     with ExitStack() as stack:
         for digest in sorted(digests):
             stack.enter_context(opened(tmp_path, digest))
         assert {path.name for path in tmp_path.glob(".fetch-*[!k]")} == {f".fetch-{digest}" for digest in digests}
+        second = PartFile(tmp_path, source.digest)
+        with pytest.raises(StateTransferError, match="another process fetches"):
+            second.open()
+    second.open()
+    second.close()
 
 
 def test_a_write_after_the_end_touches_no_other_file(tmp_path: Path, source: _Source) -> None:
@@ -298,11 +305,9 @@ def test_a_write_after_the_end_touches_no_other_file(tmp_path: Path, source: _So
     assert (tmp_path / "bystander").read_bytes() == b""
 
 
-def test_a_full_disk_is_reported_before_anything_is_fetched(
-    tmp_path: Path, source: _Source, file_size_limit: FileSizeLimit
-) -> None:
+def test_a_full_disk_is_reported_before_anything_is_fetched(tmp_path: Path, source: _Source) -> None:
     full = pytest.raises(StateTransferError, match=r"does not fit into .*; make room")
-    with opened(tmp_path, source.digest) as part, file_size_limit(1 << 20), full:
+    with opened(tmp_path, source.digest) as part, _file_size_limit(1 << 20), full:
         part.begin(source.descriptor, source.pages)
     with opened(tmp_path, source.digest) as part:
         assert part.begin(source.descriptor, source.pages) == [0, 1, 2, 3]
