@@ -45,17 +45,16 @@ class HubRoute(MicroBatchInFlight):
 
     async def _run(self) -> None:
         *others, tail = self._pools
-        passed: list[
-            tuple[Mapping[str, Tensor], Answered]
-        ] = []  # Inputs of the stages, and answers with their outputs.
+        # Inputs of the stages, and answers with their outputs; each is let go of once its stage has counted.
+        passed: list[tuple[Mapping[str, Tensor], Answered]] = []
         activation: dict[str, Tensor] | None = None
         for stage in others:
             given = self._context.form.input_of(self.micro_batch, activation)
             passed.append((given, await self._forward(stage, given)))
             activation = part_of(ACTIVATION, passed[-1][1].tensors)
         gradient = await self._tail(tail, self._context.form.input_of(self.micro_batch, activation))
-        for stage_input, answered in reversed(passed):
-            gradient = await self._backward(stage_input, answered, gradient)
+        while passed:
+            gradient = await self._backward(*passed.pop(), gradient)
 
     async def _forward(self, stage: str, given: Mapping[str, Tensor]) -> Answered:
         pool, units = self._pools[stage], self._num_rows * (FORWARD_UNITS + BACKWARD_UNITS)
