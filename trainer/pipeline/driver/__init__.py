@@ -11,39 +11,10 @@ nor each worker's time.
 
 from __future__ import annotations
 
-from trainer.pipeline.driver.balancer import Balancer, Reservation, WorkerLoad
-from trainer.pipeline.driver.config import DriverConfig, Routing
+from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.failure_detector import Bans
-from trainer.pipeline.driver.results import (
-    DriverStatus,
-    Fate,
-    HopTime,
-    MicroBatchOutcome,
-    MicroBatchResult,
-    StageView,
-    StepLoss,
-)
+from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
-from trainer.pipeline.driver.workers import StageDirectory, StageWorker, workers_in
+from trainer.pipeline.driver.workers import StageWorker
 
-__all__ = [
-    "Balancer",
-    "Bans",
-    "DriverConfig",
-    "DriverStatus",
-    "Fate",
-    "HopTime",
-    "LinkForm",
-    "MicroBatchOutcome",
-    "MicroBatchResult",
-    "PipelineDriver",
-    "Reservation",
-    "Routing",
-    "StageDirectory",
-    "StageView",
-    "StageWorker",
-    "StepLoss",
-    "WorkerLoad",
-    "workers_in",
-]
+__all__ = ["DriverConfig", "LinkForm", "MicroBatchResult", "PipelineDriver", "StageWorker", "StepLoss"]

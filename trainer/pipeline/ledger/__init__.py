@@ -18,19 +18,12 @@ from __future__ import annotations
 from trainer.pipeline.ledger.client import LedgerClient
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.journal import Journal
-from trainer.pipeline.ledger.ledger import AppliedReport, Ledger
+from trainer.pipeline.ledger.ledger import AppliedReport
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.messages import (
-    LEDGER_ACCOUNT,
-    LEDGER_LEASE,
-    LEDGER_RENEW,
-    LEDGER_SETTLE,
-    Account,
-    LostCount,
-)
+from trainer.pipeline.ledger.messages import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, Account
 from trainer.pipeline.ledger.rows import LedgerLane, MicroBatches, lanes_of, preferred_shards, spec_of
-from trainer.pipeline.ledger.service import AppliedInquiry, LedgerService, WorkerInquiry, open_ledger
-from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run, Unit
+from trainer.pipeline.ledger.service import LedgerService, WorkerInquiry, open_ledger
+from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run
 
 __all__ = [
     "LEDGER_ACCOUNT",
@@ -38,22 +31,18 @@ __all__ = [
     "LEDGER_RENEW",
     "LEDGER_SETTLE",
     "Account",
-    "AppliedInquiry",
     "AppliedReport",
     "Journal",
     "LaneSpec",
     "Layout",
-    "Ledger",
     "LedgerClient",
     "LedgerConfig",
     "LedgerLane",
     "LedgerService",
     "LedgerSpec",
     "LedgerState",
-    "LostCount",
     "MicroBatches",
     "Run",
-    "Unit",
     "WorkerInquiry",
     "lanes_of",
     "open_ledger",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.swarm_bench.churn import ChurnPlan, compare, simulate
-from trainer.pipeline.driver import Balancer, Reservation
+from trainer.pipeline.driver.balancer import Balancer, Reservation
 
 
 class Queues:
