@@ -3,10 +3,9 @@
     driver = PipelineDriver(endpoint, plan.names, directory, work, LinkForm(codec, dim), DriverConfig())
     await driver.run()                     # until the work is done, or `stop`
 
-A micro-batch is counted in every stage once, or is reported lost, with the stage and the reason. Nothing waits without
-end except for a stage without workers, which the log names. The trade-off: by hub, a driver holds the inputs of each
-stage for what is in flight, and every activation crosses its link twice; by chain, the driver sees neither activations
-nor each worker's time.
+Nothing waits without end except for a stage without workers, which the log names. The trade-off: by hub, a driver
+holds the inputs of each stage for what is in flight, and every activation crosses its link twice; by chain, the driver
+sees neither activations nor each worker's time.
 """
 
 from __future__ import annotations

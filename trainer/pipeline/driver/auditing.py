@@ -16,7 +16,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ class AuditRates:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: dict[str, _Record] = {}  # The last one used at the end.
 
     def rate(self, key: str) -> float:
         """Returns the share of a worker's micro-batches that is audited, 0 to 1."""
@@ -96,10 +96,9 @@ class AuditRates:
         return True
 
     def _record(self, key: str) -> _Record:
-        record = self._records.setdefault(key, _Record())
-        self._records.move_to_end(key)
-        while len(self._records) > _MAX_WORKERS:
-            self._records.popitem(last=False)
+        record = self._records[key] = self._records.pop(key, _Record())
+        if len(self._records) > _MAX_WORKERS:
+            del self._records[next(iter(self._records))]
         return record
 
 

@@ -7,10 +7,8 @@
     await work.start()
     micro_batch = await work.next(); ...; work.settle(settlement)
 
-Guarantees: leased = done + lost + open at every moment; a micro-batch is in one live lease at most, and those of an
-epoch are every window of every shard once; what a driver is told is on disk before (killed at any byte, the keeper
-comes back with it); settling twice counts once. The trade-off: one keeper per run, an fsync (1 to 5 ms) for each lease
-and each bundle of settlements; drivers go on for a minute while it is away (`LedgerConfig.hold_s`).
+A micro-batch is in one live lease at most, and those of an epoch are every window of every shard once. The trade-off:
+one keeper per run, an fsync (1 to 5 ms) for each lease and each bundle of settlements.
 """
 
 from __future__ import annotations
