@@ -32,10 +32,7 @@ from trainer.pipeline.driver.auditing import (
     AuditRates,
     StageOutput,
     difference,
-    midpoint,
-    nudge,
     output_of,
-    slope_ratio,
 )
 from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
 
@@ -208,25 +205,6 @@ def test_first_weights_that_are_zeros_are_alike_and_losses_within_half_or_a_nat(
     said = [StageOutput(loss=loss) for loss in (8.0, 4.5, 3.5, 0.5, 0.0)]
     assert [difference(said[0], other) is None for other in said] == [True, True, False, False, False]
     assert difference(said[3], said[4]) is None
-
-
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (-3.0, -1 / 3), (10.0, 0.1)])
-def test_the_slope_of_an_output_shows_by_how_much_a_gradient_is_wrong(factor: float, expected: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, grad_y = torch.randn(2, 8, 16, generator=generator), torch.randn(2, 8, 16, generator=generator)
-    matrix = torch.randn(16, 16, generator=generator)
-
-    def stage(values: Tensor) -> Tensor:
-        return values + torch.tanh(values @ matrix / 4)
-
-    leaf = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(stage(leaf), leaf, grad_y)
-    claimed = factor * gradient
-    step = nudge(x, claimed)
-    sides = [StageOutput(stage(side)) for side in (x + step, x - step)]
-    ratio = slope_ratio(2 * step, claimed, *sides, grad_y=grad_y, num_labels=1)
-    assert ratio == pytest.approx(expected, rel=0.05)
-    assert difference(midpoint(*sides), StageOutput(stage(x))) is None
 
 
 def test_whoever_does_well_is_audited_less_and_whoever_was_wrong_always() -> None:

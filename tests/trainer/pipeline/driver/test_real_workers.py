@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.event_loop import on_event_loop
 from tests.support.lying_replica import lie_named
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Directory, Windows, announced, driver_of, window
-from tests.support.stage_worker import INNER, RUN_ID, WorkerSetup, running_worker, stage_worker_processes
-from tests.support.toy_stage import until
+from tests.support.stage_worker import INNER, RUN_ID, WorkerSetup, running_worker
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_model
 from trainer.model.config import stage_names
@@ -81,6 +77,7 @@ async def test_step_for_step_the_losses_of_one_process(routing: str) -> None:
     assert work.fates() == ["done"] * 5 * PER_STEP
     expected = reference_losses(setup, 5)
     assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
+    assert [(step.step, step.micro_batches) for step in steps] == [(number, PER_STEP) for number in range(5)]
     assert abs(expected[0] - expected[-1]) > 1e-3  # The weights have moved.
 
 
@@ -113,36 +110,3 @@ async def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_acc
     liar = next(worker.uid for worker in directory.found if worker.stage == lying_stage)
     assert driver.status().audit.liars == {liar: 1}
     assert work.fates() == ["done"] * 40
-
-
-def test_a_process_is_stopped_for_a_while_and_another_killed() -> None:
-    body = WorkerSetup(stage="body-1")
-    with stage_worker_processes([body, body]) as (doomed, stopped):
-        announcements = [announced("body-1", 40, doomed.peer), announced("body-1", 41, stopped.peer)]
-
-        @on_event_loop
-        async def test(routing: str, hurt: Callable[[], Awaitable[None]]) -> None:
-            results: list[MicroBatchResult] = []
-            config = {"routing": routing, "request_timeout_s": 20.0, "unclear_s": 30.0}
-            options = {"replicas": 2, "config": config, "on_result": results.append}
-            async with driving(WorkerSetup(), 60, **options) as (driver, work, directory):
-                others = [worker for worker in directory.found if worker.stage != "body-1"]
-                directory.found = [*others, *announcements]
-                work.left = deque(range(60) if routing == "hub" else range(60, 120))
-                running = asyncio.create_task(driver.run())
-                await until(lambda: driver.status().done >= 10)
-                await hurt()
-                await running
-            assert not [result for result in results if result.outcome.fate != "done"]
-            assert len(results) == 60
-
-        async def pause() -> None:
-            stopped.stop()
-            await asyncio.sleep(0.5)
-            stopped.resume()
-
-        async def kill() -> None:
-            doomed.kill()
-
-        test("chain", pause)
-        test("hub", kill)

@@ -27,8 +27,7 @@ from tests.support.token_store import TokenStore
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Peer, Reply, Request
 from trainer.pipeline.ledger import LedgerClient, LedgerConfig, LedgerService, lanes_of, preferred_shards, spec_of
-from trainer.pipeline.ledger.lease_cache import LeaseCache
-from trainer.pipeline.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk, SettleAsk
+from trainer.pipeline.ledger.messages import LEDGER_LEASE, LeaseAnswer, LeaseAsk
 from trainer.pipeline.ledger.units import Run as Rows
 from trainer.pipeline.protocol.work import MicroBatchId, boottime_s
 
@@ -287,20 +286,6 @@ def test_a_store_that_does_not_answer_holds_up_neither_leases_nor_the_end(
         assert not given_up
     finally:
         released.set()
-
-
-def test_a_settlement_that_was_not_accepted_is_repeated_after_a_while_and_holds_up_nothing_else() -> None:
-    token = "a" * 32
-    cache, first, second = LeaseCache(), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 4)
-    cache.add(token, (), 99.0)
-    cache._unreported[token] = {str(each): done(each) for each in (first, second)}
-    cache.reported(cache.bundle(0.0), [str(first), "e0.s9.r0"], 5.0)
-    assert (cache.num_unreported, cache.bundle(4.9)) == (1, None)
-    assert cache.leases  # It is renewed as long as something of it is to be reported.
-    again = cache.bundle(5.0)
-    assert again == SettleAsk(token=token, settlements=(done(first),))
-    cache.reported(again, (), 0.0)
-    assert (cache.num_unreported, cache.leases) == (0, {})
 
 
 # -- rows of the store -------------------------------------------------------------------------------------------------
