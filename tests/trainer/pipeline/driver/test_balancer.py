@@ -173,18 +173,12 @@ def test_a_place_that_was_released_is_taken_again_however_full_its_worker_is() -
     balancer.done(first)
     balancer.done(second)
     assert (balancer.loads()[0].in_flight, balancer.loads()[0].runtime_s) == (0, before_s)
+    former = reserved(balancer, "a")
     balancer.remove("a")
     balancer.resume(first, 4.0)
     assert not first.open
-
-
-def test_a_worker_that_left_and_came_back_is_a_newcomer() -> None:
-    balancer = Balancer()
     balancer.add("a")
-    place = reserved(balancer, "a")
-    balancer.remove("a")
-    balancer.add("a")
-    balancer.done(place)  # Of its former life: nothing of it is booked here.
+    balancer.done(former)  # Of its former life: a worker that left and came back is a newcomer.
     assert [(load.in_flight, load.runtime_s) for load in balancer.loads()] == [(0, 0.0)]
 
 
