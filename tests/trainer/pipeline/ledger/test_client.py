@@ -189,12 +189,12 @@ async def all_of_but(driver: LedgerClient, service: LedgerService, num_open: int
 
 
 @asynccontextmanager
-async def lying_keeper(*runs: dict[str, int], lease_s: float) -> AsyncIterator[tuple[Peer, list[LeaseAsk]]]:
+async def lying_keeper(*runs: dict[str, int]) -> AsyncIterator[tuple[Peer, list[LeaseAsk]]]:
     asked: list[LeaseAsk] = []
 
     async def answer(request: Request[LeaseAsk]) -> Reply[LeaseAnswer]:
         asked.append(request.body)
-        return Reply(LeaseAnswer(runs=tuple(Rows(**{"epoch": 0, "shard": 1, **run}) for run in runs), lease_s=lease_s))
+        return Reply(LeaseAnswer(runs=tuple(Rows(**{"epoch": 0, "shard": 1, **run}) for run in runs), lease_s=1e300))
 
     async with running_endpoint() as liar:
         liar.register(LEDGER_LEASE, LeaseAsk, answer)
@@ -203,39 +203,26 @@ async def lying_keeper(*runs: dict[str, int], lease_s: float) -> AsyncIterator[t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "is_taken"),
     [
-        [{"row": 16, "num_rows": 4}],
-        [{"row": 2, "num_rows": 4}],
-        [{"row": 0, "num_rows": 10**9}],
-        [{"row": 0, "num_rows": 16}] * 500,
+        ([{"row": 16, "num_rows": 4}], False),
+        ([{"row": 2, "num_rows": 4}], False),
+        ([{"row": 0, "num_rows": 10**9}], False),
+        ([{"row": 0, "num_rows": 16}] * 500, False),
+        ([{"row": 0, "num_rows": 4, "epoch": 10**9 - 1}], True),
+        ([{"row": 0, "num_rows": 4, "shard": 10**10 - 1}], True),
     ],
 )
-async def test_rows_that_no_lease_has_are_taken_from_no_keeper_and_end_no_driver(
-    run: Run, wrong: list[dict[str, int]]
-) -> None:
-    async with lying_keeper(*wrong, lease_s=30.0) as (liar, asked), run.keeper() as (_, endpoint):
-        keepers = [liar]
-        async with run.driver(keepers) as driver:
-            while len(asked) < 2:
-                await asyncio.sleep(0.01)
-            assert not driver.cache.leases
-            keepers.append(endpoint.peer)
-            assert len(await all_of(driver)) == 15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", [{"epoch": 10**9 - 1, "shard": 1}, {"epoch": 0, "shard": 10**10 - 1}])
-async def test_rows_that_cannot_be_read_end_no_driver(
-    run: Run, wrong: dict[str, int], monkeypatch: pytest.MonkeyPatch
+async def test_rows_that_no_lease_has_or_that_cannot_be_read_end_no_driver(
+    run: Run, wrong: list[dict[str, int]], is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.pipeline.ledger.client._UNREADABLE_S", 0.01)
-    lie = {**wrong, "row": 0, "num_rows": 4}
-    async with lying_keeper(lie, lease_s=1e300) as (liar, _), run.keeper() as (_, endpoint):
+    async with lying_keeper(*wrong) as (liar, asked), run.keeper() as (_, endpoint):
         keepers = [liar]
         async with run.driver(keepers, replace(CONFIG, close_s=0.1)) as driver:
-            while not driver.cache.leases or driver.cache.unread:
+            while len(asked) < 2 or driver.cache.unread:
                 await asyncio.sleep(0.01)
+            assert bool(driver.cache.leases) is is_taken
             keepers.append(endpoint.peer)
             assert len([await driver.next() for _ in range(3)]) == 3
 
