@@ -3,47 +3,17 @@
     driver = PipelineDriver(endpoint, plan.names, directory, work, LinkForm(codec, dim), DriverConfig())
     await driver.run()                     # until the work is done, or `stop`
 
-A micro-batch is counted in every stage once, or is reported lost, with the stage and the reason. Nothing waits without
-end except for a stage without workers, which the log names. The trade-off: by hub, a driver holds the inputs of each
-stage for what is in flight, and every activation crosses its link twice; by chain, the driver sees neither activations
-nor each worker's time.
+Nothing waits without end except for a stage without workers, which the log names. The trade-off: by hub, a driver
+holds the inputs of each stage for what is in flight, and every activation crosses its link twice; by chain, the driver
+sees neither activations nor each worker's time.
 """
 
 from __future__ import annotations
 
-from trainer.pipeline.driver.balancer import Balancer, Reservation, WorkerLoad
-from trainer.pipeline.driver.config import DriverConfig, Routing
+from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.failure_detector import Bans
-from trainer.pipeline.driver.results import (
-    DriverStatus,
-    Fate,
-    HopTime,
-    MicroBatchOutcome,
-    MicroBatchResult,
-    StageView,
-    StepLoss,
-)
+from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
-from trainer.pipeline.driver.workers import StageDirectory, StageWorker, workers_in
+from trainer.pipeline.driver.workers import StageWorker
 
-__all__ = [
-    "Balancer",
-    "Bans",
-    "DriverConfig",
-    "DriverStatus",
-    "Fate",
-    "HopTime",
-    "LinkForm",
-    "MicroBatchOutcome",
-    "MicroBatchResult",
-    "PipelineDriver",
-    "Reservation",
-    "Routing",
-    "StageDirectory",
-    "StageView",
-    "StageWorker",
-    "StepLoss",
-    "WorkerLoad",
-    "workers_in",
-]
+__all__ = ["DriverConfig", "LinkForm", "MicroBatchResult", "PipelineDriver", "StageWorker", "StepLoss"]

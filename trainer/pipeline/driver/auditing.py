@@ -16,7 +16,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ class AuditRates:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: dict[str, _Record] = {}  # The last one used at the end.
 
     def rate(self, key: str) -> float:
         """Returns the share of a worker's micro-batches that is audited, 0 to 1."""
@@ -96,10 +96,9 @@ class AuditRates:
         return True
 
     def _record(self, key: str) -> _Record:
-        record = self._records.setdefault(key, _Record())
-        self._records.move_to_end(key)
-        while len(self._records) > _MAX_WORKERS:
-            self._records.popitem(last=False)
+        record = self._records[key] = self._records.pop(key, _Record())
+        if len(self._records) > _MAX_WORKERS:
+            del self._records[next(iter(self._records))]
         return record
 
 
@@ -114,27 +113,23 @@ class Visit:
     gradient: Mapping[str, Tensor] | None = None  # Body: with respect to the stage's output, as sent.
 
 
+@dataclass(eq=False, repr=False)
 class Auditor:
     """Compares workers of a stage with each other, one comparison per stage at a time, beside the work.
 
     ``failures`` counts liars as ``audit``; ``seed`` is of the draws, unpredictable if None.
     """
 
-    def __init__(
-        self,
-        pools: Mapping[str, StagePool],
-        caller: StageCaller,
-        form: LinkForm,
-        every: int,
-        failures: Counter[str],
-        seed: int | None = None,
-    ) -> None:
-        self._pools = pools
-        self._caller = caller
-        self._form = form
-        self._rates = AuditRates(every)
-        self._failures = failures
-        self._random = random.Random(seed)
+    pools: Mapping[str, StagePool]
+    caller: StageCaller
+    form: LinkForm
+    every: int
+    failures: Counter[str]
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._rates = AuditRates(self.every)
+        self._random = random.Random(self.seed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._compared = self._disputed = 0
         self._unopposed: set[str] = set()
@@ -153,7 +148,7 @@ class Auditor:
 
     def draws(self) -> bool:
         """Draws whether a micro-batch is sent by hub, with all its visits audited; called once per micro-batch."""
-        rates = [self._rates.rate(worker.key) for pool in self._pools.values() for worker in pool.usable()]
+        rates = [self._rates.rate(worker.key) for pool in self.pools.values() for worker in pool.usable()]
         return self._random.random() < max(rates, default=0.0)
 
     def visited(self, visit: Visit, *, is_drawn: bool = False) -> None:
@@ -161,7 +156,7 @@ class Auditor:
         key, stage = visit.worker.key, visit.worker.stage
         is_drawn = self._random.random() < self._rates.rate(key) or is_drawn
         task = self._tasks.get(stage)
-        if is_drawn and (task is None or task.done()) and not self._pools[stage].is_banned(visit.worker):
+        if is_drawn and (task is None or task.done()) and not self.pools[stage].is_banned(visit.worker):
             self._tasks[stage] = asyncio.create_task(self._audit(visit), name=f"driver-audit-{stage}")
 
     async def close(self) -> None:
@@ -179,7 +174,7 @@ class Auditor:
     async def _compare(self, visit: Visit) -> None:
         """Compares the answers with another worker's evaluation, and where they differ finds out which is wrong."""
         worker, said = visit.worker, await self._output(visit, *visit.answers)
-        others = [other for other in self._pools[worker.stage].usable() if other.key != worker.key]
+        others = [other for other in self.pools[worker.stage].usable() if other.key != worker.key]
         self._random.shuffle(others)
         if not others:
             if worker.stage not in self._unopposed:
@@ -256,7 +251,7 @@ class Auditor:
         if said.gradient is None:
             again = await self._evaluated(worker, visit)
             return _weight([said, again]) if difference(said, again) else 0.0
-        ids, codec = visit.micro_batch.input_ids, self._form.codec
+        ids, codec = visit.micro_batch.input_ids, self.form.codec
         grad_y = None if visit.gradient is None else codec.grad_decode(visit.gradient)
         gradients = [each for each in (said.gradient, *others, grad_y) if each is not None and bool(each.any())]
         if not gradients:
@@ -265,14 +260,14 @@ class Auditor:
 
         def sides() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
             given = part_of(ACTIVATION, visit.given)
-            x, step = codec.decode(given, ids), nudge(own_part(self._form, given, ids), gradient)
+            x, step = codec.decode(given, ids), nudge(own_part(self.form, given, ids), gradient)
             ahead, behind = codec.encode(x + step, ids).tensors, codec.encode(x - step, ids).tensors
             return ahead, behind, codec.decode(ahead, ids) - codec.decode(behind, ids)
 
         ahead, behind, moved = await asyncio.to_thread(sides)
         for _ in range(_EXAMINED_TIMES):  # A worker may take a step in between.
             answers = [
-                await self._caller.evaluate(worker, visit.micro_batch, {**visit.given, **side}, visit.gradient)
+                await self.caller.evaluate(worker, visit.micro_batch, {**visit.given, **side}, visit.gradient)
                 for side in (ahead, behind)
             ]
             if answers[0].body.version == answers[1].body.version:
@@ -300,8 +295,8 @@ class Auditor:
             return
         logger.error("%s: %s", worker, why)
         self._liars[worker.uid] += 1
-        self._failures[_LIED.reason] += 1
-        self._pools[worker.stage].blame(worker, _LIED, time.monotonic())
+        self.failures[_LIED.reason] += 1
+        self.pools[worker.stage].blame(worker, _LIED, time.monotonic())
         self._undecided = {keys: text for keys, text in self._undecided.items() if worker.key not in keys}
 
     def _note_undecided(self, one: StageWorker, other: StageWorker, why: str) -> None:
@@ -313,7 +308,7 @@ class Auditor:
             )
 
     async def _evaluated(self, worker: StageWorker, visit: Visit) -> StageOutput:
-        answered = await self._caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
+        answered = await self.caller.evaluate(worker, visit.micro_batch, visit.given, visit.gradient)
         return await self._output(visit, answered)
 
     async def _output(self, visit: Visit, *answers: Answered) -> StageOutput:
@@ -323,7 +318,7 @@ class Auditor:
         loss = None if body.loss_sum is None else body.loss_sum / max(1, body.num_tokens)
         with peer_boundary("an audited worker"):
             return await asyncio.to_thread(
-                output_of, self._form, tensors, ids, loss=loss, scale=body.scale, version=body.version
+                output_of, self.form, tensors, ids, loss=loss, scale=body.scale, version=body.version
             )
 
 
@@ -384,10 +379,8 @@ def difference(one: StageOutput, other: StageOutput) -> str | None:
 
 def nudge(own: Tensor, gradient: Tensor) -> Tensor:
     """Returns a step along a gradient, at each position by `_NUDGE` of the norm of ``own`` there, fp32[B, S, dim]."""
-    size = _NUDGE * own.norm(dim=-1, keepdim=True)
-    norm = gradient.norm(dim=-1, keepdim=True)
-    direction = torch.where(norm > 0, gradient / norm.clamp_min(torch.finfo(norm.dtype).tiny), torch.zeros_like(norm))
-    step: Tensor = direction * size
+    norm = gradient.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(gradient.dtype).tiny)
+    step: Tensor = gradient / norm * (_NUDGE * own.norm(dim=-1, keepdim=True))
     return step
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeVar
 
 from trainer.errors import TrainerUsageError
@@ -30,6 +30,7 @@ _MOST_ASIDE = 2  # Times `DriverConfig.max_in_flight`: micro-batches set aside b
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class PipelineDriver:
     """Drives micro-batches through the stages of a run; ``endpoint`` is the driver's own, started.
 
@@ -37,39 +38,31 @@ class PipelineDriver:
     ``audit_seed`` is of the audits' draws, unpredictable if None.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        stages: Sequence[str],
-        directory: StageDirectory,
-        work: Work,
-        form: LinkForm,
-        config: DriverConfig,
-        *,
-        target_tokens: int = 0,
-        on_result: Callable[[MicroBatchResult], None] | None = None,
-        on_step: Callable[[StepLoss], None] | None = None,
-        audit_seed: int | None = None,
-    ) -> None:
-        if config.synchronous and target_tokens < 1:
+    endpoint: Endpoint
+    stages: Sequence[str]
+    directory: StageDirectory
+    work: Work
+    form: LinkForm
+    config: DriverConfig
+    _: KW_ONLY
+    target_tokens: int = 0
+    on_result: Callable[[MicroBatchResult], None] | None = None
+    on_step: Callable[[StepLoss], None] | None = None
+    audit_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        form, config = self.form, self.config
+        if config.synchronous and self.target_tokens < 1:
             raise TrainerUsageError("driver.synchronous: expected the tokens of a step to be known, found 0")
-        self._directory = directory
-        self._work = work
-        self._config = config
-        self._target_tokens = target_tokens
-        self._on_result = on_result
-        self._on_step = on_step
-        self._pools = {stage: StagePool(stage, config) for stage in stages}
+        self._pools = {stage: StagePool(stage, config) for stage in self.stages}
         self._failures: Counter[str] = Counter()
-        caller = StageCaller(endpoint, stages, form, config)
-        self._auditor = Auditor(self._pools, caller, form, config.audit_every, self._failures, audit_seed)
-        self._context = RoutingContext(
-            self._pools, caller, LivenessProbe(directory), form, config, self._failures, self._auditor
-        )
-        self._stalls = StallDetector(endpoint, self._pools)
+        caller, liveness = StageCaller(self.endpoint, self.stages, form, config), LivenessProbe(self.directory)
+        self._auditor = Auditor(self._pools, caller, form, config.audit_every, self._failures, self.audit_seed)
+        self._context = RoutingContext(self._pools, caller, liveness, form, config, self._failures, self._auditor)
+        self._stalls = StallDetector(self.endpoint, self._pools)
         self._step = StepLoss(0, 0.0, 0, 0)
         """Sums of the step to come. With several drivers, each sees its own share of every step."""
-        self._barrier = StepBarrier(endpoint, self._pools, config)
+        self._barrier = StepBarrier(self.endpoint, self._pools, config.request_timeout_s)
         self._fates: Counter[Fate] = Counter()
         self._lost_by: Counter[str] = Counter()
         self._tokens = 0
@@ -122,23 +115,23 @@ class PipelineDriver:
     async def _watch(self) -> None:
         """Passes the announced workers to the stages' pools, again and again."""
         while True:
-            found = tuple(self._directory.workers())
+            found = tuple(self.directory.workers())
             for stage, pool in self._pools.items():
                 pool.update(worker for worker in found if worker.stage == stage)
-            await asyncio.sleep(self._config.refresh_s)
+            await asyncio.sleep(self.config.refresh_s)
 
     async def _next(self, watching: asyncio.Task[None], stopping: asyncio.Task[bool]) -> MicroBatch | None:
         """Returns the next micro-batch when there is room for it; None: nothing is begun any more."""
         while not self._stopping.is_set():
             if not self._has_room():
                 self._has_ended.clear()
-                is_step_over = not self._tasks and self._config.synchronous
+                is_step_over = not self._tasks and self.config.synchronous
                 room = self._barrier.passed() if is_step_over else self._has_ended.wait()
                 await self._first_of(room, watching, stopping)
-            elif self._config.synchronous and not self._barrier.is_ready:
+            elif self.config.synchronous and not self._barrier.is_ready:
                 await self._first_of(self._barrier.prepare(), watching, stopping)
             else:
-                return await self._first_of(self._work.next(), watching, stopping)
+                return await self._first_of(self.work.next(), watching, stopping)
         return None
 
     async def _first_of(
@@ -156,15 +149,15 @@ class PipelineDriver:
             await asyncio.gather(task, return_exceptions=True)
 
     def _has_room(self) -> bool:
-        most = self._config.max_in_flight
+        most = self.config.max_in_flight
         num_aside = sum(in_flight.is_set_aside for in_flight in self._tasks.values())
         if len(self._tasks) - min(num_aside, _MOST_ASIDE * most) >= most:
             return False
-        return not self._config.synchronous or self._barrier.begun_tokens < self._target_tokens
+        return not self.config.synchronous or self._barrier.begun_tokens < self.target_tokens
 
     def _begin(self, micro_batch: MicroBatch) -> None:
         self._barrier.begun_tokens += micro_batch.num_tokens
-        is_chained = self._config.routing == "chain"
+        is_chained = self.config.routing == "chain"
         is_drawn = is_chained and self._auditor.draws()
         kind = ChainRoute if is_chained and not is_drawn else HubRoute
         in_flight = kind(self._context, micro_batch, self._has_ended.set, is_drawn=is_drawn)
@@ -178,9 +171,9 @@ class PipelineDriver:
         outcome, fate = result.outcome, result.outcome.fate
         self._fates[fate] += 1
         if fate == "handed-back":
-            self._work.hand_back(micro_batch)
+            self.work.hand_back(micro_batch)
         elif fate != "left":
-            self._work.settle(
+            self.work.settle(
                 Settlement(
                     micro_batch=micro_batch.key,
                     outcome=fate,
@@ -195,8 +188,8 @@ class PipelineDriver:
             logger.warning("micro-batch %s is lost at %s (%s)", result.micro_batch, outcome.stage, outcome.reason)
         if fate != "done":
             self._barrier.begun_tokens -= micro_batch.num_tokens  # Others make up for it.
-        if self._on_result is not None:
-            self._on_result(result)
+        if self.on_result is not None:
+            self.on_result(result)
         if fate == "done":
             self._tokens += outcome.num_tokens
             self._add_to_step(outcome.loss_sum, outcome.num_tokens)
@@ -206,11 +199,11 @@ class PipelineDriver:
         was = self._step
         sums = StepLoss(was.step, was.loss + loss_sum, was.num_tokens + num_tokens, was.micro_batches + 1)
         self._step = sums
-        if not self._target_tokens or sums.num_tokens < self._target_tokens:
+        if not self.target_tokens or sums.num_tokens < self.target_tokens:
             return
         self._step = StepLoss(sums.step + 1, 0.0, 0, 0)
-        if self._on_step is not None:
-            self._on_step(replace(sums, loss=sums.loss / sums.num_tokens))
+        if self.on_step is not None:
+            self.on_step(replace(sums, loss=sums.loss / sums.num_tokens))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
@@ -224,6 +217,6 @@ class PipelineDriver:
         while self._tasks and not self._stopping.is_set():
             await asyncio.wait({*self._tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._config.drain_s)
+            await asyncio.wait(self._tasks, timeout=self.config.drain_s)
         if self._failed:
             raise self._failed[0]

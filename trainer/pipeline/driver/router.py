@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
+from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError
 from trainer.pipeline.driver.auditing import Auditor
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.driver.failure_detector import LivenessProbe
@@ -63,6 +63,7 @@ class MicroBatchEndedError(Exception):
         self.outcome = outcome
 
 
+@dataclass(eq=False, repr=False)
 class MicroBatchInFlight(ABC):
     """A micro-batch on its way, and what is known of it.
 
@@ -70,21 +71,16 @@ class MicroBatchInFlight(ABC):
     acknowledged that they counted it, and whether one may have counted it without acknowledging.
     """
 
-    def __init__(
-        self,
-        context: RoutingContext,
-        micro_batch: MicroBatch,
-        on_set_aside: Callable[[], None],
-        *,
-        is_drawn: bool = False,
-    ) -> None:
-        self.micro_batch = micro_batch
+    context: RoutingContext
+    micro_batch: MicroBatch
+    on_set_aside: Callable[[], None]
+    is_drawn: bool = False  # All its visits are audited.
+
+    def __post_init__(self) -> None:
         self.is_set_aside = False
         """It waits for a worker that does not answer; others may go on in its place meanwhile."""
-        self._context, self._pools = context, context.pools
-        self._on_set_aside = on_set_aside
-        self._is_drawn = is_drawn  # All its visits are audited.
-        self._num_rows = micro_batch.input_ids.shape[0]
+        self._pools = self.context.pools
+        self._num_rows = self.micro_batch.input_ids.shape[0]
         self._places: dict[str, Placement] = {}  # Held, by stage.
         self._is_unclear = False  # A worker was asked to count it that has not answered yet.
         self._credits: dict[str, StageCredit] = {}
@@ -131,7 +127,7 @@ class MicroBatchInFlight(ABC):
 
     def _noted(self, error: RpcError) -> Verdict:
         verdict = verdict_of(error)
-        self._context.failures[verdict.reason] += 1
+        self.context.failures[verdict.reason] += 1
         return verdict
 
     def _attempt_failed(self, stage: str, verdict: Verdict) -> None:
@@ -143,7 +139,7 @@ class MicroBatchInFlight(ABC):
         self._num_retries += 1
         self._num_failed[stage] += 1
         self._attempts[stage] += verdict.attempts
-        if self._attempts[stage] < self._context.config.max_attempts:
+        if self._attempts[stage] < self.context.config.max_attempts:
             return
         if self._credits or self._is_unclear or verdict.reason in _INVALID_DATA:
             raise self._lost(stage, verdict.reason)
@@ -159,7 +155,7 @@ class MicroBatchInFlight(ABC):
 
     def _is_patient(self, waited_s: float) -> bool:
         """Whether a request is only repeated, before the worker is told not to count it any more."""
-        return waited_s < min(_PATIENCE_S, self._context.config.unclear_s / 2) <= self._left_s()
+        return waited_s < min(_PATIENCE_S, self.context.config.unclear_s / 2) <= self._left_s()
 
     async def _pause(self, times: int, at_most_s: float = math.inf) -> None:
         pause_s = min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(times, 16), at_most_s, self._left_s())
@@ -168,7 +164,7 @@ class MicroBatchInFlight(ABC):
     def _set_aside(self, is_set_aside: bool) -> None:
         self.is_set_aside = is_set_aside
         if is_set_aside:
-            self._on_set_aside()
+            self.on_set_aside()
 
     def _release(self, stages: Iterable[str]) -> None:
         for stage in stages:
@@ -267,23 +263,29 @@ class MicroBatchInFlight(ABC):
         begun_s, times, is_counted = time.monotonic(), 0, False
 
         def left_s() -> float:
-            return min(self._context.config.unclear_s - (time.monotonic() - begun_s), self._left_s())
+            return min(self.context.config.unclear_s - (time.monotonic() - begun_s), self._left_s())
 
         while (limit_s := left_s()) > 0:
             try:
                 async with asyncio.timeout(limit_s):
                     return await ask(worker)
-            except (RpcError, TimeoutError) as failure:
+            except TimeoutError:
+                error: RpcError = PeerUnavailableError(
+                    f"{worker}: expected an answer within {limit_s:.1f} s, found none"
+                )
+            except RpcError as failure:
                 error = failure
-            is_silent = isinstance(error, PeerUnavailableError | TimeoutError)
-            if is_silent and await self._context.liveness.probe(worker, min(QUESTION_S, limit_s)) == "gone":
+            verdict, is_silent = verdict_of(error), isinstance(error, PeerUnavailableError)
+            if is_silent and await self.context.liveness.probe(worker, min(QUESTION_S, limit_s)) == "gone":
                 return "not-counted"
-            may_come = isinstance(error, TimeoutError) or is_silent or verdict_of(error).blame == "rest"
+            may_come = is_silent or verdict.blame == "rest"
             if not (may_come and self._is_patient(time.monotonic() - begun_s)):
                 says = await self._says_counted(worker, left_s())
-                if says is False or (says is True and _is_gone_for_good(error)):
-                    return "answer-gone" if says else "not-counted"
+                if says is False:
+                    return "not-counted"
                 is_counted = is_counted or says is True
+                if says and (verdict.effect == "counted" or isinstance(error, MalformedAnswerError)):
+                    return "answer-gone"
             worker = worker.unpinned()
             await self._pause(times, left_s())
             times += 1
@@ -294,7 +296,7 @@ class MicroBatchInFlight(ABC):
         if left_s <= 0:
             return None
         try:
-            _, credit = await self._context.caller.applied(
+            _, credit = await self.context.caller.applied(
                 worker, self.micro_batch, refuse_from_now=True, timeout_s=min(QUESTION_S, left_s)
             )
         except RpcError:
@@ -313,10 +315,3 @@ class MicroBatchInFlight(ABC):
             self._set_aside(False)
             for stage in released:
                 self._pools[stage].resumed(self._places[stage])
-
-
-def _is_gone_for_good(error: RpcError | TimeoutError) -> bool:
-    """Whether an answer that was given once will not be given again, or not better."""
-    return isinstance(error, MalformedAnswerError) or (
-        isinstance(error, RefusedError) and error.reason in ("already-applied", "counted-for-another")
-    )

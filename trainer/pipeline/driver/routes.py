@@ -26,7 +26,7 @@ from trainer.pipeline.protocol.work import StageCredit
 
 logger = logging.getLogger(__name__)
 
-_QUICK_S = 1.0  # A request that breaks off sooner was cut off by the network rather than by a worker that went silent.
+_QUICK_S = 1.0  # A request that breaks off sooner, of a worker that still listens, was cut off by the network.
 _LISTENS_S = 1.0
 _HOP = "hop"
 _CONTRADICTED = Verdict("contradicted", "counted", "ban")
@@ -45,17 +45,16 @@ class HubRoute(MicroBatchInFlight):
 
     async def _run(self) -> None:
         *others, tail = self._pools
-        passed: list[
-            tuple[Mapping[str, Tensor], Answered]
-        ] = []  # Inputs of the stages, and answers with their outputs.
+        # Inputs of the stages, and answers with their outputs; each is let go of once its stage has counted.
+        passed: list[tuple[Mapping[str, Tensor], Answered]] = []
         activation: dict[str, Tensor] | None = None
         for stage in others:
-            given = self._context.form.input_of(self.micro_batch, activation)
+            given = self.context.form.input_of(self.micro_batch, activation)
             passed.append((given, await self._forward(stage, given)))
             activation = part_of(ACTIVATION, passed[-1][1].tensors)
-        gradient = await self._tail(tail, self._context.form.input_of(self.micro_batch, activation))
-        for stage_input, answered in reversed(passed):
-            gradient = await self._backward(stage_input, answered, gradient)
+        gradient = await self._tail(tail, self.context.form.input_of(self.micro_batch, activation))
+        while passed:
+            gradient = await self._backward(*passed.pop(), gradient)
 
     async def _forward(self, stage: str, given: Mapping[str, Tensor]) -> Answered:
         pool, units = self._pools[stage], self._num_rows * (FORWARD_UNITS + BACKWARD_UNITS)
@@ -68,10 +67,11 @@ class HubRoute(MicroBatchInFlight):
             worker, asked_s = placement.worker, time.monotonic()
             self._check_lease()
             try:
-                answered = await self._context.caller.forward(worker, self.micro_batch, given)
+                answered = await self.context.caller.forward(worker, self.micro_batch, given)
             except RpcError as error:
                 verdict = self._noted(error)
-                if worker.key not in repeated and await _was_cut_off(worker, error, asked_s):
+                is_cut_off = isinstance(error, PeerUnavailableError) and time.monotonic() - asked_s <= _QUICK_S
+                if is_cut_off and worker.key not in repeated and not await is_refused(worker.peer.address, _LISTENS_S):
                     repeated.add(worker.key)
                     self._num_retries += 1
                     continue
@@ -85,13 +85,11 @@ class HubRoute(MicroBatchInFlight):
                 return answered
 
     async def _tail(self, tail: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        units, ask = (
-            self._num_rows * TAIL_UNITS,
-            partial(self._context.caller.tail, micro_batch=self.micro_batch, given=given),
-        )
+        units = self._num_rows * TAIL_UNITS
+        ask = partial(self.context.caller.tail, micro_batch=self.micro_batch, given=given)
         answered, worker = await self._count(tail, units, units, ask)
         self._loss_sum, self._num_tokens = answered.body.loss_sum or 0.0, answered.body.num_tokens
-        self._context.auditor.visited(Visit(worker, self.micro_batch, given, (answered,)), is_drawn=self._is_drawn)
+        self.context.auditor.visited(Visit(worker, self.micro_batch, given, (answered,)), is_drawn=self.is_drawn)
         return part_of(GRADIENT, answered.tensors)
 
     async def _backward(
@@ -101,7 +99,7 @@ class HubRoute(MicroBatchInFlight):
 
         async def send(worker: StageWorker, tensors: Mapping[str, Tensor]) -> Answered:
             fields = {"forward_version": forward.body.version, "num_tokens": self._num_tokens}
-            return await self._context.caller.backward(worker, self.micro_batch, tensors, **fields)
+            return await self.context.caller.backward(worker, self.micro_batch, tensors, **fields)
 
         async def ask(worker: StageWorker) -> Answered:
             if worker.key == key:
@@ -120,15 +118,8 @@ class HubRoute(MicroBatchInFlight):
         answered, worker = await self._count(stage, units, placement_units, ask, place)
         answers = (forward, answered) if worker.key == key else (answered,)
         visit = Visit(worker, self.micro_batch, given, answers, gradient if self._places else None)
-        self._context.auditor.visited(visit, is_drawn=self._is_drawn)
+        self.context.auditor.visited(visit, is_drawn=self.is_drawn)
         return part_of(GRADIENT, answered.tensors)
-
-
-async def _was_cut_off(worker: StageWorker, error: RpcError, asked_s: float) -> bool:
-    """Whether the connection broke while the worker is still there: worth another try at once."""
-    if not isinstance(error, PeerUnavailableError) or time.monotonic() - asked_s > _QUICK_S:
-        return False
-    return not await is_refused(worker.peer.address, _LISTENS_S)
 
 
 class ChainRoute(MicroBatchInFlight):
@@ -147,7 +138,7 @@ class ChainRoute(MicroBatchInFlight):
     async def _run(self) -> None:
         self._avoid: dict[str, set[str]] = {stage: set() for stage in self._pools}
         self._units = self._num_rows * TAIL_UNITS
-        given = self._context.form.input_of(self.micro_batch, None)
+        given = self.context.form.input_of(self.micro_batch, None)
         while True:
             await self._complete()
             self._check_lease()
@@ -156,7 +147,7 @@ class ChainRoute(MicroBatchInFlight):
             workers = [self._places[stage].worker for stage in self._pools]
             route = [worker.unpinned() for worker in workers] if self._has_failed else workers
             try:
-                answered = await self._context.caller.chain(route, self.micro_batch, given)
+                answered = await self.context.caller.chain(route, self.micro_batch, given)
             except RpcError as error:
                 self._noted(error)
                 await self._after(error, asked_s)
@@ -215,7 +206,7 @@ class ChainRoute(MicroBatchInFlight):
         """
         worker = self._places[stage].worker.unpinned()
         try:
-            incarnation, credit = await self._context.caller.applied(
+            incarnation, credit = await self.context.caller.applied(
                 worker, self.micro_batch, refuse_from_now=False, timeout_s=QUESTION_S
             )
         except RpcError as error:
@@ -244,7 +235,7 @@ class ChainRoute(MicroBatchInFlight):
             if not is_repeated:
                 pool.blame(worker, verdict, asked_s)
             raise self._lost(stage, "answer-gone")
-        found = await self._context.liveness.probe(worker, min(QUESTION_S, self._resolvable_s(stage)))
+        found = await self.context.liveness.probe(worker, min(QUESTION_S, self._resolvable_s(stage)))
         if found == "gone":
             self._replace(stage, verdict, asked_s)
             return
@@ -291,7 +282,7 @@ class ChainRoute(MicroBatchInFlight):
 
     def _resolvable_s(self, stage: str) -> float:
         """Returns the seconds left to find out what a stage has done; raises MicroBatchEndedError if there are none."""
-        left_s = self._context.config.unclear_s - self._unclear_for_s()
+        left_s = self.context.config.unclear_s - self._unclear_for_s()
         self._check_lease()
         if left_s <= 0:
             raise self._lost(stage, "unclear")

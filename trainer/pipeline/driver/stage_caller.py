@@ -45,11 +45,6 @@ class LinkForm:
     codec: ActivationCodec
     dim: int  # Width of the model.
 
-    def specs(self, micro_batch: MicroBatch, direction: Direction) -> list[TensorSpec]:
-        """Returns the tensors of an activation or a gradient of a micro-batch."""
-        num_rows, num_positions = micro_batch.input_ids.shape
-        return list(self.codec.specs(num_rows, num_positions, self.dim, direction))
-
     def input_of(self, micro_batch: MicroBatch, activation: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Returns a stage's input: ids for the head, else the activation, with the ids where the codec needs them."""
         if activation is not None and not self.codec.needs_ids:
@@ -180,13 +175,13 @@ class StageCaller:
         limits = {name: timeout_s for name in ("answer_within_s", "apply_within_s") if name in model.model_fields}
         shape = {"num_rows": num_rows, "num_positions": num_positions}
         ask = model.model_validate({"micro_batch": micro_batch.key, "stage": worker.stage, **shape, **limits, **fields})
-        is_head = worker.stage == self._head
-        expected = [
-            spec for kind in outputs if kind != GRADIENT or not is_head for spec in self._form.specs(micro_batch, kind)
-        ]
+        expected: list[TensorSpec] = []
+        for kind in outputs:
+            if kind != GRADIENT or worker.stage != self._head:
+                expected += self._form.codec.specs(num_rows, num_positions, self._form.dim, kind)
         expected.sort(key=attrgetter("name"))
         sent = {**given, LABELS: wire_ids(micro_batch.labels)} if has_loss else given
-        size_bytes = sum(spec.size_bytes for spec in expected)
+        answer_bytes = sum(spec.size_bytes for spec in expected)
         begun_s = time.monotonic()
         async with _ended_at(worker, method, timeout_s + _GRACE_S):
             answer = await ask_tensors(
@@ -196,7 +191,7 @@ class StageCaller:
                 ask,
                 sent,
                 messages.StageAnswer,
-                answer_bytes=size_bytes,
+                answer_bytes=answer_bytes,
                 timeout_s=timeout_s,
             )
         took_s, body = time.monotonic() - begun_s, answer.body

@@ -7,10 +7,8 @@
     await work.start()
     micro_batch = await work.next(); ...; work.settle(settlement)
 
-Guarantees: leased = done + lost + open at every moment; a micro-batch is in one live lease at most, and those of an
-epoch are every window of every shard once; what a driver is told is on disk before (killed at any byte, the keeper
-comes back with it); settling twice counts once. The trade-off: one keeper per run, an fsync (1 to 5 ms) for each lease
-and each bundle of settlements; drivers go on for a minute while it is away (`LedgerConfig.hold_s`).
+A micro-batch is in one live lease at most, and those of an epoch are every window of every shard once. The trade-off:
+one keeper per run, an fsync (1 to 5 ms) for each lease and each bundle of settlements.
 """
 
 from __future__ import annotations
@@ -18,19 +16,12 @@ from __future__ import annotations
 from trainer.pipeline.ledger.client import LedgerClient
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.journal import Journal
-from trainer.pipeline.ledger.ledger import AppliedReport, Ledger
+from trainer.pipeline.ledger.ledger import AppliedReport
 from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.messages import (
-    LEDGER_ACCOUNT,
-    LEDGER_LEASE,
-    LEDGER_RENEW,
-    LEDGER_SETTLE,
-    Account,
-    LostCount,
-)
+from trainer.pipeline.ledger.messages import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, Account
 from trainer.pipeline.ledger.rows import LedgerLane, MicroBatches, lanes_of, preferred_shards, spec_of
-from trainer.pipeline.ledger.service import AppliedInquiry, LedgerService, WorkerInquiry, open_ledger
-from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run, Unit
+from trainer.pipeline.ledger.service import LedgerService, WorkerInquiry, open_ledger
+from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run
 
 __all__ = [
     "LEDGER_ACCOUNT",
@@ -38,22 +29,18 @@ __all__ = [
     "LEDGER_RENEW",
     "LEDGER_SETTLE",
     "Account",
-    "AppliedInquiry",
     "AppliedReport",
     "Journal",
     "LaneSpec",
     "Layout",
-    "Ledger",
     "LedgerClient",
     "LedgerConfig",
     "LedgerLane",
     "LedgerService",
     "LedgerSpec",
     "LedgerState",
-    "LostCount",
     "MicroBatches",
     "Run",
-    "Unit",
     "WorkerInquiry",
     "lanes_of",
     "open_ledger",

@@ -82,8 +82,7 @@ class LedgerClient:
     async def next(self) -> MicroBatch | None:
         """Waits for the next micro-batch; None: the data are through, or this was closed.
 
-        Raises:
-            LedgerError: the keeper's account is of other data than this driver's, or this has failed.
+        Raises LedgerError if the keeper's account is of other data than this driver's, or this has failed.
         """
         while not self._closing:
             if self._failure is not None:

@@ -20,6 +20,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from genesis.file_lock import try_lock
+from genesis.store.durable import sync_folder
 from trainer.errors import LedgerError
 from trainer.pipeline.ledger.records import RECORD, Record
 
@@ -44,8 +45,7 @@ class Journal:
     def open(cls, path: Path) -> tuple[Journal, list[Record]]:
         """Opens or creates a journal, and its folder; returns it with all records in it.
 
-        Raises:
-            LedgerError: another process keeps it, it is damaged, or it cannot be written.
+        Raises LedgerError if another process keeps it, it is damaged, or it cannot be written.
         """
         with ExitStack() as opened:
             try:
@@ -59,7 +59,7 @@ class Journal:
                 descriptor = _opened(path, os.O_APPEND)
                 opened.callback(os.close, descriptor)
                 if is_new:
-                    _sync_folder(path.parent)
+                    sync_folder(path.parent)
                 records, digest, size_bytes = _read(path)
                 if os.fstat(descriptor).st_size != size_bytes:  # What follows the last whole line goes.
                     os.ftruncate(descriptor, size_bytes)
@@ -93,7 +93,7 @@ class Journal:
                 raise
             os.close(self._descriptor)
             self._descriptor = descriptor
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
         self._digest, self.size_bytes = digest, len(line)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Journal:
 
 def _line(record: Record, before: str) -> tuple[bytes, str]:
     """A record's line, and its digest."""
-    body = record.model_dump_json(exclude_defaults=False).encode()
+    body = record.model_dump_json().encode()
     digest = _digest(before, body)
     return b"%s %s\n" % (digest.encode(), body), digest
 
@@ -161,11 +161,3 @@ def _write(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -70,10 +70,8 @@ class Ledger:
     def lease(self, driver: str, token: str, preferred: Sequence[int], num_units: int, now_s: float) -> LeaseAnswer:
         """Gives a driver rows: first what others returned, then units of shards it prefers, then of any.
 
-        A repeated token gives what is left of the same lease, and lets it begin anew.
-
-        Raises:
-            RefusedError: the token is another driver's, or the driver holds enough.
+        A repeated token gives what is left of the same lease, and lets it begin anew. Raises RefusedError if it is
+        another driver's, or the driver holds enough.
         """
         known = self._lease_of(driver, token)
         if known is not None and token not in self._due:
@@ -124,9 +122,7 @@ class Ledger:
 
         With the time in ``checked_s``, only workers that have announced themselves for the stage are believed to have
         done something; what names others stays open (see `unheard`). Without it, drivers are believed.
-
-        Raises:
-            RefusedError: the lease is another driver's, or a settlement makes no sense; nothing is counted.
+        Raises RefusedError if the lease is another driver's, or a settlement makes no sense; nothing is counted then.
         """
         self._lease_of(driver, token)
         for settlement in settlements:

@@ -15,7 +15,7 @@ from trainer.errors import LedgerError
 from trainer.pipeline.ledger import records
 from trainer.pipeline.ledger.messages import Account, LaneProgress, LostCount, PerishedCount, Tally
 from trainer.pipeline.ledger.records import LedgerSnapshot, Record, WorkerSeen, WorkerSnapshot
-from trainer.pipeline.ledger.units import Intervals, LaneLeases, LedgerSpec, Run, runs_of
+from trainer.pipeline.ledger.units import Intervals, LaneLeases, LaneSnapshot, LedgerSpec, Run, runs_of
 from trainer.pipeline.protocol.work import MicroBatchId, StageCredit
 
 _MOST_WAYS = 256
@@ -91,8 +91,7 @@ class LedgerState:
     def of(cls, lines: Iterable[Record], spec: LedgerSpec, shards: Sequence[Sequence[int]]) -> Self:
         """Returns what a journal adds up to, with the shards of each lane as the store is now.
 
-        Raises:
-            LedgerError: it is of something else, or its records contradict each other.
+        Raises LedgerError if it is of something else, or its records contradict each other.
         """
         iterator = iter(lines)
         first = next(iterator, None)
@@ -105,9 +104,10 @@ class LedgerState:
                     f"expected an account with {name} {ours}, as this run has, found {theirs}; take another state "
                     "folder or the run's own settings"
                 )
-        snapshot = LedgerSnapshot.empty(first) if isinstance(first, records.Opened) else first
-        _check_shards([lane.next_num_shards for lane in snapshot.lanes], shards)
-        state = cls(snapshot, shards)
+        if isinstance(first, records.Opened):
+            first = LedgerSnapshot(spec=first.spec, lanes=tuple(map(LaneSnapshot.new, first.shards)))
+        _check_shards([lane.next_num_shards for lane in first.lanes], shards)
+        state = cls(first, shards)
         for record in iterator:
             state.apply(record)
         return state

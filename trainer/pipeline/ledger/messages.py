@@ -106,11 +106,9 @@ class LostCount(Message):
 class PerishedCount(Message):
     """Micro-batches, done or lost, whose gradient was lost with a worker.
 
-    Counted when a worker incarnation is gone: the micro-batches that it acknowledged to drivers and that no message
-    reports as part of a state that outlives it (`shared_through`); taken back when a worker reports that it resumed
-    from that state (`WorkerSeen.resumed`). An upper bound: what the worker shared after its last message is included.
-    Not included: micro-batches done by the word of workers after a driver died, and those of which the driver did not
-    learn the worker's number (chain routing, behind the first stage).
+    Counted when a worker is gone: what it acknowledged to drivers and no message reports as part of a state that
+    outlives it (`shared_through`); taken back when a worker resumes from that state. What the worker shared after its
+    last message is included; what a driver did not learn the worker's number of (chains, behind the head) is not.
     """
 
     stage: str

@@ -115,34 +115,17 @@ class LedgerSnapshot(Message):
     version: Literal[1] = 1
     spec: LedgerSpec
     lanes: tuple[LaneSnapshot, ...]
-    leases: tuple[LeaseSnapshot, ...]
-    waiting: Runs
-    workers: tuple[WorkerSnapshot, ...]
+    leases: tuple[LeaseSnapshot, ...] = ()
+    waiting: Runs = ()
+    workers: tuple[WorkerSnapshot, ...] = ()
     departed: tuple[WorkerSnapshot, ...] = ()  # The last of the announced workers that are gone, in that order.
-    done: Span  # Micro-batches, rows.
-    lost: Span
-    lost_by: tuple[tuple[str, str, Counted], ...]  # Stage, reason, micro-batches.
-    perished_by: tuple[tuple[str, Counted], ...]
-    trained_tokens: Counted
-    reissued: Counted
+    done: Span = (0, 0)  # Micro-batches, rows.
+    lost: Span = (0, 0)
+    lost_by: tuple[tuple[str, str, Counted], ...] = ()  # Stage, reason, micro-batches.
+    perished_by: tuple[tuple[str, Counted], ...] = ()
+    trained_tokens: Counted = 0
+    reissued: Counted = 0
     noted: Span | None = None  # The stages' version when it was noted last, and the tokens that were done or lost then.
-
-    @classmethod
-    def empty(cls, opened: Opened) -> LedgerSnapshot:
-        """Returns a new account's."""
-        return cls(
-            spec=opened.spec,
-            lanes=tuple(map(LaneSnapshot.new, opened.shards)),
-            leases=(),
-            waiting=(),
-            workers=(),
-            done=(0, 0),
-            lost=(0, 0),
-            lost_by=(),
-            perished_by=(),
-            trained_tokens=0,
-            reissued=0,
-        )
 
 
 Record: TypeAlias = Annotated[

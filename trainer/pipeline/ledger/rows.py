@@ -46,10 +46,8 @@ class LedgerLane:
 def lanes_of(catalog: Catalog, sources: Mapping[str, float], holdout: int) -> tuple[LedgerLane, ...]:
     """Returns the lanes of a run, as the store is now, without the first ``holdout`` shards of every source.
 
-    With no ``sources`` (weights by source), one lane has all shards alike.
-
-    Raises:
-        LoaderError: there is no shard to train on, or the index cannot be had.
+    With no ``sources`` (weights by source), one lane has all shards alike. Raises LoaderError if there is no shard to
+    train on, or the index cannot be had.
     """
     options = StreamOptions("ledger", sources=tuple(sources.items()), holdout=holdout)
     chosen: list[tuple[str | None, float]] = [*sources.items()] or [(None, 1.0)]
@@ -73,8 +71,7 @@ def spec_of(
 ) -> LedgerSpec:
     """Returns what the account of a run is of, with all of its stages.
 
-    Raises:
-        TrainerUsageError: a shard holds no window, or units are no multiple of micro-batches.
+    Raises TrainerUsageError if a shard holds no window, or units are no multiple of micro-batches.
     """
     windows = num_windows(catalog.manifest.shard_tokens, seq_len)
     if windows < 1:
@@ -111,9 +108,7 @@ class MicroBatches:
     def read(self, micro_batch: MicroBatchId) -> tuple[Tensor, Tensor]:
         """Returns inputs and labels of a micro-batch, int64[B, T] each; B is smaller than the others' at a shard's end.
 
-        Raises:
-            TrainerUsageError: there is none of that name.
-            LoaderError: the shard cannot be had.
+        Raises TrainerUsageError if there is none of that name, LoaderError if the shard cannot be had.
         """
         layout, epoch, shard = self._layout, micro_batch.epoch, micro_batch.shard
         count = layout.rows_of(micro_batch)

@@ -48,10 +48,7 @@ def open_ledger(
     """Opens the account in a journal, as it was left; a new one if there is none.
 
     ``shards`` are those of each lane, ascending, all there are now; ``max_tokens`` to be trained on in all, over all
-    lives of the account, 0: no bound.
-
-    Raises:
-        LedgerError: another process keeps it, it is damaged, or of another run.
+    lives of the account, 0: no bound. Raises LedgerError if another process keeps it, it is damaged, or of another run.
     """
     journal, records = Journal.open(path)
     try:

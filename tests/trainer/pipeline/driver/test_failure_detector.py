@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -29,11 +29,19 @@ SILENCE_S = 20.0
 
 
 @dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
 class Heard:
     """A directory of one worker, and a clock."""
 
     word: LastWord | None = None
-    now_s: float = 100.0
+    clock: Clock = field(default_factory=Clock)
     silence_s: float = SILENCE_S
 
     def workers(self) -> tuple[StageWorker, ...]:
@@ -41,9 +49,6 @@ class Heard:
 
     def last_word(self, key: str) -> LastWord | None:
         return self.word if key == KEY else None
-
-    def clock(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -58,23 +63,19 @@ def worker_at(address: str) -> StageWorker:
     return StageWorker("tail", "tail.0.40", Peer(KEY, address), "first")
 
 
-async def test_on_this_machine_a_refusal_is_proof_enough(port: int) -> None:
-    liveness = LivenessProbe(Heard())
-    assert await liveness.probe(worker_at(f"127.0.0.1:{port}"), 5.0) == "gone"
-    assert await liveness.probe(worker_at(f"localhost:{port}"), 5.0) == "gone"
-
-
-async def test_elsewhere_it_takes_silence_too_from_the_first_refusal_on(port: int) -> None:
+async def test_here_a_refusal_is_proof_enough_elsewhere_it_takes_silence_too_from_the_first_on(port: int) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        assert await LivenessProbe(Heard()).probe(worker_at(f"{host}:{port}"), 5.0) == "gone"
     worker = worker_at(f"0.0.0.0:{port}")
     heard = Heard(LastWord("first", worker.peer.address, heard_s=10.0))  # Silent for long, and not refused.
     liveness = LivenessProbe(heard, heard.clock)
 
     async def probed_after(seconds: float) -> str:
-        heard.now_s += seconds
+        heard.clock.now_s += seconds
         return await liveness.probe(worker, 5.0)
 
     assert [await probed_after(seconds) for seconds in (0.0, SILENCE_S - 1)] == ["refused"] * 2
-    heard.word = LastWord("first", worker.peer.address, heard_s=heard.now_s)
+    heard.word = LastWord("first", worker.peer.address, heard_s=heard.clock())
     assert await probed_after(2.0) == "refused", "it lives: its key has announced something since"
     assert [await probed_after(seconds) for seconds in (SILENCE_S - 1, 1.0)] == ["refused", "gone"]
     heard.word = None  # It has run out.
@@ -100,7 +101,7 @@ async def test_who_listens_is_there_however_long_it_is_silent() -> None:
     held.bind(("0.0.0.0", 0))
     liveness, worker = LivenessProbe(heard, heard.clock), worker_at(f"0.0.0.0:{held.getsockname()[1]}")
     assert await liveness.probe(worker, 5.0) == "refused"
-    heard.now_s += 10 * SILENCE_S
+    heard.clock.now_s += 10 * SILENCE_S
     held.listen()
     assert await liveness.probe(worker, 5.0) == "unknown"
     held.close()
@@ -147,7 +148,7 @@ def book() -> Bans:
     return Bans(DriverConfig())
 
 
-def test_bans_double_up_to_an_hour(book: Bans) -> None:
+def test_bans_double_up_to_an_hour_and_those_who_left_are_forgotten_when_theirs_is_over(book: Bans) -> None:
     now, lengths = 0.0, []
     for _ in range(10):
         until_s = book.failed("a", asked_s=now, now=now + 1)
@@ -156,6 +157,10 @@ def test_bans_double_up_to_an_hour(book: Bans) -> None:
         assert not book.is_banned("a", until_s)
         now = until_s
     assert lengths == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    book.tidy(now - 10.0, keep=set())
+    assert book.banned(now - 10.0) == {"a": 10.0}
+    book.tidy(now + 1.0, keep=set())
+    assert book.failed("a", asked_s=now + 1.0, now=now + 1.0) == now + 31.0
 
 
 def test_requests_that_fail_together_are_one_failure_and_a_success_resets(book: Bans) -> None:
@@ -211,7 +216,7 @@ def test_who_only_refuses_to_count_is_banned_and_forward_passes_or_restarts_do_n
     assert not book.doubted("a", asked_s=now, now=now) > now
 
 
-def test_one_banned_for_silence_may_be_asked_soon_and_is_free_once_it_answers(book: Bans) -> None:
+def test_one_banned_for_silence_and_no_other_may_be_asked_soon_and_is_free_once_it_answers(book: Bans) -> None:
     now, waits = 0.0, []
     for _ in range(6):
         until_s = book.failed("a", asked_s=now, now=now, is_silent=True)
@@ -226,24 +231,14 @@ def test_one_banned_for_silence_may_be_asked_soon_and_is_free_once_it_answers(bo
     assert not book.is_banned("a", now + 15)
     assert not book.may_be_asked("a", now + 15)
 
-
-def test_answering_ends_no_ban_for_refusals_or_nonsense(book: Bans) -> None:
-    book.failed("a", asked_s=0.0, now=0.0)
-    book.doubted("b", asked_s=0.0, now=0.0, doubts=5)
-    book.failed("c", asked_s=0.0, now=0.0, is_silent=True)
-    book.malformed("c", now=1.0)
-    for worker in "abc":
+    book.failed("refuses", asked_s=0.0, now=0.0)
+    book.doubted("counts nothing", asked_s=0.0, now=0.0, doubts=5)
+    book.failed("lies", asked_s=0.0, now=0.0, is_silent=True)
+    book.malformed("lies", now=1.0)
+    for worker in ("refuses", "counts nothing", "lies"):
         assert not book.may_be_asked(worker, 20.0)
         book.answers(worker, 20.0)
         assert book.is_banned(worker, 20.0)
-
-
-def test_those_who_left_are_forgotten_when_their_ban_is_over(book: Bans) -> None:
-    book.failed("a", asked_s=0.0, now=0.0)
-    book.tidy(10.0, keep=set())
-    assert book.banned(10.0) == {"a": 20.0}
-    book.tidy(31.0, keep=set())
-    assert book.failed("a", asked_s=31.0, now=31.0) == 61.0
 
 
 @settings(max_examples=50, deadline=None)
@@ -264,16 +259,9 @@ def test_no_ban_is_longer_than_it_may_be(events: list[tuple[str, str, float]]) -
 
 UNAVAILABLE = Verdict("unavailable", "unclear", "ban")
 NONSENSE = Verdict("malformed-answer", "unclear", "long-ban")
+BANNING_LONG = replace(FAST, ban_s=600.0, max_ban_s=600.0)
 LIARS_HOST = "192.0.2.66"
 REFUSES = Verdict("nonfinite", "none", "ban")
-
-
-@dataclass
-class Clock:
-    now_s: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def worker(number: int, host: str = LIARS_HOST) -> StageWorker:
@@ -338,6 +326,10 @@ async def test_keys_without_end_of_one_host_get_less_and_less() -> None:
 
 async def test_one_that_counts_clears_its_host_s_name_and_is_not_judged_by_it_again() -> None:
     clock = Clock()
+    none_has_counted = StagePool("tail", BANNING_LONG, clock)
+    none_has_counted.update([worker(2), worker(3)])
+    none_has_counted.blame(worker(2), NONSENSE, clock())
+    assert await asked(none_has_counted) == {"tail.0.3"}, "a stage with nobody else asks them all the same"
     pool = await pool_of(clock, worker(2), worker(3), worker(4))
     pool.blame(worker(3), NONSENSE, clock())
     assert await asked(pool) == {"tail.0.2"}
@@ -345,14 +337,6 @@ async def test_one_that_counts_clears_its_host_s_name_and_is_not_judged_by_it_ag
     assert placement is not None
     pool.counted(placement)
     assert await asked(pool) == {"tail.0.2", "tail.0.4"}
-
-
-async def test_a_stage_with_nobody_else_asks_them_all_the_same() -> None:
-    clock = Clock()
-    pool = StagePool("tail", replace(FAST, ban_s=1.0, max_ban_s=600.0), clock)
-    pool.update([worker(2), worker(3)])
-    pool.blame(worker(2), NONSENSE, clock())
-    assert await asked(pool) == {"tail.0.3"}
 
 
 @dataclass
@@ -377,7 +361,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def watched(replicas: dict[str, int] = ONE_EACH, *, is_idle: bool = False) -> AsyncIterator[Watched]:
     async with toy_swarm(replicas) as swarm, running_endpoint() as endpoint:
         clock = Clock()
-        pools = {stage: StagePool(stage, replace(FAST, ban_s=600.0, max_ban_s=600.0), clock) for stage in replicas}
+        pools = {stage: StagePool(stage, BANNING_LONG, clock) for stage in replicas}
         for stage, pool in pools.items():
             pool.update(worker for worker in swarm.workers() if worker.stage == stage)
             assert is_idle or await placed(pool) is not None
@@ -386,7 +370,7 @@ async def watched(replicas: dict[str, int] = ONE_EACH, *, is_idle: bool = False)
 
 async def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptureFixture) -> None:
     async with watched() as here:
-        tail = here.swarm.at("tail")
+        tail, idle = here.swarm.at("tail"), here.pools["tail"].usable()
         await tail.kill()
         await here.look_after(6.0)
         assert here.detector.silent() == {}, "that may be a slow micro-batch"
@@ -396,28 +380,20 @@ async def test_only_the_one_that_hangs_is_named_and_once(caplog: pytest.LogCaptu
         await tail.start()
         await here.look_after(6.0)
         assert here.detector.silent() == {}
-    assert said(caplog) == [
-        "tail.0.32 has not answered for 12 s; micro-batches wait for it (1)",
-        "tail.0.32 answers again, after 24 s",
-    ]
-
-
-async def test_one_that_is_announced_no_longer_is_waited_for_no_longer(caplog: pytest.LogCaptureFixture) -> None:
-    async with watched() as here:
-        await here.swarm.at("tail").kill()
+        await tail.kill()
         await here.look_after(12.0)
         here.pools["tail"].update(())
         await here.look_after(6.0)
-        assert here.detector.silent() == {}
-    assert said(caplog)[-1] == "tail.0.32 is gone: nothing came from it for 18 s"
-
-
-async def test_whoever_has_nothing_under_way_is_not_asked() -> None:
-    async with watched(is_idle=True) as here:
-        await here.swarm.at("tail").kill()
-        for _ in range(3):
-            await here.look_after(10.0)
-        assert here.detector.silent() == {}
+        assert here.detector.silent() == {}, "it is announced no longer, and waited for no longer"
+        here.pools["tail"].update(idle)
+        await here.look_after(60.0)
+        assert here.detector.silent() == {}, "it has nothing under way"
+    assert said(caplog) == [
+        "tail.0.32 has not answered for 12 s; micro-batches wait for it (1)",
+        "tail.0.32 answers again, after 24 s",
+        "tail.0.32 has not answered for 12 s; micro-batches wait for it (1)",
+        "tail.0.32 is gone: nothing came from it for 18 s",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +418,7 @@ async def test_one_banned_for_silence_gets_work_again_if_its_stage_has_nobody_el
 
 def test_a_worker_that_restarts_is_free_of_its_ban_though_it_was_not_announced_for_a_while() -> None:
     clock = Clock()
-    pool = StagePool("tail", replace(FAST, ban_s=600.0, max_ban_s=600.0), clock)
+    pool = StagePool("tail", BANNING_LONG, clock)
     first = StageWorker("tail", "tail.0.32", Peer("a" * 64, "127.0.0.1:9"), "first")
     pool.update([first])
     pool.blame(first, UNAVAILABLE, clock())
