@@ -314,17 +314,18 @@ class Auditor:
     async def _output(self, visit: Visit, *answers: Answered) -> StageOutput:
         """Decodes what a worker answered to one request, or to the forward and the backward pass."""
         body, ids = answers[-1].body, visit.micro_batch.input_ids
+        versions = frozenset(answered.body.version for answered in answers)
         tensors = {name: tensor for answered in answers for name, tensor in answered.tensors.items()}
         loss = None if body.loss_sum is None else body.loss_sum / max(1, body.num_tokens)
         with peer_boundary("an audited worker"):
             return await asyncio.to_thread(
-                output_of, self.form, tensors, ids, loss=loss, scale=body.scale, version=body.version
+                output_of, self.form, tensors, ids, loss=loss, scale=body.scale, versions=versions
             )
 
 
 def _weight(outputs: Sequence[StageOutput]) -> float:
     """Returns how certain a difference is: across a step, above all the first, honest workers may differ."""
-    return 1.0 if len({output.version for output in outputs}) == 1 else 0.5
+    return 1.0 if len(frozenset[int]().union(*(output.versions for output in outputs))) == 1 else 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,7 +336,7 @@ class StageOutput:
     loss: float | None = None  # Tail: mean of the labels.
     gradient: Tensor | None = None
     """Body, tail: with respect to the input, fp32[B, S, dim], before the worker scaled it down."""
-    version: int = 0
+    versions: frozenset[int] = frozenset()  # The stage's at its forward and its backward pass.
 
 
 def output_of(
@@ -345,7 +346,7 @@ def output_of(
     *,
     loss: float | None = None,
     scale: float = 1.0,
-    version: int = 0,
+    versions: frozenset[int] = frozenset(),
 ) -> StageOutput:
     """Decodes an answer; the gradient is divided by ``scale``, which the worker says to have multiplied it by.
 
@@ -356,7 +357,7 @@ def output_of(
         activation=own_part(form, activation, ids) if activation else None,
         loss=loss,
         gradient=form.codec.grad_decode(gradient) / scale if gradient else None,
-        version=version,
+        versions=versions,
     )
 
 
@@ -391,7 +392,7 @@ def midpoint(one: StageOutput, other: StageOutput) -> StageOutput:
         return None if first is None or second is None else (first + second) / 2
 
     loss = None if one.loss is None or other.loss is None else (one.loss + other.loss) / 2
-    return StageOutput(mean(one.activation, other.activation), loss, mean(one.gradient, other.gradient), one.version)
+    return StageOutput(mean(one.activation, other.activation), loss, mean(one.gradient, other.gradient))
 
 
 def slope_ratio(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from tests.support.toy_stage import (
     TWO_EACH,
     Drive,
     Fault,
+    Reply_,
     ToyStage,
     distort,
     driving,
@@ -43,6 +44,7 @@ from trainer.pipeline.driver.auditing import (
     output_of,
 )
 from trainer.pipeline.protocol.messages import BACKWARD, EVALUATE, FORWARD, TAIL
+from trainer.pipeline.protocol.tensors import TensorAnswer
 
 AUDITED = replace(FAST, audit_every=2, malformed_ban_s=600.0, request_timeout_s=10.0, unclear_s=10.0)
 THREE_EACH = dict.fromkeys(STAGES, 3)
@@ -149,6 +151,22 @@ async def test_half_of_a_stage_or_more_may_lie_where_they_contradict_themselves(
         liars = [lie_for_ever(toy, LIES[lie]) for toy in drive.swarm.workers_by_stage[stage][:num_liars]]
         await run_with(drive)
         assert set(drive.driver.status().audit.liars) == set(liars)
+
+
+@pytest.mark.slow
+async def test_a_lone_head_that_took_its_first_step_between_two_passes_is_not_banned() -> None:
+    async def before_the_first_step(_stage: ToyStage, _key: str, work: Callable[[], Awaitable[Reply_]]) -> Reply_:
+        answer = await work()
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in answer.tensors.items()}
+        return TensorAnswer(answer.body.model_copy(update={"version": 0}), tensors)
+
+    async with driving(ONE_EACH, 20, replace(AUDITED, max_in_flight=1), audit_seed=4) as drive:
+        head = drive.swarm.at("head")
+        head.version = 1
+        head.faults[FORWARD].extend([before_the_first_step] * 3)
+        await run_with(drive)
+        assert not drive.driver.status().audit.liars
+        assert not any(pool.banned for pool in drive.driver.status().stages)
 
 
 @pytest.mark.slow
