@@ -113,7 +113,7 @@ def _described(tensor: Tensor) -> str:
 class Accumulated:
     """What the gradient accumulator holds."""
 
-    num_tokens: int = 0
+    num_tokens: int = 0  # Labels that count.
     num_micro_batches: int = 0  # Including those without such labels.
     loss_sum: float = 0.0  # Tail: over those labels; 0 elsewhere.
 

@@ -27,11 +27,10 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.inner import InnerConfig, NonFiniteGuard, lr_at
-from trainer.inner.optimizer import state_for
+from trainer.inner.loop import state_for
 from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.pipeline.stage.accumulator import GradientAccumulator, NormBound
-from trainer.pipeline.stage.graph_cache import CachedForward, GraphCache
 from trainer.pipeline.stage.interface import (
     Accumulated,
     BackwardResult,
@@ -41,7 +40,7 @@ from trainer.pipeline.stage.interface import (
     StepInfo,
     TailResult,
 )
-from trainer.pipeline.stage.passes import Gradients, StagePasses
+from trainer.pipeline.stage.passes import CachedForward, Gradients, GraphCache, StagePasses
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,18 @@ from trainer.pipeline.protocol.tensors import TensorAnswer, TensorHandler, Tenso
 from trainer.pipeline.protocol.wire import GRADIENT, LABELS
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageReplica, StageShape
-from trainer.pipeline.worker import received
 from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.link import StageLink, refusal_of
-from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, ReceivedChain, ReceivedEvaluate
+from trainer.pipeline.worker.link import (
+    ReceivedAsk,
+    ReceivedBackward,
+    ReceivedChain,
+    ReceivedEvaluate,
+    ReceivedForward,
+    ReceivedTail,
+    StageLink,
+    SuspendDetector,
+    refusal_of,
+)
 from trainer.pipeline.worker.replies import PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import MemoryBudget, Runtime
 from trainer.pipeline.worker.stage_executor import StageExecutor
@@ -39,7 +47,7 @@ from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 from trainer.pipeline.worker.stepping import StageStepper, Stepped, StepStrategy, Synchronised
 
 AskT = TypeVar("AskT", bound=ReceivedAsk)
-CountingAskT = TypeVar("CountingAskT", ReceivedBackward, received.ReceivedTail, ReceivedChain)
+CountingAskT = TypeVar("CountingAskT", ReceivedBackward, ReceivedTail, ReceivedChain)
 ServiceStatus = Literal["joining", "serving", "leaving"]
 Accepts = Literal["all", "begun", "nothing"]
 
@@ -80,7 +88,7 @@ class StageService:
     def __post_init__(self) -> None:
         self._refused: Counter[str] = Counter()
         self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
-        self.suspend_detector = received.SuspendDetector()
+        self.suspend_detector = SuspendDetector()
         self.num_under_way = 0
         """Requests that were let in and are not answered yet, whatever they wait for: tensors of a stream, the queue,
         the next worker of a chain, or the sending of the answer."""
@@ -93,9 +101,9 @@ class StageService:
     def register(self) -> None:
         """Registers the stage's methods; before the endpoint starts."""
         if self.executor.replica.kind == "tail":
-            self._register(messages.TAIL, "a tail's pass", received.ReceivedTail, self._tail)
+            self._register(messages.TAIL, "a tail's pass", ReceivedTail, self._tail)
         else:
-            self._register(messages.FORWARD, "a forward pass", received.ReceivedForward, self._forward)
+            self._register(messages.FORWARD, "a forward pass", ReceivedForward, self._forward)
             self._register(messages.BACKWARD, "a backward pass", ReceivedBackward, self._backward)
         self._register(messages.CHAIN, "a chain", ReceivedChain, self._pass_on)
         self._register(messages.EVALUATE, "an evaluation", ReceivedEvaluate, self._evaluate)
@@ -132,7 +140,7 @@ class StageService:
             finally:
                 self.num_under_way -= 1
 
-    async def _forward(self, sender: PeerId, ask: received.ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
+    async def _forward(self, sender: PeerId, ask: ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors)
         answer, _, activation = await self.executor.forward(sender, ask, tensors)
         return TensorAnswer(answer, activation)
@@ -146,7 +154,7 @@ class StageService:
             )
         return await self._once(messages.BACKWARD, sender, ask, tensors, self.executor.answer_backward)
 
-    async def _tail(self, sender: PeerId, ask: received.ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
+    async def _tail(self, sender: PeerId, ask: ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors, LABELS)
         return await self._once(messages.TAIL, sender, ask, tensors, self.executor.answer_tail)
 

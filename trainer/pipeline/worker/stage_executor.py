@@ -39,8 +39,14 @@ from trainer.pipeline.protocol.messages import CHAIN, ChainAsk, Hop, StageAnswer
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import ACTIVATION, LABELS, part_of
 from trainer.pipeline.stage import BackwardResult, LossSum, StageReplica, TailResult
-from trainer.pipeline.worker.link import StageLink, refusal_of
-from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, ReceivedChain, ReceivedEvaluate
+from trainer.pipeline.worker.link import (
+    ReceivedAsk,
+    ReceivedBackward,
+    ReceivedChain,
+    ReceivedEvaluate,
+    StageLink,
+    refusal_of,
+)
 from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import Computed, EvaluationBudget, Job, Priority, Runtime
 

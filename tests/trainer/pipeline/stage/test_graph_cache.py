@@ -26,7 +26,7 @@ from tests.support.stage_replicas import (
 )
 from trainer.errors import NonFiniteActivationError, PipelineError, StaleGradientError
 from trainer.pipeline.stage import StageConfig, StageReplica
-from trainer.pipeline.stage.graph_cache import ENTRY_BYTES, CachedForward, GraphCache
+from trainer.pipeline.stage.passes import ENTRY_BYTES, CachedForward, GraphCache
 
 RECOMPUTE = replace(UNCLIPPED, backward="recompute")
 MODES = pytest.mark.parametrize("config", [UNCLIPPED, RECOMPUTE], ids=["cached", "recompute"])

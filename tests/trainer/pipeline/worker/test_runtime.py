@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import NonFiniteActivationError, RefusedError, TrainerError
 from trainer.pipeline.worker import Runtime, WorkerConfig
-from trainer.pipeline.worker.received import SuspendDetector
+from trainer.pipeline.worker.link import SuspendDetector
 from trainer.pipeline.worker.runtime import EvaluationBudget, Job, Priority, WaitingJobs
 
 
