@@ -119,14 +119,6 @@ class Accumulated:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LossSum:
-    """The summed loss of some labels."""
-
-    loss_sum: float
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class BackwardResult:
     """The answer to a backward pass whose gradient was counted."""
 
@@ -138,11 +130,11 @@ class BackwardResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailResult:
-    """The loss of a micro-batch whose gradient was counted."""
+    """The loss of a micro-batch whose gradient was counted, or of one that is only evaluated."""
 
     loss_sum: float
     num_tokens: int
-    grad_hidden: Tensor  # fp32[rows, positions, dim], of `loss_sum`.
+    grad_hidden: Tensor | None  # fp32[rows, positions, dim], of `loss_sum`; None: not wanted.
     version: int
     scale: float = 1.0  # Factor applied to the gradient, as in `BackwardResult`.
 

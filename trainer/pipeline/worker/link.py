@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainer.compression.activations import IDS, ActivationCodec, LinkMeter, ids_spec
 from trainer.errors import CodecError, NonFiniteActivationError, PipelineError, RefusedError, StaleGradientError
-from trainer.pipeline.protocol.messages import BackwardAsk, ChainAsk, EvaluateAsk, ForwardAsk, StageAsk, TailAsk
+from trainer.pipeline.protocol.messages import BackwardAsk, ChainAsk, EvaluateAsk, StageAsk, TailAsk
 from trainer.pipeline.protocol.wire import ACTIVATION, GRADIENT, LABELS, part_of
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageShape
@@ -70,7 +70,7 @@ class SuspendDetector:
 
 
 class ReceivedAsk(StageAsk):
-    """A request with its time of receipt."""
+    """A request with its time of receipt; a forward pass has no more fields."""
 
     _received_s: float = PrivateAttr(default_factory=boottime_s)
 
@@ -82,10 +82,6 @@ class ReceivedAsk(StageAsk):
     def date(self, suspend_detector: SuspendDetector) -> None:
         """Moves the receipt to before a suspension of this process."""
         self._received_s = suspend_detector.sent_by_s(self._received_s)
-
-
-class ReceivedForward(ForwardAsk, ReceivedAsk):
-    """A forward pass."""
 
 
 class ReceivedBackward(BackwardAsk, ReceivedAsk):
@@ -208,8 +204,10 @@ class StageLink:
 
         return await self._offload(y.numel() * 4, encode)
 
-    async def gradient(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Returns the gradient of a stage's input in wire form; errors as `activation`."""
+    async def gradient(self, gradient: Tensor | None) -> dict[str, Tensor]:
+        """Returns the gradient of a stage's input, if it has one, in wire form; errors as `activation`."""
+        if gradient is None:
+            return {}
 
         def encode() -> dict[str, Tensor]:
             encoded = self.codec.grad_encode(gradient)

@@ -22,7 +22,7 @@ from tests.support.stage_replicas import (
     stage_replicas,
 )
 from trainer.pipeline.stage import Accumulated, StageConfig, StageReplica
-from trainer.pipeline.stage.accumulator import WARM_UP, WINDOW, GradientAccumulator, NormBound
+from trainer.pipeline.stage.passes import WARM_UP, WINDOW, GradientAccumulator, NormBound
 
 FACTOR = 10.0
 BOUNDED = StageConfig(clip_factor=1e9, tail_clip_factor=1e9, outlier_factor=FACTOR)

@@ -277,7 +277,7 @@ def test_steps_are_those_of_the_inner_loop_on_the_whole_model(num_stages: int) -
 
 def test_held_out_data_have_the_loss_of_the_whole_model_and_leave_no_trace() -> None:
     stages, (_, ids, labels) = stage_replicas(3), micro_batch(3, padded=1)
-    found, _ = stages[2].evaluate_loss(stages[1].evaluate(stages[0].evaluate(ids)), labels)
+    found = stages[2].evaluate_loss(stages[1].evaluate(stages[0].evaluate(ids)[0])[0], labels)
     total, num_tokens = build_model(CUT, 0).loss_sum(ids, labels)
     assert (found.loss_sum, found.num_tokens) == (float(total.detach()), int(num_tokens))
     assert not sums_of(stages)

@@ -92,7 +92,7 @@ async def test_a_request_that_is_given_up_or_too_late_leaves_the_queue_and_is_no
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert (runtime.figures.queued, runtime.figures.queued_bytes) == (0, 0)
-            late = _of(computed.append, item="late", begin_before_s=runtime.now_s - 1)
+            late = _of(computed.append, item="late", begin_before_s=runtime.clock() - 1)
             (task,) = await _queued(runtime, late)
         assert await _reason(task) == "expired"
         await runtime.compute(_of(computed.append, item="wanted"))

@@ -33,7 +33,7 @@ from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.wire import part_of, wire_ids
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageConfig
-from trainer.pipeline.stage.accumulator import WARM_UP
+from trainer.pipeline.stage.passes import WARM_UP
 from trainer.pipeline.worker.replies import PendingCount
 
 KEY = "e0.s0.r0"

@@ -152,7 +152,7 @@ async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(
     async with running_worker(setup) as tail, running_worker(setup) as idle, running_driver() as driver:
         await driver.tail(tail, "e0.s0.r0", TAIL_INPUT)
         await until(lambda: tail.worker.replica.version == 1)
-        await until(lambda: idle.worker.runtime.now_s - idle.worker.stepper._counted_s > 1.0)
+        await until(lambda: idle.worker.runtime.clock() - idle.worker.stepper._counted_s > 1.0)
         assert tail.worker.replica.version == 1
         assert idle.worker.replica.version == 0
 
