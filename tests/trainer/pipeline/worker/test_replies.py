@@ -150,12 +150,9 @@ def test_refused_from_now_neither_begun_nor_new_is_counted_for_a_while() -> None
     assert cache.counted(pending) is not None
     assert undecided.done()
     assert cache.counted_among([KEY], refuse_from_now=True)[1].keys() == {KEY}
-
-
-def test_refusals_are_bounded() -> None:
     cache, keys = _cache(reply_cache_ids=8), [f"e0.s0.r{number}" for number in range(100)]
     cache.counted_among(keys, refuse_from_now=True)
-    for key in keys[:-8]:
+    for key in keys[:-8]:  # Refusals are bounded.
         _begin(cache, key)
     assert {_reason(cache, "backward", key) for key in keys[-8:]} == {"busy"}
 
