@@ -70,16 +70,13 @@ def test_gradients_in_another_order_of_memory_are_put_into_the_parameters_order(
     assert all(parameter.grad.stride() == parameter.stride() for parameter in parameters)
 
 
-def test_two_gradients_in_one_piece_of_memory_are_added_up_apart() -> None:
+def test_gradients_in_one_piece_of_memory_are_added_up_apart_and_a_parameter_nothing_touched_has_none() -> None:
     parameters, both = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], torch.ones(3)
     accumulator = GradientAccumulator(parameters)
     accumulator.add([both, both], 1)
     accumulator.add([torch.ones(3), torch.zeros(3)], 1)
     accumulator.hand_over(1.0)
     assert [parameter.grad.tolist() for parameter in parameters] == [[2.0] * 3, [1.0] * 3]
-
-
-def test_a_parameter_nothing_touched_has_no_gradient() -> None:
     parameters = _parameters()
     accumulator = GradientAccumulator(parameters)
     parameters[0].grad = torch.ones(2, 3)

@@ -41,18 +41,6 @@ def _same(first: StageReplica, second: StageReplica) -> bool:
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-def test_recomputed_and_cached_are_the_same_bits_at_the_same_version() -> None:
-    cached, recomputing = _body(), _body(RECOMPUTE)
-    for seed in range(3):
-        x, gradient = hidden(seed), hidden(seed + 10)
-        assert torch.equal(cached.forward("m", x), recomputing.forward("m", x))
-        kept, again = backward(cached, x, gradient), backward(recomputing, x, gradient)
-        assert (kept.recomputed, again.recomputed) == (False, True)
-        assert torch.equal(kept.grad_x, again.grad_x)
-        assert _same(cached, recomputing)
-        assert cached.step(9).grad_norm == recomputing.step(9).grad_norm
-
-
 def _step(stage: StageReplica) -> None:
     backward(stage, hidden(1), hidden(2), "first")
     stage.step(9)
@@ -166,18 +154,18 @@ def test_forward_passes_from_before_a_roll_back_or_too_old_to_be_counted_are_dro
 
 
 @MODES
-def test_many_at_once_are_as_one_by_one(config: StageConfig) -> None:
-    shapes = [(2, 8), (3, 8), (1, 8)]
-    together, apart = _body(config), _body(config)
-    requests = [(f"m{number}", hidden(number, *shape)) for number, shape in enumerate(shapes)]
+def test_many_at_once_are_as_one_by_one_with_their_graphs_kept(config: StageConfig) -> None:
+    together, apart = _body(config), _body()
+    requests = [(f"m{rows}", hidden(rows, rows)) for rows in (2, 3, 1)]
     for (key, x), found in zip(requests, together.forward_many(requests), strict=True):
         assert isinstance(found, Tensor)
         torch.testing.assert_close(found, apart.forward(key, x), rtol=1e-5, atol=1e-6)
     for key, x in reversed(requests):
-        gradient = hidden(7, *x.shape[:2])
-        mine, others = (backward(each, None, gradient, key, num_tokens=4).grad_x for each in (together, apart))
-        assert torch.equal(mine, others)
+        found, kept = (backward(each, None, hidden(7, len(x)), key, num_tokens=4) for each in (together, apart))
+        assert torch.equal(found.grad_x, kept.grad_x)
+        assert (found.recomputed, kept.recomputed) == (config is RECOMPUTE, False)
     assert _same(together, apart)
+    assert together.step(9).grad_norm == apart.step(9).grad_norm
     assert together.forward_many([]) == []
 
 
@@ -235,7 +223,7 @@ def test_the_bound_holds_and_the_count_is_that_of_what_is_there(max_bytes: int, 
             assert all(number - key <= entry.version < number for entry in there)
 
 
-def test_the_oldest_go_whole_and_a_repetition_makes_new() -> None:
+def test_the_oldest_go_whole_or_those_of_who_floods_and_what_is_too_large_costs_no_other() -> None:
     cache = GraphCache(2 * ENTRY_BYTES + 100)
     for key in "abac":
         cache.put(key, _forward(5, 20))
@@ -243,18 +231,12 @@ def test_the_oldest_go_whole_and_a_repetition_makes_new() -> None:
     cache.put("d", _forward(15, 0))
     assert [cache.get(key) is None for key in "acd"] == [True, False, False]
     assert cache.size_bytes == 2 * ENTRY_BYTES + 100
-
-
-def test_who_floods_drives_out_its_own() -> None:
     cache = GraphCache(3 * ENTRY_BYTES + 100)
     cache.put("0 meek", _forward(5, 20))
     for number in range(10):
         cache.put(f"{number} flooding", _forward(5, 5))
     assert cache.get("0 meek") is not None
     assert [number for number in range(10) if cache.get(f"{number} flooding") is not None] == [8, 9]
-
-
-def test_one_that_is_too_large_is_kept_without_its_graph_or_not_at_all_and_costs_no_other() -> None:
     cache = GraphCache(ENTRY_BYTES + 100)
     cache.put("a", _forward(5, 20))
     cache.put("b", _forward(26, 0))
@@ -265,10 +247,6 @@ def test_one_that_is_too_large_is_kept_without_its_graph_or_not_at_all_and_costs
     assert cache.size_bytes == ENTRY_BYTES + 20
     cache.clear()
     assert (cache.get("a"), cache.size_bytes) == (None, 0)
-
-
-def test_forward_passes_of_next_to_nothing_are_bounded_too() -> None:
-    cache = GraphCache(10 * ENTRY_BYTES)
-    for number in range(1000):
+    for number in range(10):  # Next to nothing is bounded too.
         cache.put(f"{number} tiny", _forward(1, 0))
-    assert sum(cache.get(f"{number} tiny") is not None for number in range(1000)) < 10
+    assert sum(cache.get(f"{number} tiny") is not None for number in range(10)) == 1
