@@ -95,15 +95,6 @@ async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProc
         assert (await driver.status(tail)).reply_bytes <= 1 << 20
 
 
-async def test_a_killed_worker_is_not_available_at_once(workers: list[StageProcess]) -> None:
-    """The last of these tests: there is no tail afterwards."""
-    async with running_driver() as driver:
-        await driver.tail(workers[2], "e3.s0.r0", _tail_input())
-        workers[2].kill()
-        with pytest.raises(PeerUnavailableError):
-            await driver.tail(workers[2], "e3.s0.r0", _tail_input())
-
-
 def _tail_input(rows: int = 2, positions: int = 8) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(rows, positions, 16, generator=generator)
