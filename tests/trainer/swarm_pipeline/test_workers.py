@@ -99,7 +99,7 @@ def test_what_the_newer_one_learned_is_not_lost_when_the_older_one_starts_first(
         for name in tails:
             swarm.begin_worker(name, "tail", ["--set", f"swarm.checkpoint.directory={tmp_path / name}"])
         older, newer = (swarm[name] for name in tails)
-        swarm.wait(lambda: begun_at(older) is not None and begun_at(newer) is not None, "both tails")
+        swarm.wait(lambda: None not in (begun_at(older), begun_at(newer)), "both tails")
         swarm.wait_for_steps("driver-1", 10)
         assert swarm.stop("tail-older") == [TERMINATED]
         others = ("head", "body-1", "tail-newer")

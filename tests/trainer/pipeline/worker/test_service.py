@@ -73,13 +73,10 @@ def _backward(worker: RunningWorker, driver: StageDriver, tensors: Tensors, key:
 
 BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
     "labels beyond the vocabulary": lambda t: _changed(t, labels=t["labels"] + 64),
-    "negative labels": lambda t: _changed(t, labels=t["labels"] * 0 - 5),
     "int64 labels": lambda t: _changed(t, labels=t["labels"].long()),
-    "labels of another shape": lambda t: _changed(t, labels=t["labels"][:, :4].contiguous()),
     "no labels": lambda t: _changed(t, labels=None),
     "no activation": lambda t: _changed(t, activation=None),
     "half an activation": lambda t: _changed(t, activation=t["activation"].half()),
-    "a narrower activation": lambda t: _changed(t, activation=t["activation"][..., :8].contiguous()),
     "fewer rows": lambda t: _changed(t, activation=t["activation"][:1].contiguous()),
     "ids nobody asked for": lambda t: _changed(t, ids=t["labels"]),
     "a gradient": lambda t: _changed(t, gradient=t["activation"]),
@@ -314,15 +311,12 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
 async def test_what_is_let_in_is_said_apart_from_what_is_announced() -> None:
     async with running_worker(HEAD) as head, running_driver() as driver:
         service = head.worker.service
-        service.status, service.accepts = "serving", "nothing"
-        assert await _reason(driver.forward(head, KEY, HEAD_INPUT)) == "stopping"
-        service.status, service.accepts = "joining", "all"
+        service.status = "joining"
         await driver.forward(head, KEY, HEAD_INPUT)
         assert (await driver.status(head)).status == "joining"
         service.accepts = "begun"
         assert await _reason(driver.forward(head, "e0.s0.r2", HEAD_INPUT)) == "stopping"
         assert (await _backward(head, driver, {})).body.applied == ("head",)
-        assert (await driver.status(head)).refused == {"stopping": 2}
 
 
 @pytest.mark.slow
@@ -336,7 +330,7 @@ async def test_a_request_is_under_way_from_before_its_tensors_until_it_is_answer
                 assert tail.worker.runtime.figures.queued == 1
                 service.accepts = "nothing"
                 assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "stopping"
-                assert service.num_under_way == 2
+                assert ((await driver.status(tail)).refused, service.num_under_way) == ({"stopping": 1}, 2)
                 for index in (1, 2):
                     await stream.send(index, bytes(1 << 20))
                 await stream.end()
