@@ -168,23 +168,18 @@ def test_labels_are_ids_or_ignored_and_as_many_as_there_are_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("value", "fields"),
     [
-        ("target_tokens", -1),
-        ("clip_factor", 0.0),
-        ("clip_factor", math.nan),
-        ("tail_clip_factor", -1.0),
-        ("outlier_factor", 0.5),
-        ("outlier_factor", math.nan),
-        ("backward", "both"),
-        ("max_cached_bytes", -1),
-        ("max_staleness", -1),
+        (-1, ["target_tokens", "clip_factor", "tail_clip_factor", "max_cached_bytes", "max_staleness"]),
+        (math.nan, ["clip_factor", "tail_clip_factor", "outlier_factor"]),
+        (0.5, ["outlier_factor"]),
+        ("both", ["backward"]),
     ],
 )
-def test_an_option_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
-    assert StageConfig(clip_factor=math.inf, tail_clip_factor=math.inf).clip_factor == math.inf
-    with pytest.raises(TrainerUsageError, match=rf"^{field}: expected .*, found "):
-        StageConfig(**{field: value})
+def test_an_option_out_of_range_is_refused_by_name(value: Any, fields: list[str]) -> None:
+    for field in fields:
+        with pytest.raises(TrainerUsageError, match=rf"^{field}: expected .*, found "):
+            StageConfig(**{field: value})
 
 
 _ACTIONS = st.lists(st.sampled_from(["count", "count", "empty", "step", "forward", "drop"]), max_size=8)
