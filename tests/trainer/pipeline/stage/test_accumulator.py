@@ -89,10 +89,17 @@ def test_gradients_in_one_piece_of_memory_are_added_up_apart_and_a_parameter_not
     assert accumulator.norm() == 0.0
 
 
-def test_before_it_has_seen_some_or_where_nothing_moves_there_is_no_bound() -> None:
+def test_a_bound_begins_when_some_were_seen_that_move_and_follows_the_run_after_half_a_window() -> None:
     assert _bound_of(_usual(times=WARM_UP - 1)).coefficient(1e12, 64) == 1.0
     assert _bound_of(_usual(norm=0.0)).coefficient(1.0, 64) == 1.0
     assert _bound_of(_usual()).coefficient(1e12, 64) == pytest.approx(FACTOR / 1e12)
+    for num_tokens, most in {64: 1.0, 4: 0.25, 1: 0.125, 256: 4.0}.items():  # A short one may be noisier.
+        assert _bound_of(_usual()).usual(num_tokens) == pytest.approx(most)
+    bound, scales = _bound_of(_usual(times=WINDOW)), []
+    for _ in range(WINDOW):
+        scales.append(bound.coefficient(1000.0, 64))
+        bound.note(1000.0, 64)
+    assert scales == [pytest.approx(0.01)] * (WINDOW // 2) + [1.0] * (WINDOW // 2)
 
 
 @pytest.mark.slow
@@ -107,20 +114,6 @@ def test_fewer_than_half_cannot_say_what_is_usual(num_liars: int, lie: float, ra
     seen = [(lie, 64)] * num_liars + [(random.uniform(0.5, 2.0), 64) for _ in range(WINDOW - num_liars)]
     random.shuffle(seen)
     assert 0.5 <= (_bound_of(seen).usual(64) or 0.0) <= 2.0
-
-
-@pytest.mark.parametrize(("num_tokens", "most"), [(64, 1.0), (4, 0.25), (1, 0.125), (256, 4.0)])
-def test_a_short_one_may_be_as_noisy_as_its_tokens_are_few(num_tokens: int, most: float) -> None:
-    assert _bound_of(_usual()).usual(num_tokens) == pytest.approx(most)
-
-
-def test_a_run_that_changes_its_ways_is_believed_after_half_a_window() -> None:
-    bound = _bound_of(_usual(times=WINDOW))
-    scales = []
-    for _ in range(WINDOW):
-        scales.append(bound.coefficient(1000.0, 64))
-        bound.note(1000.0, 64)
-    assert scales == [pytest.approx(0.01)] * (WINDOW // 2) + [1.0] * (WINDOW // 2)
 
 
 @pytest.mark.parametrize("index", [0, 1])

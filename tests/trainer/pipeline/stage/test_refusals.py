@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +55,15 @@ def test_a_gradient_that_is_not_finite_is_refused_by_head_and_body(value: float)
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_input_that_is_not_finite_is_refused_wherever_it_comes_in(value: float) -> None:
-    body, tail, (_, _, labels) = _in_the_middle(1), _in_the_middle(2), micro_batch(1)
+    body, tail, labels, spoilt = _in_the_middle(1), _in_the_middle(2), micro_batch(1)[2], _with(value)
     before = bits_of(body), bits_of(tail)
     for call, named in (
-        (lambda: body.forward("bad", _with(value)), "bad"),
-        (lambda: backward(body, _with(value), hidden(1), "bad"), "bad"),
-        (lambda: tail.tail("bad", _with(value), labels), "bad"),
-        (lambda: body.evaluate(_with(value)), "held-out"),
+        (lambda: body.forward("bad", spoilt), "bad"),
+        (lambda: backward(body, spoilt, hidden(1), "bad"), "bad"),
+        (lambda: tail.tail("bad", spoilt, labels), "bad"),
+        (lambda: tail.evaluate_loss(spoilt, labels, with_gradient=True), "comparison"),
+        (lambda: body.evaluate(hidden(1), spoilt), "comparison"),
+        (lambda: body.evaluate(spoilt), "held-out"),
     ):
         with pytest.raises(NonFiniteActivationError, match=named):
             call()
@@ -133,10 +134,13 @@ def test_a_micro_batch_without_labels_counts_as_one_of_no_tokens() -> None:
     assert torch.equal(result.grad_x, HIDDEN)
 
 
-@pytest.mark.parametrize("ask", [lambda body, *given: body.tail("m", *given), StageReplica.evaluate_loss])
-def test_only_a_tail_has_losses(ask: Callable[..., object]) -> None:
-    with pytest.raises(TrainerUsageError, match="expected the tail, found a body"):
-        ask(stage_replica(1, 3), hidden(1), micro_batch(1)[2])
+def test_only_a_tail_has_losses_and_a_head_no_gradient_of_its_input() -> None:
+    body, head, labels = stage_replica(1, 3), stage_replica(0, 3), micro_batch(1)[2]
+    for ask in (lambda: body.tail("m", hidden(1), labels), lambda: body.evaluate_loss(hidden(1), labels)):
+        with pytest.raises(TrainerUsageError, match="expected the tail, found a body"):
+            ask()
+    with pytest.raises(TrainerUsageError, match="expected a body, found the head"):
+        head.evaluate(IDS, hidden(1))
 
 
 def test_an_input_is_taken_if_type_shape_and_ids_fit() -> None:
