@@ -204,10 +204,8 @@ class StageLink:
 
         return await self._offload(y.numel() * 4, encode)
 
-    async def gradient(self, gradient: Tensor | None) -> dict[str, Tensor]:
-        """Returns the gradient of a stage's input, if it has one, in wire form; errors as `activation`."""
-        if gradient is None:
-            return {}
+    async def gradient(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Returns the gradient of a stage's input in wire form; errors as `activation`."""
 
         def encode() -> dict[str, Tensor]:
             encoded = self.codec.grad_encode(gradient)

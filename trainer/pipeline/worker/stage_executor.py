@@ -257,13 +257,16 @@ class StageExecutor:
         self.evaluations.spend(sender, done.compute_s)
         if not isinstance(done.value, TailResult):
             y, grad_x, version = done.value
-            encoded = {**await self.link.activation(y, ids), **await self.link.gradient(grad_x)}
+            encoded = {**await self.link.activation(y, ids), **await self._gradient(grad_x)}
             return TensorAnswer(self._answer(ask, version, done), encoded)
         found = done.value
         if math.isnan(found.loss_sum):
             raise RefusedError("nonfinite", "the loss is not a number")
         answer = self._answer(ask, found.version, done, loss_sum=found.loss_sum, num_tokens=found.num_tokens)
-        return TensorAnswer(answer, await self.link.gradient(found.grad_hidden))
+        return TensorAnswer(answer, await self._gradient(found.grad_hidden))
+
+    async def _gradient(self, grad_x: Tensor | None) -> dict[str, Tensor]:
+        return {} if grad_x is None else await self.link.gradient(grad_x)
 
     async def _forget(self, sender: PeerId, ask: ReceivedAsk) -> None:
         """Drops a forward pass whose backward pass will not come."""
@@ -293,7 +296,7 @@ class StageExecutor:
             counted |= {"loss_sum": result.loss_sum, "num_tokens": result.num_tokens}
         answer = self._answer(ask, result.version, done, **counted)
         try:
-            return TensorAnswer(answer, await self.link.gradient(grad_x))
+            return TensorAnswer(answer, await self._gradient(grad_x))
         except (PipelineError, RefusedError) as error:  # Any other refusal would say that it was not counted.
             raise RefusedError(
                 "already-applied", f"{ask.micro_batch} is counted; there is no answer: {error}"
