@@ -43,22 +43,8 @@ def _counts(workers: list[RunningWorker]) -> list[int]:
     return [running.worker.replica.accumulated.num_micro_batches for running in workers]
 
 
-async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place() -> None:
+async def test_a_lost_answer_is_had_by_asking_again_and_a_later_worker_that_is_gone_is_named_and_replaced() -> None:
     async with _chain() as (workers, driver), running_worker(SETUPS["tail"]) as other_tail:
-        tail = workers[2]
-        await tail.endpoint.stop()
-        error = await _refused(driver, workers)
-        assert error.reason == "hop"
-        assert f"tail {tail.endpoint.peer_id}: " in str(error)
-        assert f"body-1 {workers[1].endpoint.peer_id}: " not in str(error)
-        workers[2] = other_tail
-        assert (await driver.chain(workers, KEY, IDS, LABELS)).body.applied == ("head", "body-1", "tail")
-        assert _counts(workers) == [1, 1, 1]
-
-
-@pytest.mark.slow
-async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_same_way() -> None:
-    async with _chain() as (workers, driver):
         async with held(workers[1]):
             (asked,) = await queued(workers[1], driver.chain(workers, KEY, IDS, LABELS))
             asked.cancel()
@@ -69,6 +55,15 @@ async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_sam
         again = await driver.chain(workers, KEY, IDS, LABELS)
         assert again.body == first.body
         assert _counts(workers) == [1, 1, 1]
+        tail, workers[2] = workers[2], other_tail
+        await tail.endpoint.stop()
+        error = await _refused(driver, [*workers[:2], tail], micro_batch="e0.s0.r2")
+        assert error.reason == "hop"
+        assert f"tail {tail.endpoint.peer_id}: " in str(error)
+        assert f"body-1 {workers[1].endpoint.peer_id}: " not in str(error)
+        reply = await driver.chain(workers, "e0.s0.r2", IDS, LABELS)
+        assert reply.body.applied == ("head", "body-1", "tail")
+        assert _counts(workers) == [2, 2, 1]
 
 
 @pytest.mark.slow
