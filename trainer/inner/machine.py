@@ -23,7 +23,6 @@ from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.inner.config import Compile, Precision
 
 _VERSION: Final = 1
-_NUMPY_KIND: Final = "MT19937"
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         python_version, python_words, python_gauss = state["python"]
         python = (int(python_version), tuple(python_words.tolist()), python_gauss)
         key, position, has_gauss, gauss = state["numpy"]
-        numpy = (_NUMPY_KIND, key.numpy().astype(np.uint32), int(position), int(has_gauss), float(gauss))
+        numpy = ("MT19937", key.numpy().astype(np.uint32), int(position), int(has_gauss), float(gauss))
         cpu, cuda = state["torch_cpu"], list(state["torch_cuda"])
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 _STATE_VERSION: Final = 1
 _CLIP_EPS = 1e-6  # What torch, and so `InnerLoop`, adds to a norm before it divides by it.
-_OUTLIER_LOG_INTERVAL_S = 60.0
 
 _Count = Annotated[int, Field(ge=0)]
 _Norm = Annotated[float, Field(ge=0, strict=True)]
@@ -91,7 +90,7 @@ class StageReplica:
         self._keeps_graphs = config.backward == "cached" and config.max_cached_bytes > 0
         self._num_changes = 0
         self._norm_bound = NormBound(config.outlier_factor)
-        self._outlier_log = TokenBuckets(1.0, 1.0 / _OUTLIER_LOG_INTERVAL_S)
+        self._outlier_log = TokenBuckets(1.0, 1.0 / 60.0)  # A line a minute.
         self._version = 0
 
     @property
