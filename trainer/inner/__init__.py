@@ -7,10 +7,8 @@ result = loop.step()
 from __future__ import annotations
 
 from trainer.inner.config import InnerConfig, batch_size_for
-from trainer.inner.loop import Batch, InnerLoop, NonFiniteGuard, StepResult
-from trainer.inner.optimizer import lr_at, make_optimizer, parameter_groups
-from trainer.inner.precision import autocast_for, choose_device, compiled
-from trainer.inner.random_state import rng_state, set_rng_state
+from trainer.inner.loop import Batch, InnerLoop, NonFiniteGuard, StepResult, lr_at, make_optimizer, parameter_groups
+from trainer.inner.machine import autocast_for, choose_device, compiled, rng_state, set_rng_state
 
 __all__ = [
     "Batch",

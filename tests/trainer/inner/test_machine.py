@@ -41,15 +41,12 @@ def _loop(model: nn.Module, device: torch.device, **options: Any) -> InnerLoop:
     return InnerLoop(model, make_optimizer(model, config), config, batches(1), device)
 
 
-def test_the_cpu_is_there_when_asked_for_and_where_there_is_no_gpu() -> None:
+def test_the_cpu_is_there_when_asked_for_and_where_there_is_no_gpu_and_others_are_refused() -> None:
     assert choose_device("cpu") == CPU
     assert torch.cuda.is_available() or choose_device() == CPU
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:999", "mps", ""])
-def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(TrainerUsageError, match=f"device: expected .*{name!r}"):
-        choose_device(name)
+    for name in ("gpu", "cuda:", "cuda:x", "cuda:999", "mps", ""):
+        with pytest.raises(TrainerUsageError, match=f"device: expected .*{name!r}"):
+            choose_device(name)
 
 
 @with_gpu
@@ -58,13 +55,10 @@ def test_a_rank_of_torchrun_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_device() == torch.device("cuda", torch.cuda.device_count() - 1)
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp32"])
-def test_on_a_cpu_everything_is_fp32_unless_asked(precision: str) -> None:
-    with autocast_for(CPU, precision)():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-
-
-def test_bf16_on_a_cpu_when_asked_with_parameters_moments_and_loss_in_fp32() -> None:
+def test_bf16_on_a_cpu_when_asked_alone_with_parameters_moments_and_loss_in_fp32() -> None:
+    for precision in ("auto", "fp32"):
+        with autocast_for(CPU, precision)():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     model = small_model()
     loop, exactly = _loop(model, CPU, precision="bf16"), _loop(small_model(), CPU)
     for _ in range(3):
@@ -111,14 +105,10 @@ def test_a_typical_node_reaches_the_upper_end_and_a_model_that_hardly_fits_or_do
     for memory_bytes, seq_len in ((0, 512), (GIB, 0)):
         with pytest.raises(TrainerUsageError, match="1 or more"):
             batch_size_for(memory_bytes, TINY, seq_len)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_with_checkpointed_activations_it_is_the_rule_of_the_specification(rows: int) -> None:
-    row_bytes = 512 * TINY.dim * TINY.num_layers * 8
-    enough = 16 * num_parameters(TINY) + int(rows * row_bytes / 0.3) + 4
-    assert batch_size_for(enough, TINY, 512, activation_checkpointing=True) == rows
-    assert batch_size_for(enough - 1000, TINY, 512, activation_checkpointing=True) == max(1, rows - 1)
+    for rows in (1, 2, 5, 8):  # With checkpointed activations it is the rule of the specification.
+        enough = 16 * num_parameters(TINY) + int(rows * 512 * TINY.dim * TINY.num_layers * 8 / 0.3) + 4
+        assert batch_size_for(enough, TINY, 512, activation_checkpointing=True) == rows
+        assert batch_size_for(enough - 1000, TINY, 512, activation_checkpointing=True) == max(1, rows - 1)
 
 
 @given(
@@ -156,16 +146,10 @@ def test_what_the_blocks_keep_is_what_is_counted_on(shape: ModelConfig) -> None:
     assert total / (256 * shape.num_layers) == pytest.approx(activation_bytes(shape), rel=0.05)
 
 
-def _draw() -> tuple[object, ...]:
+def _draw() -> list[object]:
     """Normal draws too: each generator keeps the second of a pair for the next call."""
-    return (
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        float(np.random.normal()),
-        torch.rand(3).tolist(),
-        torch.randn(3).tolist(),
-    )
+    numbers = [random.random(), random.gauss(0, 1), np.random.rand(), float(np.random.normal())]
+    return [*numbers, torch.rand(3).tolist(), torch.randn(3).tolist()]
 
 
 @pytest.fixture(autouse=True)

@@ -70,8 +70,12 @@ def test_another_driver_goes_on_at_its_speed_while_the_keeper_is_killed_and_away
         "swarm": {"stage": {"target_tokens": 2048}, "ledger": {"keeper": identity_of(home).peer_id}},
     }
 
-    def done_tokens() -> int:
-        return sum(int(step["num_tokens"]) for step in steps_of(swarm["driver-2"]))
+    def speed(for_s: float) -> float:
+        counts, began_s = [], time.monotonic()
+        for wait_s in (0.0, for_s):
+            time.sleep(wait_s)
+            counts.append(sum(int(step["num_tokens"]) for step in steps_of(swarm["driver-2"])))
+        return (counts[1] - counts[0]) / (time.monotonic() - began_s)
 
     with PipelineSwarm(tmp_path / "swarm", store.folder, **options) as swarm:
         keeper, other = (swarm.begin_driver(name) for name in DRIVERS)
@@ -79,15 +83,9 @@ def test_another_driver_goes_on_at_its_speed_while_the_keeper_is_killed_and_away
         for name in DRIVERS:
             swarm.wait_for_steps(name, 4)
         time.sleep(15.0)  # For its speed to be known.
-        counts = [done_tokens()]
-        began_s = time.monotonic()
-        time.sleep(20.0)
-        counts.append(done_tokens())
-        before = (counts[1] - counts[0]) / (time.monotonic() - began_s)
+        before = speed(20.0)
         keeper.kill()
-        killed_s = time.monotonic()
-        time.sleep(AWAY_S)
-        away = (done_tokens() - counts[1]) / (time.monotonic() - killed_s)
+        away = speed(AWAY_S)
         stages = swarm.stages("driver-2")
         assert stages is not None
         assert stages.keeper_away_s > AWAY_S / 2

@@ -12,15 +12,15 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from scripts.swarm_bench.disturbing import Disturbance, Disturber, is_at_work, schedule
 from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
-from tests.support.event_loop import on_event_loop
 from tests.support.one_process import records_of
 from tests.support.pipeline_account import Recount, account_at_rest
 from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm
@@ -73,21 +73,16 @@ class Worker:
         self.node.start()
 
 
-@dataclass(frozen=True, slots=True)
-class CountedAt:
+class CountedAt(NamedTuple):
     """What a worker says it has counted."""
 
     stage: str
     incarnation: str
-    keys: frozenset[str] = field(repr=False)
+    keys: frozenset[str]
 
 
 def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Disturbance]) -> tuple[Disturber, Progress]:
-    """Carries a schedule out; fails at once when a process ends that was not killed.
-
-    Returns:
-        What was done, all workers being at work again; and how the account's micro-batches got done meanwhile.
-    """
+    """Carries a schedule out until all are at work again; fails at once when a process ends that was not killed."""
     disturber = Disturber(plan, workers)
     begun_s = time.monotonic()
     progress = Progress(0, begun_s)
@@ -109,27 +104,19 @@ def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Dist
     return disturber, progress
 
 
-@on_event_loop
-async def ask_workers(
-    swarm: PipelineSwarm, workers: Iterable[Worker], keys: Sequence[str], found: list[CountedAt]
-) -> None:
+async def ask_workers(swarm: PipelineSwarm, workers: Iterable[Worker], keys: Sequence[str]) -> list[CountedAt]:
     """Asks each worker which of these micro-batches it has counted."""
     endpoint = Endpoint(Identity.create(), swarm.config.run_id, RpcConfig(host="127.0.0.1"))
     await endpoint.start()
     try:
-        asking = (_counted_at(endpoint, worker.stage, _peer_of(worker.node), keys) for worker in workers)
-        found.extend(await asyncio.gather(*asking))
+        return await asyncio.gather(*(_counted_at(endpoint, worker, keys) for worker in workers))
     finally:
         await endpoint.stop()
 
 
-def _peer_of(node: TrainingNode) -> Peer:
-    """Who it is in its last life, and where it is reached."""
-    peer_id, address = re.findall(r"node ([0-9a-f]{64}) answers at (\S+)", node.output())[-1]
-    return Peer(peer_id, address)
-
-
-async def _counted_at(endpoint: Endpoint, stage: str, peer: Peer, keys: Sequence[str]) -> CountedAt:
+async def _counted_at(endpoint: Endpoint, worker: Worker, keys: Sequence[str]) -> CountedAt:
+    # Who it is in its last life, and where it is reached.
+    peer = Peer(*re.findall(r"node ([0-9a-f]{64}) answers at (\S+)", worker.node.output())[-1])
     counted, incarnation = set[str](), ""
     for start in range(0, len(keys), 1024):
         ask = AppliedAsk(micro_batches=tuple(keys[start : start + 1024]))
@@ -137,7 +124,7 @@ async def _counted_at(endpoint: Endpoint, stage: str, peer: Peer, keys: Sequence
         counted |= set(reply.body.micro_batches)
         assert incarnation in ("", reply.body.incarnation)
         incarnation = reply.body.incarnation
-    return CountedAt(stage, incarnation, frozenset(counted))
+    return CountedAt(worker.stage, incarnation, frozenset(counted))
 
 
 @pytest.mark.long
@@ -194,12 +181,12 @@ def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
 def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount, settlements: list[Settlement]) -> None:
     """What was settled is what the workers that live have counted, each micro-batch once a stage."""
     keys = [str(each) for each in sorted(recount.done | recount.lost | recount.open)]
-    found: list[CountedAt] = []
-    ask_workers(swarm, workers, keys, found)
+    found = asyncio.run(ask_workers(swarm, workers, keys))
     for stage in {it.stage for it in found}:
         at_stage = [it.keys for it in found if it.stage == stage]
-        assert sum(map(len, at_stage)) == len(frozenset().union(*at_stage)), f"{stage}: counted by two workers"
-        assert not {str(each) for each in recount.open} & frozenset().union(*at_stage), f"{stage}: open, yet counted"
+        counted = frozenset().union(*at_stage)
+        assert sum(map(len, at_stage)) == len(counted), f"{stage}: counted by two workers"
+        assert not {str(each) for each in recount.open} & counted, f"{stage}: open, yet counted"
     alive = {it.incarnation: it for it in found}
     for said in settlements:
         for credit in said.credits:
@@ -208,9 +195,7 @@ def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount,
     credited = {(credit.incarnation, said.micro_batch) for said in settlements for credit in said.credits}
     settled = {said.micro_batch for said in settlements if said.outcome == "done"}
     for it in found:
-        assert all((it.incarnation, key) in credited for key in it.keys & settled), (
-            f"{it}: done by another, counted here"
-        )
+        assert all((it.incarnation, key) in credited for key in it.keys & settled), "done by another, counted here"
 
 
 def losses_of(swarm: PipelineSwarm) -> LossCurve:

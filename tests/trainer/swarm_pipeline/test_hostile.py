@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +17,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.support.ledger_run import CONFIG, all_of, ledger_run
 from tests.support.lying_worker import LIES, Liar, lying_worker
 from tests.support.model_configs import random_tokens
 from tests.support.pipeline_account import check_account
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.rpc_node import fast_config
 from tests.support.rpc_pair import running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows, announced
@@ -32,10 +29,8 @@ from tests.support.stage_worker import RUN_ID, WorkerSetup, held
 from tests.support.token_store import TokenStore
 from tests.support.toy_stage import until
 from tests.support.training_swarm import TERMINATED
-from trainer.errors import PeerUnavailableError, RefusedError
+from trainer.errors import PeerUnavailableError
 from trainer.pipeline.driver import PipelineDriver, StageWorker
-from trainer.pipeline.ledger import LEDGER_LEASE
-from trainer.pipeline.ledger.messages import LeaseAnswer, LeaseAsk
 from trainer.pipeline.protocol.wire import wire_ids
 
 PATIENT = {"stall_timeout_s": 30.0}
@@ -172,32 +167,9 @@ async def test_a_flooding_driver_waits_for_itself_and_the_others_do_not() -> Non
         assert sorted(numbers) == list(range(NUM_BEFORE + 1, NUM_BEFORE + NUM_HONEST + 1)), "counted behind the flood"
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         assert refused
-        assert all(isinstance(it, PeerUnavailableError) or _reason(it) == "busy" for it in refused)
-
-
-def _reason(error: BaseException) -> str:
-    return error.reason if isinstance(error, RefusedError) else repr(error)
-
-
-@pytest.mark.slow
-async def test_a_driver_that_leases_all_it_can_leaves_the_rest_to_others(tmp_path: Path) -> None:
-    config = replace(CONFIG, max_open=4, lease_s=1.0)
-    run = ledger_run(tmp_path)
-    async with run.keeper(config) as (keeper, at), running_endpoint() as greedy, run.driver(at.peer, config) as client:
-
-        async def lease() -> int:
-            ask = LeaseAsk(token=secrets.token_hex(16), data_digest=run.spec.digest(), num_units=1)
-            reply = await greedy.call(at.peer, LEDGER_LEASE, ask, LeaseAnswer, timeout_s=30.0)
-            return sum(len(list(run.spec.layout.micro_batches(each))) for each in reply.body.runs)
-
-        answers = await asyncio.gather(*(lease() for _ in range(100)), return_exceptions=True)
-        refused = [answer for answer in answers if isinstance(answer, RefusedError)]
-        got = sum(answer for answer in answers if isinstance(answer, int))
-        assert {"enough"} <= {error.reason for error in refused} <= {"enough", "busy"}
-        assert config.max_open <= got < config.max_open + 2 * config.lease_units
-        assert len(await all_of(client)) == 15  # When the greedy one's leases had run out.
-        account = await keeper.account()
-        assert (account.micro_batches.done, account.micro_batches.lost, account.micro_batches.open) == (15, 0, 0)
+        assert all(isinstance(it, PeerUnavailableError) or getattr(it, "reason", "") == "busy" for it in refused), (
+            refused
+        )
 
 
 CHANGES = {
@@ -221,19 +193,14 @@ def test_who_has_another_run_file_is_told_what_differs(tmp_path: Path) -> None:
         for stage, name in (("head", "length"), ("body-1", "codec"), ("tail", "preset")):
             strangers += swarm.begin_workers(stage, suffix=f"-{name}", options=["--set", CHANGES[name][0]])
         assert [stranger.exit_code() for stranger in strangers] == [1] * 4
-        for name in ("seed", "codec"):
-            strangers.append(swarm.begin_driver(f"driver-{name}", "--set", CHANGES[name][0]))
+        strangers += [swarm.begin_driver(f"driver-{name}", "--set", CHANGES[name][0]) for name in ("seed", "codec")]
         for stranger in strangers:
             assert stranger.exit_code() == 1, stranger.tail()
             name = stranger.name.rpartition("-")[2]
             last = stranger.output().splitlines()[-1]
             assert last.startswith("trainer: "), last
             assert CHANGES["seed" if name == "first" else name][1] in last
-        seen = swarm.account()
-        assert seen is not None
-        swarm.wait(
-            lambda: swarm.account().micro_batches.done > seen.micro_batches.done, "the driver to go on", alive=residents
-        )
+        swarm.wait_for_steps("driver-1", len(steps_of(residents[0])) + 2, alive=residents)
         assert swarm.stop(*(node.name for node in residents)) == [TERMINATED] * 4
         for stranger in strangers:
             assert not stranger.events("step")

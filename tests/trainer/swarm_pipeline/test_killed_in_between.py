@@ -32,9 +32,8 @@ class Portions(Windows):
         super().__init__(num)
         self._allowed = asyncio.Semaphore(0)
 
-    def allow(self, num: int) -> None:
-        """So many more."""
-        for _ in range(num):
+    def allow_some(self) -> None:
+        for _ in range(PER_KILL):
             self._allowed.release()
 
     async def next(self) -> MicroBatch | None:
@@ -91,7 +90,7 @@ async def _when_it_has_counted(pipeline: SmallPipeline, work: Portions) -> Membe
         members = pipeline.at("body-1")
         return [it for it in members if it.running.worker.replies.applied > before[it.incarnation]]
 
-    work.allow(PER_KILL)
+    work.allow_some()
     await until(lambda: bool(counting()))
     doomed = counting()[0]
     await pipeline.kill(doomed)
@@ -106,7 +105,7 @@ async def _passed_forwards(pipeline: SmallPipeline, work: Portions) -> Member:
     def passed() -> list[Member]:  # A body counts what it computed a moment after the tail has it.
         return [it for it in bodies if it.running.worker.runtime.figures.computed > computed[it.incarnation]]
 
-    work.allow(PER_KILL)
+    work.allow_some()
     await until(lambda: tail.worker.runtime.figures.queued > 0 and bool(passed()))
     return passed()[0]
 

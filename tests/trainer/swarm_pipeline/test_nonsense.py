@@ -14,9 +14,8 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,15 +131,12 @@ def messages_almost_in_order(draw: st.DrawFn) -> tuple[str, str, dict[str, Json]
 
 def _spoil(draw: st.DrawFn, body: dict[str, Json]) -> None:
     """Replaces, removes or adds something somewhere."""
-    inside: list[Json] = []
-
-    def look(value: Json) -> None:
-        if isinstance(value, dict | list) and value:
-            inside.append(value)
-            for each in value.values() if isinstance(value, dict) else value:
-                look(each)
-
-    look(body)
+    inside: list[Json] = [body] if body else []
+    for value in inside:  # Grows on the way.
+        inside += [
+            each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, dict | list)
+        ]
+    inside = [value for value in inside if value]
     if not inside:
         body["more"] = draw(VALUES)
         return
@@ -165,8 +161,7 @@ def _bytes_of(draw: st.DrawFn, spec: dict[str, Json]) -> bytes:
     return struct.pack("<f", draw(st.sampled_from(FLOATS))) * (size // 4)
 
 
-@dataclass(frozen=True)
-class Victims:
+class Victims(NamedTuple):
     """Who is sent nonsense."""
 
     head: RunningWorker

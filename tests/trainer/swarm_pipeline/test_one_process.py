@@ -35,6 +35,14 @@ def saved_stage(swarm: PipelineSwarm, stage: str) -> BuiltStage:
     return built
 
 
+def train(swarm: PipelineSwarm, num_steps: int) -> None:
+    """Has a driver and a worker of each stage do so many steps, and stops the workers."""
+    driver = swarm.begin_driver("driver-1", "--max-steps", str(num_steps))
+    swarm.begin_workers(*STAGES)
+    assert driver.exit_code(400) == 0
+    assert swarm.stop(*STAGES) == [TERMINATED] * 3
+
+
 def check_equal_training(swarm: PipelineSwarm, num_steps: int) -> list[float]:
     """Compares what the swarm's processes left behind with the same run in one process; returns the losses."""
     steps = steps_of(swarm["driver-1"])
@@ -94,12 +102,8 @@ def test_hub_and_chain_train_as_one_process_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 def test_three_hundred_steps_on_text(routing: str, tmp_path: Path) -> None:
     """The loss falls, and stays the one process' loss on the way."""
-    options = {"synchronous": True, "routing": routing}
-    with PipelineSwarm(tmp_path, text_store(), swarm={"driver": options}) as swarm:
-        driver = swarm.begin_driver("driver-1", "--max-steps", "300")
-        swarm.begin_workers(*STAGES)
-        assert driver.exit_code(400) == 0
-        assert swarm.stop(*STAGES) == [TERMINATED] * 3
+    with PipelineSwarm(tmp_path, text_store(), swarm={"driver": {"synchronous": True, "routing": routing}}) as swarm:
+        train(swarm, 300)
         losses = check_equal_training(swarm, 300)
     assert sum(losses[-20:]) / 20 < sum(losses[:20]) / 20 - 1
 
@@ -121,13 +125,10 @@ def test_export_loads_in_transformers_and_another_swarm_starts_from_it(tmp_path:
     store = text_store()
     command = TrainerCommand(store, tmp_path)
     with PipelineSwarm(tmp_path / "first", store, swarm=SYNCHRONOUS) as swarm:
-        driver = swarm.begin_driver("driver-1", "--max-steps", "20")
-        swarm.begin_workers(*STAGES)
-        assert driver.exit_code() == 0
-        assert swarm.stop(*STAGES) == [TERMINATED] * 3
+        train(swarm, 20)
         command.other("export", "--run", swarm.run_file, "--at", "now", "--to", "hf", tmp_path / "model")
         ids = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(3))
-        expected, untrained = logits_of_stages(swarm, ids), steps_of(driver)[0]["loss"]
+        expected, untrained = logits_of_stages(swarm, ids), steps_of(swarm["driver-1"])[0]["loss"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(ids).logits
@@ -136,11 +137,8 @@ def test_export_loads_in_transformers_and_another_swarm_starts_from_it(tmp_path:
 
     options = {**SYNCHRONOUS, "start_from": str(tmp_path / "model")}
     with PipelineSwarm(tmp_path / "second", store, seed=12, swarm=options) as swarm:
-        driver = swarm.begin_driver("driver-1", "--max-steps", "2")
-        swarm.begin_workers(*STAGES)
-        assert driver.exit_code() == 0
-        assert swarm.stop(*STAGES) == [TERMINATED] * 3
-        first = steps_of(driver)[0]
+        train(swarm, 2)
+        first = steps_of(swarm["driver-1"])[0]
         # The rows that fill the embedding up are in no loss: the exported model, which lacks them, computes the same.
         assert first["loss"] == pytest.approx(loss_on_first_step(swarm, model, first["num_tokens"]), rel=1e-4)
     assert first["loss"] < untrained - 0.2

@@ -14,7 +14,6 @@ from __future__ import annotations
 from trainer.pipeline.stage.interface import (
     Accumulated,
     BackwardResult,
-    LossSum,
     StageConfig,
     StageKind,
     StageShape,
@@ -26,7 +25,6 @@ from trainer.pipeline.stage.replica import StageReplica
 __all__ = [
     "Accumulated",
     "BackwardResult",
-    "LossSum",
     "StageConfig",
     "StageKind",
     "StageReplica",

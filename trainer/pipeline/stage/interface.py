@@ -113,17 +113,9 @@ def _described(tensor: Tensor) -> str:
 class Accumulated:
     """What the gradient accumulator holds."""
 
-    num_tokens: int = 0
+    num_tokens: int = 0  # Labels that count.
     num_micro_batches: int = 0  # Including those without such labels.
     loss_sum: float = 0.0  # Tail: over those labels; 0 elsewhere.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LossSum:
-    """The summed loss of some labels."""
-
-    loss_sum: float
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,11 +130,11 @@ class BackwardResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailResult:
-    """The loss of a micro-batch whose gradient was counted."""
+    """The loss of a micro-batch whose gradient was counted, or of one that is only evaluated."""
 
     loss_sum: float
     num_tokens: int
-    grad_hidden: Tensor  # fp32[rows, positions, dim], of `loss_sum`.
+    grad_hidden: Tensor | None  # fp32[rows, positions, dim], of `loss_sum`; None: not wanted.
     version: int
     scale: float = 1.0  # Factor applied to the gradient, as in `BackwardResult`.
 

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,27 +27,23 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.inner import InnerConfig, NonFiniteGuard, lr_at
-from trainer.inner.optimizer import state_for
+from trainer.inner.loop import state_for
 from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc.token_buckets import TokenBuckets
-from trainer.pipeline.stage.accumulator import GradientAccumulator, NormBound
-from trainer.pipeline.stage.graph_cache import CachedForward, GraphCache
-from trainer.pipeline.stage.interface import (
-    Accumulated,
-    BackwardResult,
-    LossSum,
-    StageConfig,
-    StageKind,
-    StepInfo,
-    TailResult,
+from trainer.pipeline.stage.interface import Accumulated, BackwardResult, StageConfig, StageKind, StepInfo, TailResult
+from trainer.pipeline.stage.passes import (
+    CachedForward,
+    GradientAccumulator,
+    Gradients,
+    GraphCache,
+    NormBound,
+    StagePasses,
 )
-from trainer.pipeline.stage.passes import Gradients, StagePasses
 
 logger = logging.getLogger(__name__)
 
 _STATE_VERSION: Final = 1
 _CLIP_EPS = 1e-6  # What torch, and so `InnerLoop`, adds to a norm before it divides by it.
-_OUTLIER_LOG_INTERVAL_S = 60.0
 
 _Count = Annotated[int, Field(ge=0)]
 _Norm = Annotated[float, Field(ge=0, strict=True)]
@@ -94,7 +90,7 @@ class StageReplica:
         self._keeps_graphs = config.backward == "cached" and config.max_cached_bytes > 0
         self._num_changes = 0
         self._norm_bound = NormBound(config.outlier_factor)
-        self._outlier_log = TokenBuckets(1.0, 1.0 / _OUTLIER_LOG_INTERVAL_S)
+        self._outlier_log = TokenBuckets(1.0, 1.0 / 60.0)  # A line a minute.
         self._version = 0
 
     @property
@@ -170,14 +166,9 @@ class StageReplica:
         """Computes and counts a micro-batch's gradient. On any exception the accumulated gradients are unchanged.
 
         An outlier (`NormBound`) is scaled down first, with the input's gradient: as if its losses had weighed less.
-
-        Args:
-            key: as in `forward`.
-            x: its input again; None: the one that this replica may still have.
-            grad_y: gradient of the sum of its losses with respect to this stage's output.
-            num_tokens: labels that count; with 0 nothing is computed, and the gradient is 0.
-            forward_version: of the weights its forward pass saw, here or at another replica.
-            before_apply: called before the gradient is added; may raise.
+        ``x`` is the input again; None: the one that this replica may still have. ``grad_y`` is of the sum of the losses
+        of ``num_tokens`` labels that count; with 0 nothing is computed, and the gradient is 0. ``forward_version`` is
+        of the weights its forward pass saw, here or elsewhere. ``before_apply`` may raise.
 
         Raises:
             StaleGradientError: the forward pass is too many steps away.
@@ -214,7 +205,7 @@ class StageReplica:
         if gradients.of_input is None:
             raise TrainerUsageError("expected a tail whose loss depends on its input, found one that ignores it")
         gradients, scale = self._add(key, gradients, num_tokens, loss_sum, before_apply)
-        return TailResult(loss_sum, num_tokens, cast(Tensor, gradients.of_input), self._version, scale)
+        return TailResult(loss_sum, num_tokens, gradients.of_input, self._version, scale)
 
     def step(self, lr_step: int) -> StepInfo:
         """Applies the accumulated gradients at that step of the schedule, or drops them where they are not finite.
@@ -274,21 +265,21 @@ class StageReplica:
         """Drops a forward pass whose backward pass will not come."""
         self._cache.take(key)
 
-    def evaluate(self, x: Tensor) -> Tensor:
-        """Returns the output of head or body for held-out data; nothing is kept."""
-        return self._passes.output(self._passes.leaf(x), key="held-out data")
+    def evaluate(self, x: Tensor, grad_y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns head's or body's output; nothing is kept.
 
-    def evaluate_gradient(self, x: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a body's output, and the gradient that `backward` would answer before scaling; nothing is counted."""
+        For the output's gradient it also returns a body's that `backward` would answer before scaling.
+        """
+        if grad_y is None:
+            return self._passes.output(self._passes.leaf(x), key="held-out data"), None
         if self.kind == "head":
             raise TrainerUsageError("expected a body, found the head; ids have no gradient")
         return self._passes.input_gradient(self._passes.leaf(x), grad_y, key="a comparison")
 
-    def evaluate_loss(
-        self, hidden: Tensor, labels: Tensor, *, with_gradient: bool = False
-    ) -> tuple[LossSum, Tensor | None]:
+    def evaluate_loss(self, hidden: Tensor, labels: Tensor, *, with_gradient: bool = False) -> TailResult:
         """Returns the tail's loss, which may be NaN, and the gradient `tail` would answer before scaling, if wanted."""
-        return self._passes.loss(hidden, labels, with_gradient=with_gradient, key="a comparison")
+        found = self._passes.loss(hidden, labels, with_gradient=with_gradient, key="a comparison")
+        return TailResult(*found, self._version)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights, optimizer state, accumulated gradients and counters; tensors are the live ones.

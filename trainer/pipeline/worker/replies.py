@@ -37,7 +37,6 @@ StageReply: TypeAlias = TensorAnswer[StageAnswer]
 
 _MAX_STEPS = 65_536
 
-
 _Phase = Enum("_Phase", ["OPEN", "CLAIMED", "COUNTED", "OVER"])
 
 
@@ -151,12 +150,9 @@ class ReplyCache:
     def begin(self, kind: str, key: str, apply_before_s: float, *, owner: str = "") -> PendingCount | StageReply:
         """Registers a caller that asks for a micro-batch of ``owner`` to be counted; once, whatever the kinds.
 
-        Returns:
-            The earlier answer; or a pending count, new or shared with other callers.
-
-        Raises:
-            RefusedError: ``already-applied``; ``counted-for-another`` driver; or ``busy``, while it is being counted as
-                another kind or for another driver, and for a while after it was given to somebody else.
+        Returns the earlier answer, or a pending count, new or shared with other callers. Raises RefusedError:
+        ``already-applied``; ``counted-for-another`` driver; or ``busy``, while it is being counted as another kind or
+        for another driver, and for a while after it was given to somebody else.
         """
         with self._lock:
             counted = self._counted.get(key)

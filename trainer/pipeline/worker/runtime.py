@@ -270,7 +270,7 @@ class Runtime:
         self.failure: Future[None] = Future()
         """Gets an exception when the runtime cannot go on, a result when it was stopped."""
         self._between = between
-        self._clock = clock
+        self.clock = clock
         self._waiting = WaitingJobs(config)
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="genesis-compute", daemon=True)
@@ -278,11 +278,6 @@ class Runtime:
         self._computed = self._num_broken = 0
         self._batch_rows = self._compute_s = self._rows = self._busy_s = self._averaged_s = 0.0
         self._decayed_s = clock()
-
-    @property
-    def now_s(self) -> float:
-        """On its clock."""
-        return self._clock()
 
     def start(self) -> None:
         """Starts the thread."""
@@ -325,7 +320,7 @@ class Runtime:
         """Queues a job; its future gets the result. Raises RefusedError: ``busy`` or ``stopping``."""
         with self._changed:
             self.check_room(job.priority, job.owner, job.size_bytes, is_owed=job.is_owed)
-            self._waiting.add(job, self._clock())
+            self._waiting.add(job, self.clock())
             self._changed.notify_all()
 
     async def compute(self, job: Job) -> Computed:
@@ -389,7 +384,7 @@ class Runtime:
             self._woken = False
             if self._stopping:
                 return False
-            now_s = self._clock()
+            now_s = self.clock()
             expired, jobs = self._waiting.take_if(lambda job: job.begin_before_s < now_s), self._waiting.take()
         for job in expired:
             _fail(job, RefusedError("expired", "not begun within the time the request allows; nothing was counted"))
@@ -401,7 +396,7 @@ class Runtime:
         return True
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        began_s = self._clock()
+        began_s = self.clock()
         try:
             results = jobs[0].compute([job.item for job in jobs])
         except TrainerError as error:
@@ -413,7 +408,7 @@ class Runtime:
             self._num_broken += 1
         else:
             self._num_broken = 0
-        took_s, rows = self._clock() - began_s, sum(job.num_rows for job in jobs)
+        took_s, rows = self.clock() - began_s, sum(job.num_rows for job in jobs)
         with self._changed:
             self._count(jobs, rows, took_s)
         for job, result in zip(jobs, results, strict=True):
@@ -442,7 +437,7 @@ class Runtime:
 
     def _decay(self) -> None:
         """Lets past sums fade; the time they stand for grows to the time constant."""
-        now_s = self._clock()
+        now_s = self.clock()
         passed_s, self._decayed_s = max(0.0, now_s - self._decayed_s), now_s
         factor = math.exp(-passed_s / _AVERAGED_S)
         self._rows *= factor

@@ -28,18 +28,16 @@ from trainer.pipeline.protocol.tensors import TensorAnswer, TensorHandler, Tenso
 from trainer.pipeline.protocol.wire import GRADIENT, LABELS
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageReplica, StageShape
-from trainer.pipeline.worker import received
+from trainer.pipeline.worker import link
 from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.link import StageLink, refusal_of
-from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, ReceivedChain, ReceivedEvaluate
 from trainer.pipeline.worker.replies import PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import MemoryBudget, Runtime
 from trainer.pipeline.worker.stage_executor import StageExecutor
 from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 from trainer.pipeline.worker.stepping import StageStepper, Stepped, StepStrategy, Synchronised
 
-AskT = TypeVar("AskT", bound=ReceivedAsk)
-CountingAskT = TypeVar("CountingAskT", ReceivedBackward, received.ReceivedTail, ReceivedChain)
+AskT = TypeVar("AskT", bound=link.ReceivedAsk)
+CountingAskT = TypeVar("CountingAskT", link.ReceivedBackward, link.ReceivedTail, link.ReceivedChain)
 ServiceStatus = Literal["joining", "serving", "leaving"]
 Accepts = Literal["all", "begun", "nothing"]
 
@@ -80,7 +78,7 @@ class StageService:
     def __post_init__(self) -> None:
         self._refused: Counter[str] = Counter()
         self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_INTERVAL_S)
-        self.suspend_detector = received.SuspendDetector()
+        self.suspend_detector = link.SuspendDetector()
         self.num_under_way = 0
         """Requests that were let in and are not answered yet, whatever they wait for: tensors of a stream, the queue,
         the next worker of a chain, or the sending of the answer."""
@@ -93,12 +91,12 @@ class StageService:
     def register(self) -> None:
         """Registers the stage's methods; before the endpoint starts."""
         if self.executor.replica.kind == "tail":
-            self._register(messages.TAIL, "a tail's pass", received.ReceivedTail, self._tail)
+            self._register(messages.TAIL, "a tail's pass", link.ReceivedTail, self._tail)
         else:
-            self._register(messages.FORWARD, "a forward pass", received.ReceivedForward, self._forward)
-            self._register(messages.BACKWARD, "a backward pass", ReceivedBackward, self._backward)
-        self._register(messages.CHAIN, "a chain", ReceivedChain, self._pass_on)
-        self._register(messages.EVALUATE, "an evaluation", ReceivedEvaluate, self._evaluate)
+            self._register(messages.FORWARD, "a forward pass", link.ReceivedAsk, self._forward)
+            self._register(messages.BACKWARD, "a backward pass", link.ReceivedBackward, self._backward)
+        self._register(messages.CHAIN, "a chain", link.ReceivedChain, self._pass_on)
+        self._register(messages.EVALUATE, "an evaluation", link.ReceivedEvaluate, self._evaluate)
         self.endpoint.register(messages.APPLIED, messages.AppliedAsk, self._applied)
         self.endpoint.register(STATUS, StatusAsk, self._status)
 
@@ -115,11 +113,11 @@ class StageService:
         )
 
     @contextmanager
-    def _admit(self, sender: PeerId, ask: ReceivedAsk) -> Iterator[None]:
+    def _admit(self, sender: PeerId, ask: link.ReceivedAsk) -> Iterator[None]:
         """Holds memory for a request's tensors and what is made of them; within the block it is under way."""
         # Outputs and gradients held at a time; of a chain, those of later stages too.
-        num_made = 3 if isinstance(ask, ReceivedChain) and ask.route else 1
-        if isinstance(ask, ReceivedEvaluate) and ask.with_gradient:
+        num_made = 3 if isinstance(ask, link.ReceivedChain) and ask.route else 1
+        if isinstance(ask, link.ReceivedEvaluate) and ask.with_gradient:
             num_made = 2
         with ExitStack() as held:
             with self._counting_refusals(sender, "a request"):
@@ -132,12 +130,12 @@ class StageService:
             finally:
                 self.num_under_way -= 1
 
-    async def _forward(self, sender: PeerId, ask: received.ReceivedForward, tensors: dict[str, Tensor]) -> StageReply:
+    async def _forward(self, sender: PeerId, ask: link.ReceivedAsk, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors)
         answer, _, activation = await self.executor.forward(sender, ask, tensors)
         return TensorAnswer(answer, activation)
 
-    async def _backward(self, sender: PeerId, ask: ReceivedBackward, tensors: dict[str, Tensor]) -> StageReply:
+    async def _backward(self, sender: PeerId, ask: link.ReceivedBackward, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors, GRADIENT)
         if ask.num_tokens > ask.num_rows * ask.num_positions:
             raise RefusedError(
@@ -146,11 +144,11 @@ class StageService:
             )
         return await self._once(messages.BACKWARD, sender, ask, tensors, self.executor.answer_backward)
 
-    async def _tail(self, sender: PeerId, ask: received.ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
+    async def _tail(self, sender: PeerId, ask: link.ReceivedTail, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors, LABELS)
         return await self._once(messages.TAIL, sender, ask, tensors, self.executor.answer_tail)
 
-    async def _pass_on(self, sender: PeerId, ask: ReceivedChain, tensors: dict[str, Tensor]) -> StageReply:
+    async def _pass_on(self, sender: PeerId, ask: link.ReceivedChain, tensors: dict[str, Tensor]) -> StageReply:
         self._check(ask, tensors, LABELS)
         behind, found = self.executor.behind, tuple(hop.stage for hop in ask.route)
         if found != behind:
@@ -163,7 +161,7 @@ class StageService:
         kind = messages.TAIL if self.executor.replica.kind == "tail" else messages.CHAIN
         return await self._once(kind, sender, ask, tensors, partial(self.executor.answer_chain, self._peer_of))
 
-    async def _evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
+    async def _evaluate(self, sender: PeerId, ask: link.ReceivedEvaluate, tensors: dict[str, Tensor]) -> StageReply:
         wanted = {"tail": [LABELS], "body": [GRADIENT] if ask.with_gradient else [], "head": []}
         self._check(ask, tensors, *wanted[self.executor.replica.kind])
         return await self.executor.answer_evaluate(sender, ask, tensors)
@@ -177,7 +175,7 @@ class StageService:
         answer: Callable[[PendingCount, PeerId, CountingAskT, Mapping[str, Tensor]], Awaitable[StageReply]],
     ) -> StageReply:
         key, owner, replies = ask.micro_batch, self._owner_of(sender, ask), self.executor.replies
-        apply_before_s = self.executor.runtime.now_s + ask.apply_within_s - ask.waited_s
+        apply_before_s = self.executor.runtime.clock() + ask.apply_within_s - ask.waited_s
         for _ in range(_MAX_ATTEMPTS):
             pending = replies.begin(kind, key, apply_before_s, owner=owner)
             if not isinstance(pending, PendingCount):
@@ -205,7 +203,7 @@ class StageService:
             reply = await answer()
             self.executor.replies.settle(pending, reply, size_bytes_of(reply.tensors))
         except PipelineError as error:
-            raise refusal_of(error) from error
+            raise link.refusal_of(error) from error
         else:
             return reply
         finally:  # Not left to `_finish`: requests that are handled before it must not find this one open.
@@ -218,9 +216,9 @@ class StageService:
         if not task.cancelled():
             task.exception()
 
-    def _owner_of(self, sender: PeerId, ask: ReceivedAsk) -> PeerId:
+    def _owner_of(self, sender: PeerId, ask: link.ReceivedAsk) -> PeerId:
         """Returns the driver whose micro-batch it is: the sender, or the one a worker of the stage before names."""
-        passed_on_for = ask.driver if isinstance(ask, ReceivedChain) else ""
+        passed_on_for = ask.driver if isinstance(ask, link.ReceivedChain) else ""
         if self.drivers is None:
             return passed_on_for or sender
         drivers = self.drivers()
@@ -280,18 +278,18 @@ class StageService:
             )
         )
 
-    def _check(self, ask: ReceivedAsk, tensors: dict[str, Tensor], *others: str) -> None:
+    def _check(self, ask: link.ReceivedAsk, tensors: dict[str, Tensor], *others: str) -> None:
         """Checks a request without looking at a value of its tensors."""
         self._check_message(ask)  # Again: its tensors may have been long in coming.
         self.executor.link.check_names(tensors, *others)
         ask.date(self.suspend_detector)
 
-    def _check_message(self, ask: ReceivedAsk) -> None:
+    def _check_message(self, ask: link.ReceivedAsk) -> None:
         if ask.stage != self._name:
             raise RefusedError(
                 "stage", f"expected a request for {self._name}, which is here, found one for {ask.stage}"
             )
-        if self.accepts == "nothing" or (self.accepts == "begun" and not isinstance(ask, ReceivedBackward)):
+        if self.accepts == "nothing" or (self.accepts == "begun" and not isinstance(ask, link.ReceivedBackward)):
             raise RefusedError(
                 "stopping", f"this worker is {self.status} and takes {self.accepts}; ask another of {self._name}"
             )
@@ -307,7 +305,7 @@ class StageService:
             try:
                 yield
             except PipelineError as error:
-                raise refusal_of(error) from error
+                raise link.refusal_of(error) from error
         except RefusedError as error:
             known = error.reason in self._refused or len(self._refused) < _MAX_REASONS
             reason = error.reason if known else "other"
@@ -319,21 +317,13 @@ class StageService:
 
 
 class StageWorker:
-    """Serves a stage.
+    """Serves a stage of ``plan`` at an endpoint that the caller starts and stops.
 
-    Args:
-        endpoint: not started yet; the caller starts and stops it.
-        plan: the run's stages; ``stage_name`` says which of them this is.
-        replica: its weights; after `start` only the compute thread may use it (see `runtime`).
-        codec: of activations and gradients, on both sides of the stage; ``meter`` measures what is sent.
-        target_tokens: of the stage, for one optimizer step.
-        peers: returns the stage's other workers.
-        strategy: keeps replicas together; it may be set later (`stepper.strategy`), in the compute thread.
-        batches: whether forward requests are computed together, as suits `StageConfig.backward` ``recompute``.
-        num_fragments: parts the strategy synchronises separately (DiLoCo's fragments, SPARTA's slices).
-        max_lead: versions another worker may be ahead and still be followed.
-        on_step: called after each step, in the compute thread; ``on_round`` after each round.
-        drivers: whose micro-batches are computed and counted; see `StageService`, also for ``keeper``.
+    After `start` only the compute thread may use ``replica`` (see `runtime`). ``target_tokens`` are of the stage for
+    one optimizer step, and ``peers`` its other workers, which may be ``max_lead`` versions ahead and still be followed.
+    ``strategy`` keeps replicas together, in ``num_fragments`` parts (DiLoCo's fragments, SPARTA's slices); it may be
+    set later, in the compute thread, which also calls ``on_step`` and ``on_round``. With ``batches`` forward requests
+    are computed together, as suits `StageConfig.backward` ``recompute``. ``drivers``, ``keeper``: see `StageService`.
     """
 
     def __init__(
@@ -376,7 +366,7 @@ class StageWorker:
         )
         self.runtime = Runtime(config, clock=clock, between=self.stepper.between)
         self.stepper.on_news = self.runtime.wake
-        self.link = StageLink(StageShape.of(plan.config, replica.kind), codec, meter)
+        self.link = link.StageLink(StageShape.of(plan.config, replica.kind), codec, meter)
         max_batch_size = config.max_batch_size if batches else 1
         behind = plan.names[plan.index(stage_name) + 1 :]
         self.executor = StageExecutor(

@@ -38,9 +38,15 @@ from trainer.network.rpc.envelope import peer_boundary
 from trainer.pipeline.protocol.messages import CHAIN, ChainAsk, Hop, StageAnswer
 from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
 from trainer.pipeline.protocol.wire import ACTIVATION, LABELS, part_of
-from trainer.pipeline.stage import BackwardResult, LossSum, StageReplica, TailResult
-from trainer.pipeline.worker.link import StageLink, refusal_of
-from trainer.pipeline.worker.received import ReceivedAsk, ReceivedBackward, ReceivedChain, ReceivedEvaluate
+from trainer.pipeline.stage import BackwardResult, StageReplica, TailResult
+from trainer.pipeline.worker.link import (
+    ReceivedAsk,
+    ReceivedBackward,
+    ReceivedChain,
+    ReceivedEvaluate,
+    StageLink,
+    refusal_of,
+)
 from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import Computed, EvaluationBudget, Job, Priority, Runtime
 
@@ -73,11 +79,10 @@ class StageExecutor:
     ) -> tuple[StageAnswer, Tensor, dict[str, Tensor]]:
         """Runs a forward pass whose backward pass is to follow; returns answer, input, and output in wire form.
 
-        Raises:
-            RefusedError: the request is not in order, too late, or there is no room.
-            PipelineError: the output is not finite.
+        Raises RefusedError if the request is not in order or too late, or there is no room; PipelineError if the output
+        is not finite.
         """
-        self.check_room(Priority.FORWARD, sender, ask)
+        self._check_room(Priority.FORWARD, sender, ask)
         x, ids = await self.link.input_of(ask, tensors)
         item = (_graph_key(sender, ask), x)
         job = self._job(Priority.FORWARD, sender, ask, self._run_forward, x.nbytes, item=item)
@@ -88,7 +93,7 @@ class StageExecutor:
         try:
             activation = await self.link.activation(y, ids)
         except RefusedError:
-            await self.forget(sender, ask)
+            await self._forget(sender, ask)
             raise
         return self._answer(ask, version, done), x, activation
 
@@ -96,14 +101,14 @@ class StageExecutor:
         self, pending: PendingCount, sender: PeerId, ask: ReceivedBackward, tensors: Mapping[str, Tensor]
     ) -> StageReply:
         """Counts a gradient and answers the input's; errors as `forward`, and ``tainted`` or ``already-applied``."""
-        self.check_room(Priority.BACKWARD, sender, ask)
+        self._check_room(Priority.BACKWARD, sender, ask)
         x = None
         if IDS in tensors if self.link.shape.kind == "head" else part_of(ACTIVATION, tensors):
             x, _ = await self.link.input_of(ask, tensors)
         grad_y = await self.link.gradient_of(ask, tensors)
-        return await self.count_gradient(pending, sender, ask, x, grad_y, ask.num_tokens, ask.forward_version)
+        return await self._count_gradient(pending, sender, ask, x, grad_y, ask.num_tokens, ask.forward_version)
 
-    async def count_gradient(
+    async def _count_gradient(
         self,
         pending: PendingCount,
         sender: PeerId,
@@ -133,7 +138,7 @@ class StageExecutor:
         self, pending: PendingCount, sender: PeerId, ask: ReceivedAsk, tensors: Mapping[str, Tensor]
     ) -> StageReply:
         """Computes the loss, counts its gradient, and answers both; errors as `answer_backward`."""
-        self.check_room(Priority.TAIL, sender, ask)
+        self._check_room(Priority.TAIL, sender, ask)
         labels = self.link.labels_of(ask, tensors)
         hidden, _ = await self.link.input_of(ask, tensors)
 
@@ -150,14 +155,13 @@ class StageExecutor:
         ask: ReceivedChain,
         tensors: Mapping[str, Tensor],
     ) -> StageReply:
-        """Takes a micro-batch through this stage and those behind it; ``peer_of`` finds the worker of a hop.
+        """Takes a micro-batch through this stage and those behind it, whose workers ``peer_of`` finds.
 
-        Raises:
-            RefusedError: as `answer_backward`, and ``hop``, ``hop-…`` or ``partly``.
+        Errors as `answer_backward`, and ``hop``, ``hop-…`` or ``partly``.
         """
         if not self.behind:
             return await self.answer_tail(pending, sender, ask, tensors)
-        self.check_room(Priority.FORWARD, sender, ask)  # Before the labels cost anything.
+        self._check_room(Priority.FORWARD, sender, ask)  # Before the labels cost anything.
         labels = self.link.labels_of(ask, tensors)
         num_tokens = int((labels != IGNORED_LABEL).sum())
         passed, x, sent = await self.forward(sender, ask, tensors)
@@ -166,10 +170,10 @@ class StageExecutor:
             del sent  # As large as the gradient that comes in its place.
             grad_y = await self._gradient_from(ask, behind)
         except RefusedError:
-            await self.forget(sender, ask)
+            await self._forget(sender, ask)
             raise
         try:
-            own = await self.count_gradient(pending, sender, ask, x, grad_y, num_tokens, passed.version, is_owed=True)
+            own = await self._count_gradient(pending, sender, ask, x, grad_y, num_tokens, passed.version, is_owed=True)
         except (PipelineError, RefusedError) as error:
             raise RefusedError("partly", f"counted behind {self.name}, not in it: {error}") from error
         update: dict[str, object] = {
@@ -237,33 +241,34 @@ class StageExecutor:
     async def answer_evaluate(self, sender: PeerId, ask: ReceivedEvaluate, tensors: Mapping[str, Tensor]) -> StageReply:
         """Answers the output, or the tail's loss, and the input's gradient on request; errors as `forward`."""
         self.evaluations.check(sender)
-        self.check_room(Priority.FORWARD, sender, ask)
+        self._check_room(Priority.FORWARD, sender, ask)
         labels = self.link.labels_of(ask, tensors) if self.replica.kind == "tail" else None
         x, ids = await self.link.input_of(ask, tensors)
         wants_gradient = ask.with_gradient and self.replica.kind != "head"
         grad_y = await self.link.gradient_of(ask, tensors) if wants_gradient and labels is None else None
 
-        def evaluate(_: Sequence[None]) -> Sequence[tuple[Tensor | LossSum, Tensor | None, int]]:
+        def evaluate(_: Sequence[None]) -> Sequence[TailResult | tuple[Tensor, Tensor | None, int]]:
             if labels is not None:
-                return [(*self.replica.evaluate_loss(x, labels, with_gradient=wants_gradient), self.replica.version)]
-            if grad_y is not None:
-                return [(*self.replica.evaluate_gradient(x, grad_y), self.replica.version)]
-            return [(self.replica.evaluate(x), None, self.replica.version)]
+                return [self.replica.evaluate_loss(x, labels, with_gradient=wants_gradient)]
+            return [(*self.replica.evaluate(x, grad_y), self.replica.version)]
 
         size_bytes = x.nbytes + sum(each.nbytes for each in (labels, grad_y) if each is not None)
         done = await self.runtime.compute(self._job(Priority.FORWARD, sender, ask, evaluate, size_bytes))
         self.evaluations.spend(sender, done.compute_s)
-        found, grad_x, version = done.value
-        gradient = {} if grad_x is None else await self.link.gradient(grad_x)
-        if not isinstance(found, LossSum):
-            activation = await self.link.activation(found, ids)
-            return TensorAnswer(self._answer(ask, version, done), {**activation, **gradient})
+        if not isinstance(done.value, TailResult):
+            y, grad_x, version = done.value
+            encoded = {**await self.link.activation(y, ids), **await self._gradient(grad_x)}
+            return TensorAnswer(self._answer(ask, version, done), encoded)
+        found = done.value
         if math.isnan(found.loss_sum):
             raise RefusedError("nonfinite", "the loss is not a number")
-        answer = self._answer(ask, version, done, loss_sum=found.loss_sum, num_tokens=found.num_tokens)
-        return TensorAnswer(answer, gradient)
+        answer = self._answer(ask, found.version, done, loss_sum=found.loss_sum, num_tokens=found.num_tokens)
+        return TensorAnswer(answer, await self._gradient(found.grad_hidden))
 
-    async def forget(self, sender: PeerId, ask: ReceivedAsk) -> None:
+    async def _gradient(self, grad_x: Tensor | None) -> dict[str, Tensor]:
+        return {} if grad_x is None else await self.link.gradient(grad_x)
+
+    async def _forget(self, sender: PeerId, ask: ReceivedAsk) -> None:
         """Drops a forward pass whose backward pass will not come."""
         await self.runtime.control(lambda: self.replica.forget(_graph_key(sender, ask)))
 
@@ -291,7 +296,7 @@ class StageExecutor:
             counted |= {"loss_sum": result.loss_sum, "num_tokens": result.num_tokens}
         answer = self._answer(ask, result.version, done, **counted)
         try:
-            return TensorAnswer(answer, {} if grad_x is None else await self.link.gradient(grad_x))
+            return TensorAnswer(answer, await self._gradient(grad_x))
         except (PipelineError, RefusedError) as error:  # Any other refusal would say that it was not counted.
             raise RefusedError(
                 "already-applied", f"{ask.micro_batch} is counted; there is no answer: {error}"
@@ -325,8 +330,7 @@ class StageExecutor:
         outputs = self.replica.forward_many(items)
         return [refusal_of(y) if isinstance(y, PipelineError) else (y, version) for y in outputs]
 
-    def check_room(self, priority: Priority, sender: PeerId, ask: ReceivedAsk) -> None:
-        """Checks that a request's tensors would find room in the queue; raises RefusedError (``busy``) if not."""
+    def _check_room(self, priority: Priority, sender: PeerId, ask: ReceivedAsk) -> None:
         self.runtime.check_room(priority, sender, self.link.decoded_bytes(ask))
 
     def _answer(self, ask: ReceivedAsk, version: int, done: Computed, **more: object) -> StageAnswer:
@@ -350,7 +354,7 @@ class StageExecutor:
         *,
         item: object = None,
     ) -> Job:
-        begin_before_s = self.runtime.now_s + ask.answer_within_s - ask.waited_s
+        begin_before_s = self.runtime.clock() + ask.answer_within_s - ask.waited_s
         return Job(
             priority, sender, item, compute, num_rows=ask.num_rows, size_bytes=size_bytes, begin_before_s=begin_before_s
         )

@@ -114,8 +114,7 @@ class ProgressTracker:
     def keep(self, peer_ids: Collection[PeerId]) -> None:
         """Forgets all others, which are no workers of the stage any more."""
         with self._lock:
-            for peer_id in [peer_id for peer_id in self._heard if peer_id not in peer_ids]:
-                del self._heard[peer_id]
+            self._heard = {peer_id: heard for peer_id, heard in self._heard.items() if peer_id in peer_ids}
 
     def stage_tokens(self, version: int, own_tokens: int) -> int:
         """Returns the stage's believed tokens towards the step after ``version``, of those who took it too."""
@@ -232,11 +231,11 @@ class StageStepper:
             while True:
                 self._news.clear()
                 self._told_tokens = self.replica.accumulated.num_tokens
-                peers = {peer.peer_id: peer for peer in self.peers() if peer.peer_id not in (None, self._own_id)}
-                self._tracker.keep({peer_id for peer_id in peers if peer_id})
+                peers = {peer.peer_id: peer for peer in self.peers() if peer.peer_id and peer.peer_id != self._own_id}
+                self._tracker.keep(peers)
                 under_way = {peer_id: task for peer_id, task in under_way.items() if not task.done()}
                 for peer_id, peer in peers.items():
-                    if peer_id and peer_id not in under_way:  # One that does not answer does not hold up the others.
+                    if peer_id not in under_way:  # One that does not answer does not hold up the others.
                         under_way[peer_id] = self._loop.create_task(self._exchange(peer))
                 with suppress(TimeoutError):  # Not wait_for: Python 3.11 may lose a cancellation in it.
                     async with asyncio.timeout(self.config.progress_interval_s):

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.model_configs import random_tokens, small_config
 from trainer.errors import BasisError, TrainerUsageError
-from trainer.inner import InnerConfig
-from trainer.inner.optimizer import make_optimizer
+from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import ModelConfig, Transformer, build_model, build_stage, split, stage_ranges
 from trainer.model.subspace import Basis, SubspaceConfig, SubspaceConstraint, basis_of
 

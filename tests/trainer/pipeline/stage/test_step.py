@@ -16,6 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from tests.support.small_model import batches
 from tests.support.stage_replicas import (
@@ -44,8 +45,10 @@ def _values(stage: StageReplica) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in stage.module.parameters()])
 
 
-def _moments(stage: StageReplica) -> list[torch.Tensor]:
-    return [each["exp_avg"].clone() for each in stage.optimizer.state_dict()["state"].values()]
+def bits_of_weights(stage: StageReplica) -> bytes:
+    """Weights and moments."""
+    moments = [each["exp_avg"].flatten() for each in stage.optimizer.state_dict()["state"].values()]
+    return torch.cat([_values(stage), *moments]).numpy().tobytes()
 
 
 @given(num_stages=st.integers(1, 500), factor=st.floats(0.01, 100.0), kind=st.sampled_from(["head", "body", "tail"]))
@@ -65,29 +68,22 @@ def test_a_gradient_beyond_the_norm_is_scaled_to_it_and_one_within_is_left_alone
     for limit, expected in ((norm / 4, 0.25), (norm * 4, 1.0)):
         factor = limit * math.sqrt(3)
         stage = stage_replica(index, 3, StageConfig(clip_factor=factor, tail_clip_factor=factor))
-        seen = []
-        stage.optimizer.register_step_pre_hook(
-            lambda optimizer, *_, seen=seen: seen.append(
-                math.sqrt(sum(float(p.grad.square().sum()) for g in optimizer.param_groups for p in g["params"]))
-            )
-        )
         count(stage)
         info = stage.step(9)
         assert info.grad_norm == pytest.approx(norm, rel=1e-6)
         assert info.clip_coefficient == pytest.approx(expected, rel=1e-5)
-        assert seen == [pytest.approx(norm * expected, rel=1e-5)]
+        # Of a first step AdamW's mean is a tenth of the gradient it was given.
+        moments = [each["exp_avg"] for each in stage.optimizer.state_dict()["state"].values()]
+        assert 10 * float(get_total_norm(moments)) == pytest.approx(norm * expected, rel=1e-4)
 
 
 def test_a_step_reports_what_it_was_and_leaves_nothing_behind() -> None:
     stage = stage_replica(2, 3)
-    count(stage)
-    count(stage)
-    was = stage.accumulated
-    assert (was.num_tokens, was.num_micro_batches) == (32, 2)
+    count(stage), count(stage)
+    loss_sum = stage.accumulated.loss_sum
     info = stage.step(7)
     assert (info.version, info.num_tokens, info.num_micro_batches, info.applied) == (1, 32, 2, True)
-    assert info.loss == pytest.approx(was.loss_sum / 32)
-    assert info.seconds >= 0
+    assert info.loss == pytest.approx(loss_sum / 32)
     assert stage.accumulated == Accumulated()
     assert all(parameter.grad is None for parameter in stage.module.parameters())
 
@@ -114,9 +110,7 @@ def test_without_a_token_only_the_version_advances() -> None:
     found = [(info.version, info.applied, info.num_tokens, info.num_micro_batches, info.loss) for info in infos]
     assert found == [(1, False, 0, 1, None), (2, False, 0, 0, None)]
     assert torch.equal(_values(stage), before)
-    assert not stage.optimizer.state_dict()["state"]
-    assert not calls
-    assert stage.skipped_steps == 0
+    assert (stage.optimizer.state_dict()["state"], calls, stage.skipped_steps) == ({}, [], 0)
 
 
 def _overflow(stage: StageReplica) -> None:
@@ -126,30 +120,25 @@ def _overflow(stage: StageReplica) -> None:
         total.mul_(1e30)
 
 
-def test_a_sum_that_is_not_finite_is_dropped_and_counted() -> None:
-    stage = stage_replica(1, 3)
+def test_a_sum_that_is_not_finite_is_dropped_and_counted_and_so_many_in_a_row_end_the_run() -> None:
+    stage = stage_replica(1, 3, inner=replace(INNER, max_skipped_in_a_row=3))
     count(stage)
     stage.step(9)
-    weights, moments = _values(stage), _moments(stage)
+    before = bits_of_weights(stage)
     _overflow(stage)
     info = stage.step(10)
     assert (info.applied, info.version, stage.skipped_steps, stage.accumulated) == (False, 2, 1, Accumulated())
-    assert torch.equal(_values(stage), weights)
-    assert all(torch.equal(value, was) for value, was in zip(_moments(stage), moments, strict=True))
+    assert bits_of_weights(stage) == before
     count(stage)
     assert stage.step(11).applied
-
-
-def test_so_many_in_a_row_end_the_run_with_the_last_one_counted() -> None:
-    stage = stage_replica(1, 3, inner=replace(INNER, max_skipped_in_a_row=3))
-    for lr_step in range(2):
+    for lr_step in (12, 13):
         _overflow(stage)
         stage.step(lr_step)
-    stage.step(2)  # Nothing accumulated: neither good nor bad.
+    stage.step(14)  # Nothing accumulated: neither good nor bad.
     _overflow(stage)
-    with pytest.raises(NonFiniteTrainingError, match="at step 3, the last of 3 such steps"):
-        stage.step(3)
-    assert (stage.version, stage.skipped_steps, stage.accumulated) == (4, 3, Accumulated())
+    with pytest.raises(NonFiniteTrainingError, match="at step 15, the last of 3 such steps"):
+        stage.step(15)
+    assert (stage.version, stage.skipped_steps, stage.accumulated) == (7, 4, Accumulated())
 
 
 def test_the_hook_sees_the_updated_module_and_what_it_does_lasts() -> None:
@@ -159,11 +148,10 @@ def test_the_hook_sees_the_updated_module_and_what_it_does_lasts() -> None:
 
     stage = stage_replica(1, 3, after_update=to_halves)
     count(stage)
-    stage.step(9)
-    assert torch.equal(_values(stage) * 2, (_values(stage) * 2).round())
-    stage.module.load_state_dict(stage_replica(1, 3).module.state_dict())
-    stage.weights_changed()
-    assert torch.equal(_values(stage) * 2, (_values(stage) * 2).round())
+    for change in (lambda: stage.step(9), stage.weights_changed):
+        stage.module.load_state_dict(stage_replica(1, 3).module.state_dict())
+        change()
+        assert torch.equal(_values(stage) * 2, (_values(stage) * 2).round())
 
 
 def test_what_was_dropped_or_left_by_someone_else_does_not_leak_into_a_step() -> None:
@@ -273,12 +261,3 @@ def test_steps_are_those_of_the_inner_loop_on_the_whole_model(num_stages: int) -
     for name, value in whole.state_dict().items():
         # AdamW divides by a root of squares: where a gradient is next to nothing its last bits make steps of their own.
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_held_out_data_have_the_loss_of_the_whole_model_and_leave_no_trace() -> None:
-    stages, (_, ids, labels) = stage_replicas(3), micro_batch(3, padded=1)
-    found, _ = stages[2].evaluate_loss(stages[1].evaluate(stages[0].evaluate(ids)), labels)
-    total, num_tokens = build_model(CUT, 0).loss_sum(ids, labels)
-    assert (found.loss_sum, found.num_tokens) == (float(total.detach()), int(num_tokens))
-    assert not sums_of(stages)
-    assert {stage.cached_bytes for stage in stages} == {0}

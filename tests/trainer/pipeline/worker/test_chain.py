@@ -43,22 +43,8 @@ def _counts(workers: list[RunningWorker]) -> list[int]:
     return [running.worker.replica.accumulated.num_micro_batches for running in workers]
 
 
-async def test_a_later_worker_that_is_gone_is_named_and_another_takes_its_place() -> None:
+async def test_a_lost_answer_is_had_by_asking_again_and_a_later_worker_that_is_gone_is_named_and_replaced() -> None:
     async with _chain() as (workers, driver), running_worker(SETUPS["tail"]) as other_tail:
-        tail = workers[2]
-        await tail.endpoint.stop()
-        error = await _refused(driver, workers)
-        assert error.reason == "hop"
-        assert f"tail {tail.endpoint.peer_id}: " in str(error)
-        assert f"body-1 {workers[1].endpoint.peer_id}: " not in str(error)
-        workers[2] = other_tail
-        assert (await driver.chain(workers, KEY, IDS, LABELS)).body.applied == ("head", "body-1", "tail")
-        assert _counts(workers) == [1, 1, 1]
-
-
-@pytest.mark.slow
-async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_same_way() -> None:
-    async with _chain() as (workers, driver):
         async with held(workers[1]):
             (asked,) = await queued(workers[1], driver.chain(workers, KEY, IDS, LABELS))
             asked.cancel()
@@ -69,25 +55,44 @@ async def test_an_answer_that_was_lost_on_the_way_is_had_by_asking_again_the_sam
         again = await driver.chain(workers, KEY, IDS, LABELS)
         assert again.body == first.body
         assert _counts(workers) == [1, 1, 1]
+        tail, workers[2] = workers[2], other_tail
+        await tail.endpoint.stop()
+        error = await _refused(driver, [*workers[:2], tail], micro_batch="e0.s0.r2")
+        assert error.reason == "hop"
+        assert f"tail {tail.endpoint.peer_id}: " in str(error)
+        assert f"body-1 {workers[1].endpoint.peer_id}: " not in str(error)
+        reply = await driver.chain(workers, "e0.s0.r2", IDS, LABELS)
+        assert reply.body.applied == ("head", "body-1", "tail")
+        assert _counts(workers) == [2, 2, 1]
 
 
 @pytest.mark.slow
-async def test_counted_behind_and_not_here_is_said_and_a_second_head_finds_the_answers() -> None:
+async def test_nonsense_is_a_later_workers_and_what_is_counted_behind_alone_is_said_and_found_by_a_second_head() -> (
+    None
+):
     async with _chain() as (workers, driver), running_worker(SETUPS["head"]) as other_head:
-        await driver.applied(workers[0], KEY)
-        backward = workers[0].worker.replica.backward
+        replica, link = workers[0].worker.replica, workers[1].worker.link
+        gradient, backward = link.gradient, replica.backward
+
+        async def nonsense(value: Tensor) -> dict[str, Tensor]:
+            return {"gradient": torch.full_like(value, float("nan"))}
 
         def fail(*arguments: object, **options: object) -> object:
             raise RefusedError("expired", "a stop of some seconds")
 
-        workers[0].worker.replica.backward = fail
+        link.gradient = nonsense
         error = await _refused(driver, workers)
-        assert error.reason == "partly"
+        assert error.reason == "hop-malformed-answer"
+        assert str(error).startswith(f"peer {workers[0].endpoint.peer_id[:12]}")
+        assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
         assert _counts(workers) == [0, 1, 1]
-        workers[0].worker.replica.backward = backward
-        reply = await driver.chain([other_head, *workers[1:]], KEY, IDS, LABELS)
+        link.gradient, replica.backward = gradient, fail
+        assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "partly"
+        assert _counts(workers) == [0, 2, 2]
+        replica.backward = backward
+        reply = await driver.chain([other_head, *workers[1:]], "e0.s0.r2", IDS, LABELS)
         assert reply.body.applied == ("head", "body-1", "tail")
-        assert _counts([other_head, *workers[1:]]) == [1, 1, 1]
+        assert _counts([other_head, *workers[1:]]) == [1, 2, 2]
 
 
 async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
@@ -103,30 +108,12 @@ async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
         assert (await driver.status(workers[0])).refused == {"hop-size": 1, "malformed": 1, "expired": 1}
 
 
-async def test_a_later_worker_that_answers_nonsense_is_named() -> None:
-    async with _chain() as (workers, driver):
-        link = workers[1].worker.link
-        gradient = link.gradient
-
-        async def nonsense(value: Tensor) -> dict[str, Tensor]:
-            return {"gradient": torch.full_like(value, float("nan"))}
-
-        link.gradient = nonsense
-        error = await _refused(driver, workers)
-        assert error.reason == "hop-malformed-answer"
-        assert str(error).startswith(f"peer {workers[0].endpoint.peer_id[:12]}")
-        assert f"body-1 {workers[1].endpoint.peer_id}: " in str(error)
-        link.gradient = gradient
-        assert _counts(workers) == [0, 1, 1]
-
-
 @pytest.mark.slow
 async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_output() -> None:
     outputs: list[weakref.ref[Tensor]] = []
     setups = [replace(SETUPS["head"], worker={"max_received_bytes": 8000}), *list(SETUPS.values())[1:]]
     async with _chain(setups) as (workers, driver):
-        service = workers[0].worker.service
-        link = workers[0].worker.link
+        memory, link = workers[0].worker.service._memory, workers[0].worker.link
         activation = link.activation
 
         async def noted(y: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
@@ -136,11 +123,11 @@ async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_ou
         link.activation = noted
         async with held(workers[2]):
             (waiting,) = await queued(workers[2], driver.chain(workers, KEY, IDS, LABELS))
-            assert service._memory.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
+            assert memory.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
             assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "busy"
             assert [output() for output in outputs] == [None]
         assert (await waiting).body.applied == ("head", "body-1", "tail")
-        await until(lambda: service._memory.size_bytes == 0)
+        await until(lambda: memory.size_bytes == 0)
 
 
 class _Known:
@@ -193,11 +180,9 @@ async def test_a_worker_connects_only_to_where_announced_workers_are() -> None:
     server = await asyncio.start_server(lambda *streams: connections.append(streams), "127.0.0.1", 0)
     async with server, known.chain() as (workers, driver):
         elsewhere = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        route = [
-            Hop(stage=stage, peer_id=running.endpoint.peer_id, address=elsewhere)
-            for stage, running in zip(("body-1", "tail"), workers[1:], strict=True)
-        ]
-        reply = await driver.chain(workers, KEY, IDS, LABELS, route=tuple(route))
+        places = {it.setup.stage: it.endpoint.peer_id for it in workers[1:]}
+        route = tuple(Hop(stage=stage, peer_id=key, address=elsewhere) for stage, key in places.items())
+        reply = await driver.chain(workers, KEY, IDS, LABELS, route=route)
         assert reply.body.applied == ("head", "body-1", "tail")
         unknown = route[0].model_copy(update={"peer_id": "0" * 64})
         error = await _refused(driver, workers, micro_batch="e0.s0.r2", route=(unknown, route[1]))

@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.model_configs import random_tokens
 from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import StageProcess, WorkerSetup, stage_worker_processes
+from tests.support.stage_worker import TAIL_INPUT, StageProcess, WorkerSetup, stage_worker_processes
 from trainer.errors import PeerUnavailableError, RefusedError
+from trainer.pipeline.protocol.wire import wire_ids
 
 pytestmark = pytest.mark.slow
-
-_OPTIONS = {"max_queue_per_driver": 8, "reply_cache_bytes": 1 << 20}
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[StageProcess]]:
     """One worker a stage."""
-    setups = [WorkerSetup(stage, worker=_OPTIONS) for stage in ("head", "body-1", "tail")]
+    options = {"max_queue_per_driver": 8, "reply_cache_bytes": 1 << 20}
+    setups = [WorkerSetup(stage, worker=options) for stage in ("head", "body-1", "tail")]
     with stage_worker_processes(setups) as processes:
         yield processes
 
@@ -62,11 +61,10 @@ async def test_under_stops_what_the_driver_was_told_is_what_is_counted(workers: 
 
 
 async def test_what_lay_in_the_socket_of_a_stopped_worker_is_not_counted_late(workers: list[StageProcess]) -> None:
-    given = _tail_input()
     async with running_driver() as driver:
-        await driver.tail(workers[2], "e1.s0.r0", given)
+        await driver.tail(workers[2], "e1.s0.r0", TAIL_INPUT)
         workers[2].stop()
-        asked = asyncio.create_task(driver.tail(workers[2], "e1.s0.r2", given, apply_within_s=1.0))
+        asked = asyncio.create_task(driver.tail(workers[2], "e1.s0.r2", TAIL_INPUT, apply_within_s=1.0))
         await asyncio.sleep(2.5)
         workers[2].resume()
         with pytest.raises(RefusedError) as caught:
@@ -76,7 +74,7 @@ async def test_what_lay_in_the_socket_of_a_stopped_worker_is_not_counted_late(wo
 
 
 async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProcess]) -> None:
-    tail, given = workers[2], _tail_input(rows=32, positions=32)
+    tail, given = workers[2], {"activation": torch.randn(32, 32, 16), "labels": wire_ids(random_tokens(64, 32, 32)[1])}
     spoilt = {**given, "activation": given["activation"] * float("nan")}
     async with running_driver() as driver:
 
@@ -93,21 +91,6 @@ async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProc
             await flood(start)
         assert _resident_bytes(tail) - before < 24 << 20
         assert (await driver.status(tail)).reply_bytes <= 1 << 20
-
-
-async def test_a_killed_worker_is_not_available_at_once(workers: list[StageProcess]) -> None:
-    """The last of these tests: there is no tail afterwards."""
-    async with running_driver() as driver:
-        await driver.tail(workers[2], "e3.s0.r0", _tail_input())
-        workers[2].kill()
-        with pytest.raises(PeerUnavailableError):
-            await driver.tail(workers[2], "e3.s0.r0", _tail_input())
-
-
-def _tail_input(rows: int = 2, positions: int = 8) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(rows, positions, 16, generator=generator)
-    return {"activation": hidden, "labels": random_tokens(64, rows, positions)[1].int().contiguous()}
 
 
 def _resident_bytes(worker: StageProcess) -> int:

@@ -59,7 +59,8 @@ def _reason(cache: ReplyCache, kind: str, key: str = KEY, owner: str = "") -> st
 def test_a_name_and_its_answer_belong_to_the_driver_it_was_counted_for() -> None:
     cache = _cache()
     first = _begin(cache, owner="a")
-    assert _reason(cache, "backward", owner="b") == "busy"
+    assert _begin(cache, owner="a") is first
+    assert {_reason(cache, kind, owner=owner) for kind, owner in (("backward", "b"), ("chain", "a"))} == {"busy"}
     _count(cache, first)
     assert _reason(cache, "backward", owner="b") == "counted-for-another"
     cache.settle(first, "the bytes", 10)
@@ -67,20 +68,6 @@ def test_a_name_and_its_answer_belong_to_the_driver_it_was_counted_for() -> None
     assert _reason(cache, "chain", owner="a") == "already-applied"
     assert _reason(cache, "backward", owner="b") == "counted-for-another"
     assert cache.applied == 1
-
-
-def test_two_at_once_share_a_count_and_the_deadline_of_one_that_has_gone_counts_no_more() -> None:
-    clock = Clock()
-    cache = _cache(clock)
-    pending = _begin(cache, until_s=110.0)
-    assert _begin(cache, until_s=150.0) is pending
-    assert pending.apply_before_s == 150.0
-    assert _reason(cache, "chain") == "busy"
-    assert not cache.leave(pending, 150.0)
-    clock.now_s = 120.0
-    with pytest.raises(RefusedError, match=r"10\.0 s too late") as caught:
-        cache.claim(pending)
-    assert caught.value.reason == "expired"
 
 
 def test_answers_go_before_names_do_and_both_are_bounded() -> None:
@@ -94,25 +81,6 @@ def test_answers_go_before_names_do_and_both_are_bounded() -> None:
     _begin(cache)  # Forgotten, long after any lease on it.
     _answer(cache, "e0.s0.r5", size_bytes=26)  # Larger than the cache.
     assert (cache.reply_bytes, _reason(cache, "backward", "e0.s0.r5")) == (0, "already-applied")
-
-
-def test_stopped_between_claim_and_counting_all_unstepped_is_dropped_by_another_incarnation() -> None:
-    clock = Clock()
-    cache = _cache(clock)
-    stepped = _answer(cache, KEY)
-    cache.stepped(1)
-    assert cache.shared.in_weights == 1
-    _answer(cache, KEYS[1])
-    pending = _begin(cache, KEYS[2], until_s=110.0)
-    cache.claim(pending)
-    clock.now_s = 500.0
-    assert cache.counted(pending) is None
-    assert cache.taint() == 1
-    assert cache.incarnation != stepped.incarnation
-    assert cache.shared.in_weights == 0
-    assert cache.counted_among(KEYS)[1] == {KEY: stepped}
-    assert cache.begin("backward", KEY, 600.0) == "reply"
-    assert _count(cache, _begin(cache, KEYS[2], until_s=600.0)) == Acknowledgement(cache.incarnation, 1)
 
 
 def test_the_end_of_what_was_dropped_is_tainted_and_leaves_alone_who_asks_anew() -> None:
@@ -150,12 +118,9 @@ def test_refused_from_now_neither_begun_nor_new_is_counted_for_a_while() -> None
     assert cache.counted(pending) is not None
     assert undecided.done()
     assert cache.counted_among([KEY], refuse_from_now=True)[1].keys() == {KEY}
-
-
-def test_refusals_are_bounded() -> None:
     cache, keys = _cache(reply_cache_ids=8), [f"e0.s0.r{number}" for number in range(100)]
     cache.counted_among(keys, refuse_from_now=True)
-    for key in keys[:-8]:
+    for key in keys[:-8]:  # Refusals are bounded.
         _begin(cache, key)
     assert {_reason(cache, "backward", key) for key in keys[-8:]} == {"busy"}
 

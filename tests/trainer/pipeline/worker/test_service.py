@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from tests.support.model_configs import random_tokens, small_config
 from tests.support.stage_driver import StageDriver, running_driver
@@ -30,10 +29,10 @@ from trainer.model import build_model
 from trainer.model.loss import IGNORED_LABEL
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
-from trainer.pipeline.protocol.wire import part_of, wire_ids
+from trainer.pipeline.protocol.wire import wire_ids
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageConfig
-from trainer.pipeline.stage.accumulator import WARM_UP
+from trainer.pipeline.stage.passes import WARM_UP
 from trainer.pipeline.worker.replies import PendingCount
 
 KEY = "e0.s0.r0"
@@ -74,13 +73,10 @@ def _backward(worker: RunningWorker, driver: StageDriver, tensors: Tensors, key:
 
 BAD_TAILS: dict[str, Callable[[Tensors], Tensors]] = {
     "labels beyond the vocabulary": lambda t: _changed(t, labels=t["labels"] + 64),
-    "negative labels": lambda t: _changed(t, labels=t["labels"] * 0 - 5),
     "int64 labels": lambda t: _changed(t, labels=t["labels"].long()),
-    "labels of another shape": lambda t: _changed(t, labels=t["labels"][:, :4].contiguous()),
     "no labels": lambda t: _changed(t, labels=None),
     "no activation": lambda t: _changed(t, activation=None),
     "half an activation": lambda t: _changed(t, activation=t["activation"].half()),
-    "a narrower activation": lambda t: _changed(t, activation=t["activation"][..., :8].contiguous()),
     "fewer rows": lambda t: _changed(t, activation=t["activation"][:1].contiguous()),
     "ids nobody asked for": lambda t: _changed(t, ids=t["labels"]),
     "a gradient": lambda t: _changed(t, gradient=t["activation"]),
@@ -145,18 +141,12 @@ async def test_a_gradient_needs_its_input_where_it_is_not_kept_and_a_number_of_t
 
 
 @pytest.mark.slow
-async def test_a_huge_gradient_is_counted_as_a_moderate_one_and_told_of() -> None:
+async def test_a_huge_gradient_is_counted_and_told_of() -> None:
     async with running_worker(replace(HEAD, target_tokens=10**6)) as head, running_driver() as driver:
-
-        async def count(number: int, factor: float) -> float:
+        for number, factor in enumerate([1.0] * WARM_UP + [1e8]):
             given = {"gradient": GRADIENT["gradient"] * factor, **HEAD_INPUT}
-            await _backward(head, driver, given, f"e0.s0.r{2 * number}", num_tokens=16)
-            return float(get_total_norm(list(head.worker.replica.state_dict()["sums"].values())))
-
-        for number in range(WARM_UP):
-            honest = await count(number, 1.0) / (number + 1)
-        assert (await driver.status(head)).outliers == 0
-        assert await count(WARM_UP, 1e8) == pytest.approx((WARM_UP + StageConfig().outlier_factor) * honest, rel=1e-3)
+            reply = await _backward(head, driver, given, f"e0.s0.r{2 * number}", num_tokens=16)
+            assert reply.body.scale == pytest.approx(min(1.0, StageConfig().outlier_factor / factor), rel=1e-3)
         status = await driver.status(head)
         assert (status.outliers, status.applied, status.num_tokens) == (1, WARM_UP + 1, 16 * (WARM_UP + 1))
         assert not status.refused
@@ -205,17 +195,14 @@ async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays
 
 
 @pytest.mark.slow
-async def test_forward_requests_computed_together_give_what_each_gives_alone() -> None:
-    inputs = [{"ids": wire_ids(random_tokens(64, 2, 8, seed=seed)[0])} for seed in range(3)]
+async def test_forward_requests_of_one_length_are_computed_together() -> None:
     recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
-    async with running_worker(recompute) as head, running_worker(HEAD) as alone, running_driver() as driver:
+    async with running_worker(recompute) as head, running_driver() as driver:
         async with held(head):
-            asked = await queued(head, *(driver.forward(head, f"e0.s0.r{row}", it) for row, it in enumerate(inputs)))
-        together = await asyncio.gather(*asked)
+            asked = await queued(head, *(driver.forward(head, f"e0.s0.r{row}", HEAD_INPUT) for row in range(3)))
+        first, *others = [reply.tensors["activation"] for reply in await asyncio.gather(*asked)]
         assert head.worker.runtime.figures.batch_rows == 6.0
-        for reply, given in zip(together, inputs, strict=True):
-            own = await driver.forward(alone, KEY, given)
-            torch.testing.assert_close(reply.tensors["activation"], own.tensors["activation"], rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(first, other) for other in others)
 
 
 async def test_late_is_expired_and_stopped_while_adding_up_it_drops_all_in_another_incarnation() -> None:
@@ -258,11 +245,15 @@ async def test_drivers_have_their_own_micro_batches_refused_and_the_keeper_anybo
             assert await impostor.applied(tail, KEY, refuse_from_now=True) == ()
         assert await _reason(impostor.tail(tail, KEY, TAIL_INPUT)) == "busy"
         assert (await driver.tail(tail, KEY, TAIL_INPUT)).body.applied_number == 1
+        assert await _reason(impostor.tail(tail, KEY, TAIL_INPUT)) == "counted-for-another"
         assert await driver.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == (KEY,)
         assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "busy"
         keeper.append(impostor.endpoint.peer_id)
-        assert await impostor.applied(tail, "e0.s0.r4", refuse_from_now=True) == ()
-        assert await _reason(driver.tail(tail, "e0.s0.r4", TAIL_INPUT)) == "busy"
+        async with held(tail):
+            (waiting,) = await queued(tail, driver.tail(tail, "e0.s0.r4", TAIL_INPUT))
+            assert await impostor.applied(tail, "e0.s0.r4", "e0.s0.r6", refuse_from_now=True) == ()
+        assert await _reason(waiting) == "expired"
+        assert await _reason(driver.tail(tail, "e0.s0.r6", TAIL_INPUT)) == "busy"
 
 
 @pytest.mark.slow
@@ -286,38 +277,10 @@ async def test_for_strangers_nothing_is_received_computed_or_counted() -> None:
         assert (await stranger.tail(tail, KEY, TAIL_INPUT)).body.applied_number == 1
 
 
-@pytest.mark.slow
-async def test_what_was_counted_for_one_driver_is_no_answer_for_another() -> None:
-    may: set[str] = set()
-    async with running_worker(TAIL, drivers=lambda: may) as tail, running_driver() as liar, running_driver() as driver:
-        may |= {liar.endpoint.peer_id, driver.endpoint.peer_id}
-        lie = {**TAIL_INPUT, "activation": torch.zeros_like(TAIL_INPUT["activation"])}
-        first = await liar.tail(tail, KEY, lie)
-        assert await _reason(driver.tail(tail, KEY, TAIL_INPUT)) == "counted-for-another"
-        assert (await liar.tail(tail, KEY, lie)).body == first.body
-        async with held(tail):
-            (begun,) = await queued(tail, liar.tail(tail, "e0.s0.r2", lie))
-            assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "busy"
-        await begun
-        assert tail.worker.replica.accumulated.num_micro_batches == 2
-
-
-async def test_a_micro_batch_that_was_given_away_is_refused_whether_it_waits_or_comes() -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver, running_driver() as keeper:
-        async with held(tail):
-            (waiting,) = await queued(tail, driver.tail(tail, KEY, TAIL_INPUT))
-            assert await keeper.applied(tail, KEY, "e0.s0.r2", refuse_from_now=True) == ()
-        assert await _reason(waiting) == "expired"
-        assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "busy"
-        assert tail.worker.replica.accumulated.num_micro_batches == 0
-
-
 async def test_gradients_that_wait_at_the_head_take_the_queue_s_room() -> None:
     size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
-    async with (
-        running_worker(replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})) as head,
-        running_driver() as driver,
-    ):
+    setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
+    async with running_worker(setup) as head, running_driver() as driver:
         async with held(head):
             (first,) = await queued(head, _backward(head, driver, HEAD_INPUT))
             assert head.worker.runtime.figures.queued_bytes == size_bytes
@@ -348,15 +311,12 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
 async def test_what_is_let_in_is_said_apart_from_what_is_announced() -> None:
     async with running_worker(HEAD) as head, running_driver() as driver:
         service = head.worker.service
-        service.status, service.accepts = "serving", "nothing"
-        assert await _reason(driver.forward(head, KEY, HEAD_INPUT)) == "stopping"
-        service.status, service.accepts = "joining", "all"
+        service.status = "joining"
         await driver.forward(head, KEY, HEAD_INPUT)
         assert (await driver.status(head)).status == "joining"
         service.accepts = "begun"
         assert await _reason(driver.forward(head, "e0.s0.r2", HEAD_INPUT)) == "stopping"
         assert (await _backward(head, driver, {})).body.applied == ("head",)
-        assert (await driver.status(head)).refused == {"stopping": 2}
 
 
 @pytest.mark.slow
@@ -370,7 +330,7 @@ async def test_a_request_is_under_way_from_before_its_tensors_until_it_is_answer
                 assert tail.worker.runtime.figures.queued == 1
                 service.accepts = "nothing"
                 assert await _reason(driver.tail(tail, "e0.s0.r2", TAIL_INPUT)) == "stopping"
-                assert service.num_under_way == 2
+                assert ((await driver.status(tail)).refused, service.num_under_way) == ({"stopping": 1}, 2)
                 for index in (1, 2):
                     await stream.send(index, bytes(1 << 20))
                 await stream.end()
@@ -378,16 +338,6 @@ async def test_a_request_is_under_way_from_before_its_tensors_until_it_is_answer
             await until(lambda: service.num_under_way == 1)
         assert (await waiting).body.applied == ("tail",)
         await until(lambda: service.num_under_way == 0)
-
-
-@asynccontextmanager
-async def _three_stages(
-    needs_ids: bool = False, **setup: Any
-) -> AsyncIterator[tuple[list[RunningWorker], StageDriver]]:
-    async with AsyncExitStack() as stack:
-        setups = [WorkerSetup(stage, **setup) for stage in STAGES]
-        workers = [await stack.enter_async_context(running_worker(each)) for each in setups]
-        yield workers, await stack.enter_async_context(running_driver(needs_ids=needs_ids))
 
 
 @pytest.mark.slow
@@ -400,7 +350,17 @@ async def test_losses_and_gradients_are_the_whole_models(routing: str, backward:
     model = build_model(small_config(), 0)
     total, _ = model.loss_sum(ids, labels)
     total.backward()
-    async with _three_stages(stage_config={"backward": backward}) as (workers, driver):
+    num_tokens, loss_sum = int((labels != IGNORED_LABEL).sum()), pytest.approx(float(total.detach()), rel=1e-6)
+    setups = [WorkerSetup(stage, stage_config={"backward": backward}) for stage in STAGES]
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(running_worker(setup)) for setup in setups]
+        driver = await stack.enter_async_context(running_driver())
+        hidden = (await driver.evaluate(workers[0], {"ids": wire_ids(ids)})).tensors
+        hidden = (await driver.evaluate(workers[1], hidden)).tensors
+        body = (await driver.evaluate(workers[2], {**hidden, "labels": wire_ids(labels)})).body
+        assert (body.loss_sum, body.num_tokens, body.applied) == (loss_sum, num_tokens, ())
+        for running in workers:  # Held-out data leave nothing behind.
+            assert running.worker.replica.cached_bytes == running.worker.replica.accumulated.num_micro_batches == 0
         if routing == "hub":
             replies = await driver.hub(workers, KEY, ids, labels)
             assert [reply.body.applied for reply in replies] == [("tail",), ("body-1",), ("head",)]
@@ -408,38 +368,7 @@ async def test_losses_and_gradients_are_the_whole_models(routing: str, backward:
         else:
             body = (await driver.chain(workers, KEY, ids, labels)).body
             assert body.applied == STAGES
-        assert body.num_tokens == int((labels != IGNORED_LABEL).sum())
-        assert body.loss_sum == pytest.approx(float(total.detach()), rel=1e-6)
+        assert (body.loss_sum, body.num_tokens) == (loss_sum, num_tokens)
         sums = {name: it for each in workers for name, it in each.worker.replica.state_dict()["sums"].items()}
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(sums[name], parameter.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-async def test_held_out_data_leave_nothing_behind() -> None:
-    async with _three_stages() as (workers, driver):
-        head, body, tail = workers
-        hidden = await driver.evaluate(head, HEAD_INPUT)
-        hidden = await driver.evaluate(body, hidden.tensors)
-        reply = await driver.evaluate(tail, {**hidden.tensors, "labels": TAIL_INPUT["labels"]})
-        with torch.no_grad():
-            given = HEAD_INPUT["ids"].long(), TAIL_INPUT["labels"].long()
-            total, count = build_model(small_config(), 0).loss_sum(*given)
-        assert reply.body.loss_sum == pytest.approx(float(total), rel=1e-6)
-        assert (reply.body.num_tokens, reply.body.applied) == (int(count), ())
-        for running in workers:
-            assert running.worker.replica.cached_bytes == running.worker.replica.accumulated.num_micro_batches == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", ["fp16", "int8", "subspace+int8"])
-async def test_narrow_links_change_little(codec: str) -> None:
-    ids, labels = random_tokens(64, 2, 8)
-    space: dict[str, Any] = {"subspace_rank": 4, "subspace_free_layers": 1} if codec.startswith("subspace") else {}
-    total, _ = build_model(small_config(**space), 0).loss_sum(ids, labels)
-    async with _three_stages(bool(space), codec=codec, model=space) as (workers, driver):
-        hub = await driver.hub(workers, KEY, ids, labels)
-        chain = await driver.chain(workers, "e0.s0.r2", ids, labels)
-        assert hub[0].body.loss_sum == chain.body.loss_sum == pytest.approx(float(total.detach()), rel=1e-3)
-        assert set(part_of("gradient", hub[0].tensors)) == set(hub[0].tensors)
-        assert all(running.worker.replica.accumulated.num_micro_batches == 2 for running in workers)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.stage_driver import running_driver
 from tests.support.stage_worker import TAIL_INPUT, RunningWorker, WorkerSetup, running_worker, until, weights
-from trainer.network.rpc import Identity, Peer, Reply, Request
+from trainer.network.rpc import Identity, Peer
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.protocol.messages import ProgressReport
@@ -21,8 +21,6 @@ from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker.stepping import ProgressTracker
 
 TAIL = WorkerSetup("tail", target_tokens=32, worker={"progress_interval_s": 0.05, "auto_step_s": 3600.0})
-
-
 OWN = Identity.create()
 OTHER = "b" * 64
 
@@ -42,10 +40,8 @@ class Rounds:
         return None if len(self.batches) % 2 else self.committed()
 
     def answer_others(self) -> OuterResult | None:
-        if not self.others_wait:
-            return None
-        self.others_wait = False
-        return self.committed()
+        waited, self.others_wait = self.others_wait, False
+        return self.committed() if waited else None
 
     def committed(self) -> OuterResult:
         index = len(self.batches) // 2
@@ -75,7 +71,7 @@ async def _stage(
 
 
 @pytest.mark.slow
-async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared() -> None:
+async def test_a_stage_of_one_steps_at_its_target_and_on_the_way_out_and_says_what_is_shared() -> None:
     steps: list[StepInfo] = []
     rounds: list[OuterResult] = []
     strategy = Rounds(others_wait=True)
@@ -90,6 +86,10 @@ async def test_a_stage_of_one_steps_at_its_target_and_says_what_is_shared() -> N
         assert strategy.batches == [2, 2, 2]
         status = await driver.status(tail)
         assert (status.version, status.applied, status.shared_through) == (3, 6, 4)
+        await driver.tail(tail, "e0.s0.r12", TAIL_INPUT)
+        await tail.worker.runtime.control(tail.worker.stepper.flush)
+        assert (len(rounds), strategy.batches) == (3, [2, 2, 2, 1])
+        assert (await driver.status(tail)).shared_through == 7
 
 
 @pytest.mark.parametrize(
@@ -115,23 +115,6 @@ async def test_a_round_shares_what_others_hold_of_it_and_no_more(strategy: Round
         assert (await driver.status(tail)).shared_through == num_shared
 
 
-async def test_a_round_on_the_way_out_shares_what_was_handed_over() -> None:
-    rounds: list[OuterResult] = []
-    strategy = Rounds()
-    worker = running_worker(TAIL, identity=OWN, strategy=strategy, on_round=rounds.append)
-    async with worker as tail, running_driver() as driver:
-        await driver.tail(tail, "e0.s0.r0", TAIL_INPUT)
-
-        def hand_over() -> None:
-            tail.worker.stepper.flush()
-            tail.worker.stepper.note(None)
-            tail.worker.stepper.note(strategy.committed())
-
-        await tail.worker.runtime.control(hand_over)
-        assert (len(rounds), strategy.batches) == (1, [1])
-        assert (await driver.status(tail)).shared_through == 1
-
-
 @pytest.mark.slow
 async def test_workers_step_together_and_who_has_nothing_follows_unchanged() -> None:
     strategies = [Rounds() for _ in range(3)]
@@ -152,7 +135,7 @@ async def test_an_idle_stage_steps_with_what_it_has_and_not_at_all_with_nothing(
     async with running_worker(setup) as tail, running_worker(setup) as idle, running_driver() as driver:
         await driver.tail(tail, "e0.s0.r0", TAIL_INPUT)
         await until(lambda: tail.worker.replica.version == 1)
-        await until(lambda: idle.worker.runtime.now_s - idle.worker.stepper._counted_s > 1.0)
+        await until(lambda: idle.worker.runtime.clock() - idle.worker.stepper._counted_s > 1.0)
         assert tail.worker.replica.version == 1
         assert idle.worker.replica.version == 0
 
@@ -257,14 +240,11 @@ def test_one_of_five_that_is_ahead_leads_by_a_step_and_not_at_once() -> None:
     assert progress.version_to_follow(7, 0, 1000, 3600.0) == 7
 
 
-def test_what_a_worker_stepped_with_is_remembered() -> None:
+def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing_and_what_a_worker_stepped_with_is_remembered() -> None:
     progress, _ = _progress((3, 0), (3, 0), (3, 700))
     progress.hear("2", _report(4, 0))
     assert progress.stage_tokens(3, 300) == 1000
     assert progress.version_to_follow(3, 300, 1000, 0.0) == 4
-
-
-def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing() -> None:
     progress, now_s = _progress((5, 10), (9, 0), (5 + 51, 10))
     progress.hear("3", _report(5, 10, joining=True))
     assert progress.stage_tokens(5, 10) == 20
@@ -283,7 +263,7 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
     async with AsyncExitStack() as stack:
         driver = await stack.enter_async_context(running_driver())
         silent = (await stack.enter_async_context(running_driver())).endpoint
-        silent.register("stage/progress", ProgressReport, _never)
+        silent.register("stage/progress", ProgressReport, lambda _: asyncio.sleep(3600))
         # A step is told at once; what a busy machine would lose to a stall is told again an hour later only.
         setup = replace(TAIL, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
         first, second = await stack.enter_async_context(_stage(setup, others=[silent.peer]))
@@ -294,11 +274,6 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
             await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))
             await driver.tail(first, f"e0.s0.r{4 * step + 2}", TAIL_INPUT)
             await until(lambda step=step: second.worker.replica.version == step + 1)
-
-
-async def _never(_: Request[ProgressReport]) -> Reply[ProgressReport]:
-    await asyncio.sleep(3600)
-    raise AssertionError
 
 
 @pytest.mark.slow
