@@ -219,7 +219,7 @@ class DriverPeerView(SwarmPeers):
 
 def holds_stage(stage: str, said: Announcement) -> bool:
     """Whether an announcement is of a worker of this stage; of any, where it is empty."""
-    return said.stage is not None and stage in ("", stage_of(said.stage))
+    return said.stage is not None and (not stage or stage_of(said.stage) == stage)
 
 
 def _role_of(said: Announcement) -> str:
