@@ -23,8 +23,14 @@ from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.boundary import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import ComparedPeer, FitCheck, ask_addresses, register_terms
-from trainer.run.node.identity import NodeStats, announcement_of
+from trainer.run.node.identity import (
+    ComparedPeer,
+    FitCheck,
+    NodeStats,
+    announcement_of,
+    ask_addresses,
+    register_terms,
+)
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.state_form import StateForm
 

@@ -53,8 +53,7 @@ from trainer.run.config import RunConfig, changed_options, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import Node, TrainingDisplay
-from trainer.run.node.watching import Watch
+from trainer.run.node.training import Node, TrainingDisplay, Watch
 
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
@@ -268,8 +267,7 @@ def _collective(
         return LocalCollective(config.node_id), None
 
     # These bring grpc, which a node alone does not need.
-    from trainer.run.node.compatibility import terms_of
-    from trainer.run.node.identity import identity_of
+    from trainer.run.node.identity import identity_of, terms_of
     from trainer.run.node.network import Network
     from trainer.run.node.state_form import StateFit
 

@@ -45,8 +45,7 @@ from trainer.run.config.run import keeper_option
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import TrainingDisplay
-from trainer.run.node.watching import Watch
+from trainer.run.node.training import TrainingDisplay, Watch
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account

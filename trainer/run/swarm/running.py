@@ -240,11 +240,13 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
     status: ExitStatus | None = None
     while status is None:
         if time.monotonic() >= next_look_s:
-            found = snapshot_of(tree.children)
+            answering = [child for child in tree.children if child.spec.api_url and child.status == "running"]
+            found = snapshot_through(child.spec.api_url for child in answering)
             if found.stages is not None or latest.stages is None:
                 latest = replace(found, account=found.account or latest.account)
             else:
-                latest = replace(latest, processes=found.processes, is_stale=True)
+                latest = replace(latest, is_stale=True)
+            latest = replace(latest, processes=process_counts(tree.children))
             next_look_s = time.monotonic() + _LOOK_S
         if time.monotonic() >= next_show_s:
             display.show(latest)
@@ -253,13 +255,6 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
         status = _ASKED if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
     return status
-
-
-def snapshot_of(children: Iterable[Child]) -> SwarmSnapshot:
-    """The swarm that consists of these processes."""
-    known = list(children)
-    seen = snapshot_through(child.spec.api_url for child in known if child.spec.api_url and child.status == "running")
-    return replace(seen, processes=process_counts(known))
 
 
 def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:

@@ -37,7 +37,7 @@ from trainer.run.config import RunConfig
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.watching import Watch
+from trainer.run.node.training import Watch
 from trainer.run.swarm.building import BuiltStage, WorkerSaving, build_stage_site
 from trainer.run.swarm.keeper import check_keeper
 from trainer.run.swarm.lifecycle import (

@@ -13,7 +13,7 @@ from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.cli.displays import training_display
 from trainer.run.config import RunConfig
-from trainer.run.node import StopRequest
+from trainer.run.node.stopping import StopRequest
 
 
 def step(index: int, loss: float = 2.0, *, skipped: bool = False) -> StepResult:

@@ -22,8 +22,8 @@ from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.monitor import TallyStatus
 from trainer.run.cli.app import run
+from trainer.run.cli.commands import ending_texts
 from trainer.run.cli.displays import settled_text
-from trainer.run.cli.swarm import ending_texts
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.swarm.keeper import ledger_folder, read_last_account, write_last_account
 

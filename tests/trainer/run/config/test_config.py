@@ -17,12 +17,11 @@ from trainer.run.config import (
     changed_options,
     from_mapping,
     merged,
-    parse_override,
     read_yaml,
     to_mapping,
     to_yaml,
 )
-from trainer.run.config.reading import SECRET
+from trainer.run.config.reading import SECRET, parse_override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from tests.support.trainer_command import TrainerCommand, differences
 from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint.node import checkpoint_path, wallet_id
 from trainer.run.config import RunConfig
-from trainer.run.node import StopRequest
 from trainer.run.node.starting import resolve
+from trainer.run.node.stopping import StopRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -23,8 +23,7 @@ from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Reply, Request
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.compatibility import TERMS, FitCheck, register_terms
-from trainer.run.node.identity import NodeStats
+from trainer.run.node.identity import TERMS, FitCheck, NodeStats, register_terms
 from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.lifecycle import check_first_weights
 from trainer.run.swarm.peer_view import DriverPeerView, SwarmPeers
@@ -50,7 +49,7 @@ def theirs() -> SwarmShape:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers stand after a moment."""
     for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
-        monkeypatch.setattr(f"trainer.run.node.compatibility.{name}", 0.05)
+        monkeypatch.setattr(f"trainer.run.node.identity.{name}", 0.05)
 
 
 def check_among(own: Endpoint, shape: SwarmShape, heard: list[Announcement]) -> FitCheck:
@@ -98,7 +97,7 @@ async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: S
 async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_it_is_there(
     is_there: bool, ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.node.compatibility._SETTLE_S", 0.2)
+    monkeypatch.setattr("trainer.run.node.identity._SETTLE_S", 0.2)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(4 if is_there else 2)]
         resident = await a_driver(stack, ours, "resident")

@@ -229,7 +229,7 @@ def test_a_child_that_was_waited_for_is_sent_nothing(make: Make, monkeypatch: py
     child = watched.begin("head.1", ENDS)
     assert watched.until(lambda: child.status == "dead") is None
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    child.ask_to_end()
+    child.send(signal.SIGTERM)
     child.kill()
     assert child.has_ended() and child.pid is None
 
