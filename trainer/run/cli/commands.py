@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _DTYPES = ("float32", "bfloat16", "float16")
 _FORMS = ("hf", "torchtitan")
 _CHECKPOINTS = "~/.neuroshard/checkpoints"
-_FAILED = 1
 swarm_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -358,7 +357,7 @@ def status_command(
         lines = stage_table(SwarmSnapshot(stages=stages, account=account, tokens_per_s=stages.tokens_per_s))
         typer.echo("\n".join([*lines, "", *workers_table(stages, account)]))
     adds_up = account is None or (account.micro_batches.adds_up and account.tokens.adds_up)
-    return 0 if adds_up else _FAILED
+    return 0 if adds_up else 1
 
 
 def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, store: str) -> Iterator[str]:

@@ -75,12 +75,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> None:
-    """Trains as one node until asked to stop.
-
-    Raises:
-        TrainerError: it cannot begin, or not go on; what was saved is whole.
-        LoaderError: the store cannot be read.
-    """
+    """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole."""
     if config.threads:
         torch.set_num_threads(config.threads)
     with _torch_errors_mapped(), ExitStack() as stack:
@@ -290,9 +285,6 @@ def resolve(
 
     A model that begins anew has ``vocab_rows``; ``memory_bytes`` is called only where it decides. In ``shared_memory``
     (on a CPU) lie both the model and DiLoCo's vectors.
-
-    Raises:
-        TrainerUsageError: there is no such preset, or its context is shorter than the rows asked for.
     """
     if saved is not None:
         shape = ModelConfig.from_dict(dict(saved.architecture))

@@ -58,10 +58,7 @@ def check_first_weights(began_from: str, path: str, others: Iterable[StageReport
     """Compares the model this worker began with to that of the workers that serve, or else of all that begin.
 
     Each reads it from its own machine, at ``path``, and announces a fingerprint of the weights, ``began_from``; empty:
-    it read none, as one that goes on from a checkpoint.
-
-    Raises:
-        IncompatiblePeerError: most of them began with another model.
+    it read none, as one that goes on from a checkpoint. Raises `IncompatiblePeerError` if most began with another.
     """
     known = [report for report in others if report.began_from]
     known = [report for report in known if report.status == "serving"] or known
@@ -202,16 +199,10 @@ def catch_up(
     they have long done. A round that does not move for `JoinConfig.idle_s` counts as a beginning, since nobody may be
     working on it. A worker that gets no state keeps asking: none serves first weights while others have better ones.
 
-    Args:
-        config: options.
-        others: reports of the stage's other workers that serve.
-        take_up: takes up their state; False: none was to be had, or it did not fit.
-        may_be_first: whether a worker that finds nobody serving its stage may serve; may raise what ends it.
-        round_index: this worker's next round.
-        is_current: whether it came back from a checkpoint of the state from which the others' round began.
-        is_over: whether it is asked to stop; may raise what ends it.
-        clock: monotonic seconds.
-        sleep: waits so many seconds.
+    ``others`` that serve the stage report; ``take_up`` returns False where none of their states was to be had, or none
+    did fit; ``may_be_first`` decides where nobody serves; ``round_index`` is this worker's next; ``is_current`` tells
+    whether it came back from a checkpoint of the state from which the others' round began. ``may_be_first`` and
+    ``is_over`` may raise what ends the worker.
     """
     seen: tuple[int, float] | None = None
     seen_since_s, logged_s = 0.0, -_LOG_EVERY_S
@@ -299,10 +290,8 @@ def shut_down_gracefully(
     """Answers what is under way, counts nothing more, steps and saves, and shares the work in a last round.
 
     Whatever was acknowledged is in the state that is saved. The worker saves first because it can do that alone. All of
-    it may take ``leave_s``, half of that answers; ``save`` and ``share`` are told how many seconds they have.
-
-    Raises:
-        CheckpointError: the state could not be saved; it was shared if that was possible.
+    it may take ``leave_s``, half of that answers; ``save`` and ``share`` are told how many seconds they have. A state
+    that cannot be saved is shared if possible, and raises `CheckpointError` then.
     """
 
     def wait_for_answers(until_s: float) -> None:

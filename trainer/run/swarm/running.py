@@ -180,11 +180,8 @@ def run_local(
 ) -> ExitStatus:
     """Starts all processes, watches them, and ends all of them; returns why (asked to stop: exit code 0).
 
-    ``folder`` is for its logs, and the keys of its seeds; ``stop`` is asked ten times a second.
-
-    Raises:
-        TrainerUsageError: another swarm runs in that folder.
-        OSError: a process cannot be started, or a log not be written.
+    ``folder``, for its logs and the keys of its seeds, is one swarm's at a time, else it is a `TrainerUsageError`.
+    ``stop`` is asked ten times a second.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "swarm.lock")
@@ -287,9 +284,7 @@ def snapshot_through(api_urls: Iterable[str]) -> SwarmSnapshot:
 def ask_stages(api_url: str, timeout_s: float = 5.0) -> SwarmStages:
     """The stages as the driver at ``http://host:port`` sees them; ``timeout_s`` is for each wait for data.
 
-    Raises:
-        PeerUnavailableError, MalformedAnswerError: nobody answers there, or it is no driver's answer.
-        TrainerUsageError: the address is malformed.
+    Raises an `RpcError` if no driver answers there, and `TrainerUsageError` if the address is malformed.
     """
     found = _ask(api_url, STAGES_PATH, SwarmStages, timeout_s)
     if found is None:
