@@ -33,6 +33,8 @@ from trainer.model import ModelConfig, build_model
 from trainer.monitor import read_events
 from trainer.run.node.replica import parameters_of
 
+pytestmark = pytest.mark.timeout(600)
+
 NAMES = ("north", "east", "south")
 FOUR = (*NAMES, "west")
 
@@ -50,7 +52,6 @@ def check_all_agree(swarm: TrainingSwarm, ahead: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_four_nodes_hold_one_state_after_every_outer_step(tmp_path: Path) -> None:
     num_rounds, inner_steps = 10, 20
     with TrainingSwarm(tmp_path, max_steps=num_rounds * inner_steps, collective={"min_members": 4}) as swarm:
@@ -86,35 +87,6 @@ def test_four_nodes_hold_one_state_after_every_outer_step(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
-def test_all_are_asked_to_stop_and_start_again(tmp_path: Path) -> None:
-    with TrainingSwarm(tmp_path) as swarm:
-        swarm.begin(*NAMES)
-        nodes = [swarm[name] for name in NAMES]
-        swarm.wait_for_step(3)
-        assert swarm.stop() == [TERMINATED] * 3
-        saved = {node.name: node.checkpoint() for node in nodes}
-        logged = {node.name: node.num_steps() for node in nodes}
-        reached = newest(swarm)
-        assert reached >= 3
-
-        for node in nodes:
-            node.start()
-        swarm.wait_for_step(reached + 4)
-        for node in nodes:
-            again = node.events("step")[logged[node.name]]
-            assert int(again.number("step")) == saved[node.name]["training_rounds"]
-        check_agreement(nodes, reached + 2, reached + 4)
-        assert swarm.stop() == [TERMINATED] * 3
-        # What was learned was not learned again: losses go on from where they were.
-        for node in nodes:
-            losses = [event.number("loss") for event in node.events("step")]
-            later = losses[logged[node.name] : logged[node.name] + 20]
-            assert sum(later) / len(later) < losses[0] - 1
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
 def test_all_are_killed_at_different_outer_steps(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
         swarm.begin(*NAMES)
@@ -123,18 +95,23 @@ def test_all_are_killed_at_different_outer_steps(tmp_path: Path) -> None:
             swarm.wait_for_step(newest(swarm, *left) + 2 if number else 2, *left)
             swarm[name].kill()
         nodes = [swarm[name] for name in NAMES]
-        steps = [int(node.checkpoint()["diloco"]["outer_step"]) for node in nodes]
+        saved, logged = [node.checkpoint() for node in nodes], [node.num_steps() for node in nodes]
+        steps = [int(each["diloco"]["outer_step"]) for each in saved]
         assert len(set(steps)) > 1
 
         for node in nodes:
             node.start()
         swarm.wait_for_step(max(steps) + 3)
         check_agreement(nodes, max(steps) + 2, max(steps) + 3)
-        assert all(node.events("adopted") for node, step in zip(nodes, steps, strict=True) if step < max(steps))
+        for node, step, before, num_logged in zip(nodes, steps, saved, logged, strict=True):
+            # What was learned is not learned again, unless the others' state is taken up.
+            if step < max(steps):
+                assert node.events("adopted")
+            else:
+                assert int(node.events("step")[num_logged].number("step")) == before["training_rounds"]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_one_hangs_and_another_dies_and_both_come_back(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
         swarm.begin(*FOUR)
@@ -169,7 +146,6 @@ def first_round_with(node: TrainingNode, peer_id: str, after: int) -> int | None
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_node_that_is_killed_and_restarted_is_a_member_again_within_three_rounds(tmp_path: Path) -> None:
     """Six times, every 20 s, among others whose inner loops are short."""
     with TrainingSwarm(tmp_path, diloco={"inner_steps": 6}) as swarm:
@@ -210,7 +186,6 @@ def seed(folder: Path, name: str, *initial_peers: str) -> Iterator[tuple[subproc
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_nodes_meet_through_seeds_also_when_one_of_the_seeds_is_gone(tmp_path: Path) -> None:
     with (
         seed(tmp_path, "first") as (first, first_address),
@@ -248,7 +223,6 @@ sys.exit(run(sys.argv[1:]))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_who_does_not_fit_is_told_why_and_harms_no_round(tmp_path: Path) -> None:
     residents = ("north", "south")
     with TrainingSwarm(tmp_path) as swarm:
