@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manifests import FIRST_MERGE_ID, VocabularyFile
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm
+from tests.support.pipeline_swarm import STAGES
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
 from trainer.checkpoint.stages import StageCheckpoints, StageState, fingerprint
@@ -83,14 +83,6 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
     async with asyncio.timeout(30):
         await view.check_fit(5.0, lambda: False)
     return list(rest[0])
-
-
-@pytest.mark.slow
-async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: SwarmShape, theirs: SwarmShape) -> None:
-    async with AsyncExitStack() as stack, running_endpoint() as own:
-        stranger = await a_driver(stack, theirs, "stranger")
-        resident = await a_driver(stack, ours, "resident")
-        assert await meet(own, ours, [[], [], *[[stranger]] * 5, [stranger, resident]]) == [stranger, resident]
 
 
 @pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -242,18 +234,3 @@ def test_stages_of_one_folder_say_the_same(tmp_path: Path) -> None:
     assert {each.began_from for each in built} == {fingerprint(model)}
     expected = build_model(shape_of(config).model, 5).state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1]
     assert torch.equal(built[0].module.state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1], expected)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_a_worker_with_another_model_ends_and_says_so_and_the_first_stays(tmp_path: Path) -> None:
-    one, another = _model(tmp_path / "one", 5), _model(tmp_path / "another", 6)
-    with PipelineSwarm(tmp_path / "swarm") as swarm:
-        resident = swarm.begin_worker("tail", "tail", ["--set", f"swarm.start_from={one}"])
-        swarm.wait(lambda: "serves version 0" in resident.output(), "the tail to serve")
-        stranger = swarm.begin_worker("head", "head", ["--set", f"swarm.start_from={another}"])
-        assert stranger.exit_code() == 1
-        last = stranger.output().splitlines()[-1]
-        assert last.startswith("trainer: swarm.start_from: expected the model that "), last
-        assert f"found {another} with {fingerprint(another)}" in last
-        assert not resident.has_ended()

@@ -6,7 +6,6 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +110,12 @@ def test_all_are_killed_at_different_outer_steps(tmp_path: Path) -> None:
                 assert int(node.events("step")[num_logged].number("step")) == before["training_rounds"]
 
 
+def first_round_with(node: TrainingNode, peer_id: str, after: int) -> int | None:
+    """The first outer step behind ``after`` that a node made together with another."""
+    rounds = ((int(event.number("outer_step")), event.fields["members"]) for event in node.events("round"))
+    return next((step for step, members in rounds if step > after and peer_id in members), None)
+
+
 @pytest.mark.long
 def test_one_hangs_and_another_dies_and_both_come_back(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
@@ -128,8 +133,13 @@ def test_one_hangs_and_another_dies_and_both_come_back(tmp_path: Path) -> None:
         south.kill()
         died_at = newest(swarm, "north", "east")
         swarm.wait_for_step(died_at + 3, "north", "east", "west")
+        answers = south.output().count("answers at")
         south.start()
+        swarm.wait(lambda: south.output().count("answers at") > answers, "south to answer again")
+        back = swarm["north"].outer_step
         swarm.wait(lambda: south.outer_step > died_at + 3, "south to catch up")
+        joined = first_round_with(swarm["north"], south.peer_id, back)
+        assert joined is not None and joined <= back + 3, f"a member of round {joined}, back at round {back}"
         together = newest(swarm) + 2
         check_all_agree(swarm, 2)
 
@@ -137,31 +147,6 @@ def test_one_hangs_and_another_dies_and_both_come_back(tmp_path: Path) -> None:
             assert not swarm[name].events("round_failed")
             assert all(event.fields["completeness"] == 1 for event in swarm[name].events("round")[together:])
         assert swarm.stop() == [TERMINATED] * 4
-
-
-def first_round_with(node: TrainingNode, peer_id: str, after: int) -> int | None:
-    """The first outer step behind ``after`` that a node made together with another."""
-    rounds = ((int(event.number("outer_step")), event.fields["members"]) for event in node.events("round"))
-    return next((step for step, members in rounds if step > after and peer_id in members), None)
-
-
-@pytest.mark.long
-def test_a_node_that_is_killed_and_restarted_is_a_member_again_within_three_rounds(tmp_path: Path) -> None:
-    """Six times, every 20 s, among others whose inner loops are short."""
-    with TrainingSwarm(tmp_path, diloco={"inner_steps": 6}) as swarm:
-        swarm.begin(*NAMES)
-        swarm.wait_for_step(3)
-        north, south = swarm["north"], swarm["south"]
-        for _ in range(6):
-            south.kill()
-            came_s, answers = time.monotonic(), south.output().count("answers at")
-            south.start()
-            swarm.wait(lambda least=answers: south.output().count("answers at") > least, "south to answer again")
-            back = north.outer_step
-            swarm.wait(lambda least=back: first_round_with(north, south.peer_id, least) is not None, "south in a round")
-            joined = first_round_with(north, south.peer_id, back)
-            assert joined is not None and joined <= back + 3, f"a member of round {joined}, back at round {back}"
-            time.sleep(max(0.0, came_s + 20.0 - time.monotonic()))
 
 
 @contextmanager

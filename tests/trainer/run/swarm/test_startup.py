@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from tests.support.stage_files import write_model
 from tests.support.text_store import text_store
 from tests.support.trainer_command import ROOT
 from trainer.checkpoint.stages import StagewiseConfig
-from trainer.errors import TrainerUsageError
+from trainer.errors import IncompatiblePeerError, TrainerUsageError
 from trainer.model.plan import StagePlan
 from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport, StageUid
@@ -31,7 +30,7 @@ from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.driver_node import run_driver
 from trainer.run.swarm.lifecycle import StartupVersionCheck
-from trainer.run.swarm.shape import only_process, shape_of
+from trainer.run.swarm.shape import only_process, shape_of, stage_of
 from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
@@ -277,8 +276,25 @@ def tell(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     monkeypatch.setattr(Network, name, property(lambda _: value))
 
 
-def announced(stage: StageReport, number: int) -> Announcement:
-    return Announcement(peer_id=f"{number:064x}", node_id=f"n{number}", run_id="pipeline", address="h:1", stage=stage)
+def announced(stage: StageReport, number: int, terms_digest: str = "") -> Announcement:
+    who = {"peer_id": f"{number:064x}", "node_id": f"n{number}", "run_id": "pipeline", "address": "h:1"}
+    return Announcement(**who, terms_digest=terms_digest, stage=stage)
+
+
+def test_a_worker_of_a_lost_stage_or_with_another_first_model_does_not_join(
+    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, peers = shape_of(worker_node._config), []
+    tell(monkeypatch, "announcements", peers)
+    peers += [announced(each, n, shape.terms(stage_of(each)).digest()) for n, each in enumerate(FAR)]
+    worker_node._startup_check.grace_s = 0.0
+    with pytest.raises(TrainerUsageError, match=r"head: expected a checkpoint of it in .*body-1 at version 12"):
+        worker_node._join()
+    began = FAR[0].model_copy(update={"began_from": "2" * 16})
+    peers[:] = [announced(began, 0, shape.terms("body-1").digest())]
+    worker_node._built = replace(worker_node._built, began_from="1" * 16)
+    with pytest.raises(IncompatiblePeerError, match=r"swarm\.start_from: expected the model that body1\.0\.40 began with"):
+        worker_node._join()
 
 
 @pytest.mark.parametrize("versions", [[40], [0, 0, 0, 40], [40, 10**9, 10**9]])
@@ -302,29 +318,3 @@ def test_a_resumed_worker_is_current_only_in_the_round_most_others_are_in(
     assert not worker_node._is_still_current(), "without a checkpoint of its own"
     worker_node._is_resumed = True
     assert worker_node._is_still_current() == is_current
-
-
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_a_stage_without_checkpoint_among_those_that_have_some_does_not_begin(tmp_path: Path) -> None:
-    with PipelineSwarm(tmp_path, swarm={"join": {"first_peers_s": 0.8}}) as swarm:
-        swarm.begin_driver("driver-1")
-        swarm.begin_workers(*STAGES)
-        swarm.wait_for_steps("driver-1", 8)
-        swarm.stop("driver-1")
-        swarm.stop(*STAGES)
-        folder = tmp_path / "stages" / swarm.config.run_id / "head"
-        assert list(folder.glob("*.pt"))
-        shutil.rmtree(folder)
-        for name in ("driver-1", "body-1", "tail"):
-            swarm[name].start()
-        swarm.wait(lambda: "serves version" in swarm["tail"].output(), "the tail to serve again")
-        head = swarm["head"]
-        head.start()
-        assert head.exit_code() == 2
-        last = head.output().splitlines()[-1]
-        assert last.startswith("trainer: head: expected a checkpoint of it in ")
-        assert "body-1 at version " in last
-        assert not list(folder.glob("*.pt"))
-        again = swarm.begin_again("head", "--set", "swarm.checkpoint.begin_anew=true")
-        swarm.wait(lambda: "head BEGINS ANEW" in again.output(), "the head to begin anew")
