@@ -293,7 +293,9 @@ def test_a_worker_of_a_lost_stage_or_with_another_first_model_does_not_join(
     began = FAR[0].model_copy(update={"began_from": "2" * 16})
     peers[:] = [announced(began, 0, shape.terms("body-1").digest())]
     worker_node._built = replace(worker_node._built, began_from="1" * 16)
-    with pytest.raises(IncompatiblePeerError, match=r"swarm\.start_from: expected the model that body1\.0\.40 began with"):
+    with pytest.raises(
+        IncompatiblePeerError, match=r"swarm\.start_from: expected the model that body1\.0\.40 began with"
+    ):
         worker_node._join()
 
 
