@@ -81,7 +81,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
         ("swarm", "up", "--run", "RUN"),
     ],
 )
-def test_where_to_begin_is_checked_before_anything_is_opened(
+def test_where_to_begin_is_checked_first(
     process: tuple[str, ...], address: str, tmp_path: Path, capsys: Captured
 ) -> None:
     """There is no such store, nor would there be anything to read or to join: none of it is looked at."""

@@ -70,9 +70,7 @@ def test_transformers_computes_what_the_stages_did_then(here: TrainerHere, run_f
 
 
 @pytest.mark.slow
-def test_torchtitan_s_form_is_the_newest_by_default_and_a_run_can_begin_with_it(
-    here: TrainerHere, run_file: Path, tmp_path: Path
-) -> None:
+def test_a_run_can_begin_with_torchtitan_s_form(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     here.other("export", "--run", run_file, "--to", "torchtitan", tmp_path / "titan")
     states = [load_initial_state(tmp_path / "titan", _PLAN, stage) for stage in _PLAN.names]
     found = {name: value for state in states for name, value in state.items()}
@@ -117,9 +115,7 @@ def test_what_cannot_be_exported(
 
 
 @pytest.mark.slow
-def test_a_store_of_another_vocabulary_is_refused_and_one_that_is_not_there_can_be_named(
-    here: TrainerHere, run_file: Path, tmp_path: Path
-) -> None:
+def test_the_store_of_the_vocabulary_can_be_named(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "store").rename(tmp_path / "moved")
     said = here.other("export", "--run", run_file, tmp_path / "hf", expect=1)
     assert "found no such folder; check the path (the tokenizer's store, as the run has it; --store names" in said

@@ -117,9 +117,7 @@ def test_the_token_is_in_no_file_and_no_line(trained: Trained) -> None:
     assert TOKEN not in trained.output + trained.errors
 
 
-def test_the_configuration_is_told_and_kept_and_repeats_the_run(
-    trained: Trained, here: TrainerHere, tmp_path: Path
-) -> None:
+def test_the_kept_configuration_repeats_the_run(trained: Trained, here: TrainerHere, tmp_path: Path) -> None:
     kept = trained.command.checkpoints / f"dynamic_node_{wallet_id(TOKEN, 'a')}.yaml"
     told = next(line for line in trained.errors.splitlines() if "configuration:" in line)
     assert all(text in told for text in ("inner.lr=0.005", "diloco.inner_steps=40", str(kept)))
@@ -146,9 +144,7 @@ def test_transformers_computes_the_same_logits_and_curves_are_drawn(trained: Tra
         assert torch.allclose(theirs(ids).logits, expected, atol=1e-4)
 
 
-def test_a_token_finds_its_checkpoint_and_what_cannot_be_exported_is_told(
-    here: TrainerHere, trained: Trained, tmp_path: Path
-) -> None:
+def test_what_can_be_exported_by_a_token_and_what_cannot(here: TrainerHere, trained: Trained, tmp_path: Path) -> None:
     none = tmp_path / "none"
     for options, code, said in (
         (("--to", "gguf"), 2, "--to: expected hf or torchtitan, found 'gguf'"),

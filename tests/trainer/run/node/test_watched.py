@@ -65,9 +65,7 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown_and_a_restart(watch
         assert verify["training_verified"], verify
 
 
-def test_a_port_that_is_taken_and_a_store_that_is_not_there_are_told(
-    here: TrainerHere, trainer: TrainerCommand
-) -> None:
+def test_a_taken_port_and_a_missing_store_are_told(here: TrainerHere, trainer: TrainerCommand) -> None:
     gone = ("--store", "http://127.0.0.1:9", "--set", "data.timeout_s=0.5")
     assert "127.0.0.1:9" in here("--node-id", "a", *gone, expect=1).splitlines()[-1]
     assert not trainer.checkpoints.exists()

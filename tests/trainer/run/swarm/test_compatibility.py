@@ -86,7 +86,7 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
 
 
 @pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
-async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_it_is_there(
+async def test_one_that_fits_is_company_enough(
     is_there: bool, ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.run.node.identity._SETTLE_S", 0.2)
@@ -102,9 +102,7 @@ async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["the newcomer", "the others"])
-async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_they_are_heard_of(
-    like: str, ours: SwarmShape, theirs: SwarmShape, quick: None
-) -> None:
+async def test_the_dead_count_for_nothing(like: str, ours: SwarmShape, theirs: SwarmShape, quick: None) -> None:
     """Of a misfit that hears first of dead ones alone, and of the run itself while it works."""
     async with AsyncExitStack() as stack, running_endpoint() as own:
         residents = [await a_driver(stack, theirs, f"resident-{number}") for number in range(2)]
@@ -123,7 +121,7 @@ async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_the
                 await going_on
 
 
-async def test_the_answer_of_one_that_fits_ends_the_question_and_so_does_being_the_first(
+async def test_one_that_fits_or_being_the_first_ends_the_question(
     ours: SwarmShape, theirs: SwarmShape, quick: None
 ) -> None:
     async with AsyncExitStack() as stack, running_endpoint() as own:
@@ -177,9 +175,7 @@ MINE, OTHER = "1" * 16, "2" * 16
         (MINE, (OTHER,), 1, False),  # and before any does whoever begins.
     ],
 )
-def test_who_began_with_another_model_than_most_is_told_which_and_where(
-    mine: str, others: tuple[str, ...], joining: int, fits: bool
-) -> None:
+def test_who_began_with_another_model_is_told(mine: str, others: tuple[str, ...], joining: int, fits: bool) -> None:
     statuses = ["joining"] * joining + ["serving"] * (len(others) - joining)
     reports = [
         StageReport(uid=str(StageUid("tail", 40 + number)), incarnation="0" * 16, status=status, began_from=each)

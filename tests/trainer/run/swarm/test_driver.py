@@ -117,7 +117,7 @@ def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -
     return found
 
 
-def test_the_keeper_is_the_first_of_its_name_or_known_by_its_key_however_long_it_is_away(
+def test_who_is_the_keeper_by_name_and_by_key(
     view: DriverPeerView, config: RunConfig, shape: SwarmShape, caplog: Log
 ) -> None:
     stranger = said(shape, "driver-1", "a", fits=False)
@@ -163,7 +163,7 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerVi
 
 
 @pytest.mark.slow
-async def test_a_driver_whose_addresses_are_dead_says_which_and_looks_on_whatever_goes_wrong_with_one_look(
+async def test_a_driver_whose_addresses_are_dead_looks_on(
     config: RunConfig, shape: SwarmShape, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.setattr("trainer.run.swarm.peer_view._UNHEARD_S", 0.2)
@@ -219,7 +219,7 @@ class Working:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, False), (0.1, True)])
-async def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
+async def test_a_keeper_does_not_wait_for_a_quiet_driver(
     quiet_s: float, waits: bool, make: Make, shape: SwarmShape
 ) -> None:
     node = make(discovery=DiscoveryConfig(announce_interval_s=0.1, announcement_lifetime_s=1.0)).node
@@ -235,9 +235,7 @@ async def test_a_keeper_does_not_wait_for_whoever_only_says_it_is_a_driver(
 
 
 @pytest.mark.slow
-async def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
-    make: Make, shape: SwarmShape, caplog: Log
-) -> None:
+async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: SwarmShape, caplog: Log) -> None:
     caplog.set_level("INFO")
     node, driver = make().node, Working()
     *some, last = workers_of_all(shape)
@@ -255,9 +253,7 @@ async def test_a_driver_sends_nothing_before_each_stage_has_a_worker(
 
 
 @pytest.mark.parametrize(("wait_s", "max_steps"), [(0.0, 0), (30.0, 3)])
-async def test_it_does_not_wait_for_ever_nor_when_all_is_done(
-    wait_s: float, max_steps: int, make: Make, monkeypatch: Patch
-) -> None:
+async def test_it_does_not_wait_for_ever(wait_s: float, max_steps: int, make: Make, monkeypatch: Patch) -> None:
     monkeypatch.setattr("trainer.run.swarm.driver_node._FIRST_WORKERS_S", wait_s)
     node, driver = make(max_steps=max_steps).node, Working()
     node._steps = max_steps

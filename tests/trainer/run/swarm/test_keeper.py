@@ -60,7 +60,7 @@ def test_a_name_is_believed_where_all_addresses_are_private(options: Options, is
 
 
 @pytest.mark.parametrize("command", [["--pipeline", "swarm"], ["worker", "--stage", "head"]])
-def test_a_process_that_strangers_can_reach_does_not_begin_with_a_name(
+def test_no_name_where_strangers_can_come(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [f"state_dir={tmp_path}", "inner.micro_batch_size=2", f"data.store={tmp_path}"]
@@ -140,7 +140,7 @@ def test_an_empty_account_begins_beside_workers_that_begin_when_all_stages_are_t
 
 
 @pytest.mark.parametrize("versions", [(None, 22, None), (0, 0, 22), (22, 22, 22)])
-def test_an_empty_account_does_not_begin_beside_a_trained_worker_unless_it_is_told_to(
+def test_an_empty_account_beside_a_trained_worker(
     versions: tuple[int | None, ...], config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = ListedLedger(LedgerConfig())
@@ -167,7 +167,7 @@ def test_an_empty_account_does_not_begin_beside_a_trained_worker_unless_it_is_to
         ((10**9, 1000, None), 0, None),
     ],
 )
-def test_an_account_fits_workers_that_are_ahead_by_what_was_leased_since_and_a_few_steps(
+def test_an_account_fits_workers_a_few_steps_ahead(
     versions: tuple[int | None, ...], leased: int, fits: bool | None, config: RunConfig
 ) -> None:
     kept = kept_until(1000, leased)

@@ -38,6 +38,7 @@ from trainer.run.swarm.running import (
 )
 from trainer.run.swarm.tree import ExitStatus, RestartPolicy
 
+Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
 
@@ -74,7 +75,7 @@ class Shown:
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def calls(tmp_path: Path, monkeypatch: Patch) -> Path:
     file = tmp_path / "calls"
     monkeypatch.setenv("PRETENDED_SWARM_CALLS", str(file))
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
@@ -150,9 +151,7 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     assert {path.stem for path in (tmp_path / "logs").glob("*.log")} == set(logs)
 
 
-def test_all_that_could_not_save_are_named_with_their_reasons(
-    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_could_not_save_are_named(calls: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PRETENDED_SWARM_UNSAVED", "head,tail")
 
     def are_up() -> bool:
@@ -219,9 +218,7 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     assert f"state_dir={tmp_path / 'all' / 'state'}" in settings
 
 
-def test_mistakes_and_interrupts_are_one_line_and_their_exit_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_and_exit_code_for_a_mistake(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -243,9 +240,7 @@ def test_mistakes_and_interrupts_are_one_line_and_their_exit_codes(
 
 
 @pytest.mark.slow
-def test_a_driver_tells_its_stages_and_the_account_and_one_that_does_not_add_up_is_a_failure(
-    driver_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_fails_where_the_account_does_not_add_up(driver_url: str, monkeypatch: Patch, capsys: Captured) -> None:
     assert ask_stages(driver_url + "/") == some_stages()
     assert ask_account(driver_url) == an_account()
     assert run(["swarm", "status", "--api", driver_url]) == 0
@@ -293,7 +288,7 @@ def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
     assert stage_table(SwarmSnapshot())[-2:] == ["no driver answers yet", account_text(None)]
 
 
-def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = io.StringIO()
     table = _Table(stream, is_coloured=False)

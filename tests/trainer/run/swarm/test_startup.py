@@ -34,6 +34,7 @@ from trainer.run.swarm.shape import only_process, shape_of, stage_of
 from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
+Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
 RUN = """
 run_id: first
 strategy: async_sparta
@@ -89,7 +90,7 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
 
 
 @pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_file(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
@@ -184,12 +185,12 @@ FAR = [worker("body-1", 12, saved=12), worker("tail", 1, saved=1)]
         [*FAR, worker("head", 12, saved=12, status="joining")],  # Its stage's state is on its way.
     ],
 )
-def test_a_common_beginning_is_not_logged(others: list[StageReport], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_common_beginning_is_not_logged(others: list[StageReport], caplog: Log) -> None:
     assert Beginner(others).check.may_serve()
     assert not caplog.records
 
 
-def test_a_lost_stage_whose_others_have_saved_is_waited_for_and_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_stage_whose_others_have_saved_is_waited_for_and_refused(caplog: Log) -> None:
     beginner = Beginner(FAR)
     assert not beginner.check.may_serve()
     assert not beginner.check.may_serve()
@@ -211,7 +212,7 @@ def test_somebody_who_comes_with_the_stage_s_state_meanwhile_ends_the_wait() -> 
     assert not beginner.check.may_serve()
 
 
-def test_before_anybody_has_saved_a_stage_begins_anew_loudly_and_for_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_before_anybody_has_saved_a_stage_begins_anew_loudly_and_for_good(caplog: Log) -> None:
     beginner = Beginner([worker("body-1", 500), worker("tail", 499)])
     assert beginner.check.may_serve()
     (said,) = caplog.records
@@ -247,9 +248,7 @@ def test_others_that_come_later_are_looked_at_until_the_stage_has_stepped_for_a_
 @pytest.mark.parametrize(
     ("versions", "is_told"), [((12, 12, 1), True), ((12, 10, 11), False), ((5000, 4970, 4990), False)]
 )
-def test_versions_that_are_far_apart_are_logged_once_when_all_serve(
-    versions: tuple[int, int, int], is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_versions_far_apart_are_logged_once(versions: tuple[int, int, int], is_told: bool, caplog: Log) -> None:
     head, body, tail = versions
     beginner = Beginner([worker("body-1", body), worker("tail", tail, status="joining")], version=head)
     beginner.check.has_first_weights = False
@@ -271,7 +270,7 @@ def worker_node(tmp_path: Path) -> Iterator[WorkerNode]:
         yield WorkerNode(config, shape, build_stage_site(config, shape, "head"), StopRequest())
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+def tell(monkeypatch: Patch, name: str, value: Any) -> None:
     """What the network of any node says from now on."""
     monkeypatch.setattr(Network, name, property(lambda _: value))
 
@@ -281,9 +280,7 @@ def announced(stage: StageReport, number: int, terms_digest: str = "") -> Announ
     return Announcement(**who, terms_digest=terms_digest, stage=stage)
 
 
-def test_a_worker_of_a_lost_stage_or_with_another_first_model_does_not_join(
-    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_fit_does_not_join(worker_node: WorkerNode, monkeypatch: Patch) -> None:
     shape, peers = shape_of(worker_node._config), []
     tell(monkeypatch, "announcements", peers)
     peers += [announced(each, n, shape.terms(stage_of(each)).digest()) for n, each in enumerate(FAR)]
@@ -300,8 +297,8 @@ def test_a_worker_of_a_lost_stage_or_with_another_first_model_does_not_join(
 
 
 @pytest.mark.parametrize("versions", [[40], [0, 0, 0, 40], [40, 10**9, 10**9]])
-def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
-    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, versions: list[int]
+def test_a_state_has_its_nearest_holder_s_version(
+    worker_node: WorkerNode, monkeypatch: Patch, versions: list[int]
 ) -> None:
     donors = tuple(announced(worker("head", version), number) for number, version in enumerate(versions))
     tell(monkeypatch, "donors", donors)
@@ -311,9 +308,7 @@ def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
 
 
 @pytest.mark.parametrize(("rounds", "is_current"), [([0], True), ([0, 0, 5], True), ([0, 5, 5], False), ([5], False)])
-def test_a_resumed_worker_is_current_only_in_the_round_most_others_are_in(
-    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, rounds: list[int], is_current: bool
-) -> None:
+def test_who_is_current(worker_node: WorkerNode, monkeypatch: Patch, rounds: list[int], is_current: bool) -> None:
     said = tuple(announced(worker("head", 0, round_index=index), number) for number, index in enumerate(rounds))
     monkeypatch.setattr(Network, "alike", lambda _: said)
     tell(monkeypatch, "shares_common_state", True)
