@@ -186,27 +186,17 @@ def test_who_began_with_another_model_is_told(mine: str, others: tuple[str, ...]
         check_first_weights(mine, "/models/a", reports)
 
 
-def _model(folder: Path, seed: int) -> Path:
-    """A model of the runs below."""
-    tokenizer = folder.parent / "tokenizer.json"
+def test_stages_begin_with_the_model_of_a_folder_unless_they_have_checkpoints(tmp_path: Path) -> None:
+    tokenizer, model = tmp_path / "tokenizer.json", tmp_path / "model"
     tokenizer.write_bytes(VocabularyFile.from_pairs([(114 + 10, 111)], {"tiny": 1}).to_json())
-    config = shape_of(_config(folder)).model
-    export_hf(build_model(config, seed).state_dict(), config, tokenizer, folder)
-    return folder
-
-
-def _config(start_from: Path, checkpoints: Path | None = None) -> RunConfig:
-    directory = str(checkpoints or start_from.parent / "none")
-    return config_with({"start_from": str(start_from), "checkpoint": {"directory": directory}})
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_checkpoints_does_not_read_the_model_to_begin_with(tmp_path: Path) -> None:
-    model, folder = _model(tmp_path / "model", 5), tmp_path / "checkpoints"
-    config = _config(model, folder)
+    config = config_with({"start_from": str(model), "checkpoint": {"directory": str(tmp_path / "checkpoints")}})
     shape = shape_of(config)
-    built = build_stage_site(config, shape, "body-1")
-    assert built.began_from == fingerprint(model)
+    weights = build_model(shape.model, 5).state_dict()
+    export_hf(weights, shape.model, tokenizer, model)
+    head, built, tail = (build_stage_site(config, shape, stage) for stage in STAGES)
+    assert {each.began_from for each in (head, built, tail)} == {fingerprint(model)}
+    rows = slice(FIRST_MERGE_ID + 1)
+    assert torch.equal(head.module.state_dict()["embedding.weight"][rows], weights["embedding.weight"][rows])
     with StageCheckpoints(config.swarm.checkpoint, config.run_id, shape.plan, "body-1", "a" * 16) as checkpoints:
         checkpoints.open(0.0)
         checkpoints.save(1.0, StageState.of_replica(shape.model, built.replica.state_dict()))
@@ -214,12 +204,3 @@ def test_a_worker_that_has_checkpoints_does_not_read_the_model_to_begin_with(tmp
     assert build_stage_site(config, shape, "body-1").began_from == ""
     with pytest.raises(CheckpointError):
         build_stage_site(config, shape, "tail")
-
-
-def test_stages_of_one_folder_say_the_same(tmp_path: Path) -> None:
-    model = _model(tmp_path / "model", 5)
-    config = _config(model)
-    built = [build_stage_site(config, shape_of(config), stage) for stage in STAGES]
-    assert {each.began_from for each in built} == {fingerprint(model)}
-    expected = build_model(shape_of(config).model, 5).state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1]
-    assert torch.equal(built[0].module.state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1], expected)

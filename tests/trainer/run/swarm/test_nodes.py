@@ -246,12 +246,8 @@ def test_who_does_not_fit_is_told_why_and_harms_no_round(tmp_path: Path) -> None
 
 
 PODS = ("pod-0", "pod-1", "pod-2", "pod-3")
-INNER_STEPS = 20
+INNER_STEPS, ROWS, SEQ_LEN = 20, 32, 32
 STEPS = 10 * INNER_STEPS
-ROWS, SEQ_LEN = 32, 32
-DDP_LR = 6e-3
-DILOCO_LR = 8e-3
-OUTER = {"outer_lr": 1.0, "outer_momentum": 0.4}
 RUN_S = 600.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(PODS)))
 
@@ -270,31 +266,23 @@ def held_out_loss(saved: Mapping[str, Any]) -> float:
         return float(model(rows[:, :-1], rows[:, 1:]))
 
 
-def trained_tokens(log: Path) -> int:
-    return sum(int(event.number("num_tokens")) for event in read_events(log) if event.kind == "step")
-
-
-def ddp_options(lr: float) -> list[str]:
-    """What a swarm's configuration has, as options of the command line."""
-    chosen = [("data", SETTINGS["data"]), ("inner", inner(lr))]
-    spelled = [f"{section}.{name}={value}" for section, values in chosen for name, value in values.items()]
-    return [part for text in spelled for part in ("--set", text)]
-
-
 def ddp(folder: Path) -> dict[str, Any]:
     """The checkpoint of a rank at the end; all ranks have the same parameters."""
     command = TrainerCommand(text_store(), folder, common=(), starter=(*TORCHRUN, "-m", "trainer"))
     common = ["--preset", "tiny", "--seed", str(SETTINGS["seed"]), "--threads", "1", "--device", "cpu", "--no-api"]
     run = ["--engine", "torch", "--strategy", "ddp", "--node-id", "pod", "--max-steps", str(STEPS)]
-    command(*common, *run, *ddp_options(DDP_LR), "--log-dir", folder / "log", timeout_s=RUN_S)
+    chosen = [("data", SETTINGS["data"]), ("inner", inner(6e-3))]
+    spelled = [f"{section}.{name}={value}" for section, values in chosen for name, value in values.items()]
+    options = [part for text in spelled for part in ("--set", text)]
+    command(*common, *run, *options, "--log-dir", folder / "log", timeout_s=RUN_S)
     return command.saved("pod", "rank-0")
 
 
 def diloco(folder: Path) -> dict[str, Any]:
     """The checkpoint of a node at the end; all nodes have the same parameters."""
-    settings = {"inner": inner(DILOCO_LR), "diloco": {"inner_steps": INNER_STEPS, **OUTER}}
-    patient = {"collective": {"min_members": len(PODS)}}
-    with TrainingSwarm(folder, max_steps=STEPS, **settings, **patient) as swarm:
+    outer = {"inner_steps": INNER_STEPS, "outer_lr": 1.0, "outer_momentum": 0.4}
+    settings = {"inner": inner(8e-3), "diloco": outer, "collective": {"min_members": len(PODS)}}
+    with TrainingSwarm(folder, max_steps=STEPS, **settings) as swarm:
         swarm.begin(*PODS)
         assert [swarm[name].exit_code(RUN_S) for name in PODS] == [0] * len(PODS)
         saved = [swarm[name].checkpoint() for name in PODS]
@@ -309,11 +297,11 @@ def test_diloco_against_ddp_held_out_loss_at_equal_tokens(tmp_path: Path) -> Non
 
     DiLoCo talks every 20th step only. Each has the best rate of those tried for it alone.
     """
-    folders = {"ddp": tmp_path / "ddp", "diloco": tmp_path / "diloco"}
-    for folder in folders.values():
+    losses = {}
+    for strategy in (ddp, diloco):
+        folder = tmp_path / strategy.__name__
         folder.mkdir()
-    losses = {"ddp": held_out_loss(ddp(folders["ddp"])), "diloco": held_out_loss(diloco(folders["diloco"]))}
-    tokens = {name: trained_tokens(folder / "log") for name, folder in folders.items()}
-    assert tokens["ddp"] == tokens["diloco"] == len(PODS) * STEPS * ROWS * SEQ_LEN
-    assert losses["diloco"] < 1.02 * losses["ddp"], losses
-    assert losses["ddp"] < np.log(MERGES) - 2, losses
+        losses[strategy] = held_out_loss(strategy(folder))
+        tokens = [int(event.number("num_tokens")) for event in read_events(folder / "log") if event.kind == "step"]
+        assert sum(tokens) == len(PODS) * STEPS * ROWS * SEQ_LEN
+    assert losses[diloco] < 1.02 * losses[ddp] and losses[ddp] < np.log(MERGES) - 2, losses
