@@ -180,12 +180,9 @@ def test_an_account_fits_workers_a_few_steps_ahead(
         assert opening.is_over(reports(*versions)) == bool(fits)
 
 
-def test_one_liar_a_stage_keeps_no_keeper_from_beginning(config: RunConfig) -> None:
+def test_one_liar_a_stage_keeps_no_keeper_from_beginning_and_checkpoints_here_tell_first(config: RunConfig) -> None:
     for version, kept in ((0, ListedLedger(LedgerConfig())), (1000, kept_until(1000))):
         assert opening_of(config, kept).is_over([*reports(*[version] * 3), *reports(*[2**53 - 1] * 3)])
-
-
-def test_checkpoints_on_this_machine_tell_before_their_workers_do(config: RunConfig) -> None:
     directory, empty = Path(config.swarm.checkpoint.directory), ListedLedger(LedgerConfig())
     opening_of(config, empty).check_checkpoints()
     model = random_model(small_config())

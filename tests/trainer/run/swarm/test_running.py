@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -82,12 +81,6 @@ def calls(tmp_path: Path, monkeypatch: Patch) -> Path:
     return file
 
 
-@pytest.fixture
-def driver_url() -> Iterator[str]:
-    with driver_api(SeenPipeline()) as server:
-        yield server.url
-
-
 def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     swarm = _swarm(num_workers=2, num_drivers=2, store="/store", max_steps=7, settings=("seed=3",))
     specs = swarm_specs(swarm, _ports(swarm), [])
@@ -107,7 +100,7 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     assert [spec.stage for spec in specs] == ["head", "head", "body-1", "body-1", "tail", "tail", "", ""]
 
 
-def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Path) -> None:
+def test_seeds_know_those_before_them_and_all_others_know_those_that_are_ready(tmp_path: Path) -> None:
     assert len(set(free_ports(20))) == 20
     swarm = _swarm(num_seeds=2)
     ports = _ports(swarm)
@@ -118,18 +111,12 @@ def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Pa
     for spec in swarm_specs(swarm, ports, ["/ip4/a", "/ip4/b"]):
         given = [value for name, value in pairwise(spec.command) if name == "--initial-peers"]
         assert given == ["/ip4/a", "/ip4/b"]
-
-
-@pytest.mark.parametrize(
-    ("printed", "address"),
-    [
+    for printed, address in (
         ("", None),
         ("ready\n  --initial-peers /ip4/127.0.0.1/tc", None),  # Not a whole line.
         ("ready\n  --initial-peers /ip4/x/p2p/Qm\n  --initial-peers /ip4/y\n", "/ip4/x/p2p/Qm"),
-    ],
-)
-def test_a_seed_is_ready_when_it_has_printed_a_whole_line(printed: str, address: str | None) -> None:
-    assert seed_address(f"--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n{printed}") == address
+    ):
+        assert seed_address(f"--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n{printed}") == address
 
 
 @pytest.mark.slow
@@ -240,35 +227,35 @@ def test_one_line_and_exit_code_for_a_mistake(tmp_path: Path, monkeypatch: Patch
 
 
 @pytest.mark.slow
-def test_status_fails_where_the_account_does_not_add_up(driver_url: str, monkeypatch: Patch, capsys: Captured) -> None:
-    assert ask_stages(driver_url + "/") == some_stages()
-    assert ask_account(driver_url) == an_account()
-    assert run(["swarm", "status", "--api", driver_url]) == 0
-    text = capsys.readouterr().out
-    heading, first, *_ = text.splitlines()
-    assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], "whose processes, none knows"
-    assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
-    assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
-    assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
-    assert run(["swarm", "status", "--api", driver_url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
-    wrong = an_account(micro_batches={"leased": 120, "done": 100, "lost": 3, "open": 16})
-    monkeypatch.setattr(SeenPipeline, "account", lambda _: wrong)
-    assert run(["swarm", "status", "--api", driver_url]) == 1
-    assert "does NOT add up" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_whoever_is_no_driver_is_told_so(driver_url: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        for url, error, said in (
-            (f"http://127.0.0.1:{silent.getsockname()[1]}", PeerUnavailableError, "no driver answers"),
-            (driver_url + "/elsewhere", MalformedAnswerError, "status 404"),
-            ("127.0.0.1:8000", TrainerUsageError, "--api: expected http://host:port"),
-        ):
-            with pytest.raises(error, match=said):
-                ask_stages(url, timeout_s=0.5)
-    assert snapshot_through(["http://127.0.0.1:1", driver_url, driver_url]).tokens_per_s == 2 * 1234.5
+def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkeypatch: Patch, capsys: Captured) -> None:
+    with driver_api(SeenPipeline()) as server:
+        url = server.url
+        assert ask_stages(url + "/") == some_stages()
+        assert ask_account(url) == an_account()
+        assert run(["swarm", "status", "--api", url]) == 0
+        text = capsys.readouterr().out
+        heading, first, *_ = text.splitlines()
+        assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], (
+            "whose processes, none knows"
+        )
+        assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
+        assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
+        assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
+        assert run(["swarm", "status", "--api", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
+        wrong = an_account(micro_batches={"leased": 120, "done": 100, "lost": 3, "open": 16})
+        monkeypatch.setattr(SeenPipeline, "account", lambda _: wrong)
+        assert run(["swarm", "status", "--api", url]) == 1
+        assert "does NOT add up" in capsys.readouterr().out
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            for address, error, said in (
+                (f"http://127.0.0.1:{silent.getsockname()[1]}", PeerUnavailableError, "no driver answers"),
+                (url + "/elsewhere", MalformedAnswerError, "status 404"),
+                ("127.0.0.1:8000", TrainerUsageError, "--api: expected http://host:port"),
+            ):
+                with pytest.raises(error, match=said):
+                    ask_stages(address, timeout_s=0.5)
+        assert snapshot_through(["http://127.0.0.1:1", url, url]).tokens_per_s == 2 * 1234.5
 
 
 def _snapshot() -> SwarmSnapshot:
@@ -276,7 +263,7 @@ def _snapshot() -> SwarmSnapshot:
     return SwarmSnapshot(counts, some_stages(), an_account(), 1234.5)
 
 
-def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
+def test_the_table_has_a_line_a_stage_and_is_redrawn_in_place_cut_to_the_width(monkeypatch: Patch) -> None:
     lines = stage_table(_snapshot())
     assert [line.split()[0] for line in lines] == ["stage", "head", "tail", "drivers", "step", "micro-batches:"]
     assert lines[0].split()[1] == "processes"
@@ -286,9 +273,6 @@ def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
     assert not any("\x1b" in line for line in lines)
     assert "\x1b[31mtail" in stage_table(_snapshot(), is_coloured=True)[2]
     assert stage_table(SwarmSnapshot())[-2:] == ["no driver answers yet", account_text(None)]
-
-
-def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = io.StringIO()
     table = _Table(stream, is_coloured=False)

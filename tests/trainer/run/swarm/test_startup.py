@@ -76,9 +76,7 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
             assert first.stdout.readline() == "held\n"
             with pytest.raises(TrainerUsageError, match="--node-id driver-1: expected a name of its own"):
                 run_driver(config_in(tmp_path), StopRequest(), None)
-            with only_process(config_in(tmp_path, "driver-2")):
-                pass
-            with only_process(config_in(tmp_path / "elsewhere")):
+            with only_process(config_in(tmp_path, "driver-2")), only_process(config_in(tmp_path / "elsewhere")):
                 pass
         finally:
             first.kill()

@@ -129,7 +129,9 @@ def test_a_steady_life_clears_failures_and_options_that_make_no_sense_are_not_tr
     assert wrong.num_restarts == 0
 
 
-def test_the_reason_is_what_a_child_prints_in_its_last_life(make: Make, tmp_path: Path) -> None:
+def test_the_reason_is_what_a_child_prints_in_its_last_life_and_what_was_waited_for_is_sent_nothing(
+    make: Make, tmp_path: Path, monkeypatch: Patch
+) -> None:
     log = tmp_path / "head.1.log"
     log.write_text("--- an earlier life\ntrainer: another reason\n")
     says = "print('INFO up'); print('trainer: the disk is full'); print('WARNING late'); exit(1)"
@@ -139,6 +141,12 @@ def test_the_reason_is_what_a_child_prints_in_its_last_life(make: Make, tmp_path
         assert child.last_words() == "the disk is full"
         log.write_text(log.read_text() + "--- a later life\n")
         assert child.last_words() == "it printed nothing"
+        # Its process id may be another process's by now.
+        monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
+        child.send(signal.SIGTERM)
+        child.kill()
+        assert child.has_ended() and child.pid is None
+        monkeypatch.undo()
 
 
 def test_without_restarts_it_ends_with_the_drivers_or_a_whole_stage(make: Make, monkeypatch: Patch) -> None:
@@ -212,17 +220,6 @@ def test_a_request_to_end_while_it_is_ending_is_answered(was_asked_before: bool,
     assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
 
 
-def test_a_child_that_was_waited_for_is_sent_nothing(make: Make, monkeypatch: Patch) -> None:
-    """Its process id may be another process's by now."""
-    watched = make(NO_RESTART)
-    child = watched.begin("head.1", ENDS)
-    assert watched.until(lambda: child.status == "dead") is None
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    child.send(signal.SIGTERM)
-    child.kill()
-    assert child.has_ended() and child.pid is None
-
-
 _PARENT = f"""
 import sys, time
 from pathlib import Path
@@ -238,7 +235,7 @@ with ProcessTree(Path(sys.argv[1]), RestartPolicy()) as tree:
 """
 
 
-def test_no_orphans_when_the_tree_is_killed(tmp_path: Path) -> None:
+def test_no_orphans_when_the_tree_is_killed_before_or_after_they_begin(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PARENT, str(tmp_path)]
     parent = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -258,9 +255,7 @@ def test_no_orphans_when_the_tree_is_killed(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-
-
-def test_a_child_of_a_parent_that_is_gone_does_not_begin(tmp_path: Path) -> None:
+    # A child of a parent that is gone does not begin.
     mark = tmp_path / "ran"
     program = f"open({str(mark)!r}, 'w')"
     command = [sys.executable, "-m", "trainer.run.swarm.parent_death_signal", "1", sys.executable, "-c", program]
