@@ -73,7 +73,8 @@ def view(config: RunConfig, shape: SwarmShape) -> DriverPeerView:
 
 
 Make = Callable[..., SimpleNamespace]
-Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture

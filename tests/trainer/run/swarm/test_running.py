@@ -37,7 +37,8 @@ from trainer.run.swarm.running import (
 )
 from trainer.run.swarm.tree import ExitStatus, RestartPolicy
 
-Captured, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
 

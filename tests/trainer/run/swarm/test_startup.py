@@ -34,7 +34,8 @@ from trainer.run.swarm.shape import only_process, shape_of, stage_of
 from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
-Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
 RUN = """
 run_id: first
 strategy: async_sparta
@@ -279,7 +280,7 @@ def announced(stage: StageReport, number: int, terms_digest: str = "") -> Announ
 
 
 def test_a_worker_that_does_not_fit_does_not_join(worker_node: WorkerNode, monkeypatch: Patch) -> None:
-    shape, peers = shape_of(worker_node._config), []
+    shape, peers = shape_of(worker_node._config), list[Announcement]()
     tell(monkeypatch, "announcements", peers)
     peers += [announced(each, n, shape.terms(stage_of(each)).digest()) for n, each in enumerate(FAR)]
     worker_node._startup_check.grace_s = 0.0
