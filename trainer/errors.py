@@ -44,12 +44,7 @@ class PeerUnavailableError(RpcError):
 
 
 class RefusedError(RpcError):
-    """A peer answered no.
-
-    Args:
-        reason: one word for programs and counters (``replayed``, ``protocol``, ``architecture``, ...).
-        text: one line for people.
-    """
+    """A peer answered no: one word for programs and counters (``replayed``, ``protocol``, ...), one line for people."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)

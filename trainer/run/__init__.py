@@ -2,6 +2,4 @@
 
 `cli` reads command lines, `config` run files; `node` is a training node on whole models; `swarm` is a worker that holds
 a stage, a driver that sends micro-batches through them, and `swarm up`, which starts many of both.
-
-Everything may be imported here, and nothing outside imports it.
 """

@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 _SIGNAL_EXIT = 128
 
+_SAME = ("node_id", "run_id", "engine", "strategy", "pipeline", "max_steps", "seed", "device", "threads")
 _PATHS = {
-    "node_id": "node_id",
+    **{name: name for name in _SAME},
     "store": "data.store",
-    "run_id": "run_id",
     "preset": "model.preset",
     "initial_peers": "discovery.initial_peers",
     "port": "rpc.port",
     "public_address": "rpc.public_address",
-    "engine": "engine",
-    "strategy": "strategy",
-    "pipeline": "pipeline",
     "routing": "swarm.driver.routing",
     "inner_steps": "diloco.inner_steps",
     "compression": "collective.compression",
@@ -36,10 +33,6 @@ _PATHS = {
     "seq_len": "inner.seq_len",
     "batch_size": "inner.micro_batch_size",
     "accumulation": "inner.accumulation_steps",
-    "max_steps": "max_steps",
-    "seed": "seed",
-    "device": "device",
-    "threads": "threads",
     "plateau": "data.plateau",
     "holdout": "data.holdout",
     "public_key": "data.public_key",
@@ -163,7 +156,7 @@ def worker_command(
     given = {"node_id": f"worker-{secrets.token_hex(4)}"} | _given(context)
     config = config_of(run, set_ or [], given)
 
-    from trainer.run.node import StopRequest
+    from trainer.run.node.stopping import StopRequest
     from trainer.run.swarm.worker_node import run_worker
 
     stop = StopRequest()
@@ -191,7 +184,7 @@ def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) ->
 
 def _train(config: RunConfig, *, as_json: bool) -> None:
     from trainer.run.cli.displays import training_display
-    from trainer.run.node import StopRequest
+    from trainer.run.node.stopping import StopRequest
 
     stop = StopRequest()
     # What the other ranks under torchrun have to log, the first one logs too.
@@ -204,7 +197,7 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
 
             run_driver(config, stop, display)
         else:
-            from trainer.run.node import run_node
+            from trainer.run.node.starting import run_node
 
             run_node(config, display, stop)
     if stop.signal is not None:

@@ -11,27 +11,20 @@ from trainer.run.config.reading import (
     from_mapping,
     merged,
     nested,
-    parse_override,
     read_run,
     read_yaml,
     to_mapping,
     to_yaml,
 )
-from trainer.run.config.run import CheckpointConfig, DataConfig, Engine, LogConfig, ModelChoice, RunConfig, Strategy
+from trainer.run.config.run import DataConfig, RunConfig
 
 __all__ = [
-    "CheckpointConfig",
     "DataConfig",
-    "Engine",
-    "LogConfig",
-    "ModelChoice",
     "RunConfig",
-    "Strategy",
     "changed_options",
     "from_mapping",
     "merged",
     "nested",
-    "parse_override",
     "read_run",
     "read_yaml",
     "to_mapping",

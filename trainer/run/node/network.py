@@ -23,8 +23,14 @@ from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import ComparedPeer, FitCheck, ask_addresses, register_terms
-from trainer.run.node.identity import NodeStats, announcement_of
+from trainer.run.node.identity import (
+    ComparedPeer,
+    FitCheck,
+    NodeStats,
+    announcement_of,
+    ask_addresses,
+    register_terms,
+)
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.state_form import StateForm
 
@@ -134,17 +140,10 @@ class Listener(Protocol):
 class Network(Generic[S]):
     """One node among others.
 
-    Args:
-        config: of the run.
-        identity: the node's key.
-        terms: what all must have in common.
-        vocabulary_rows: returns the most rows of vocabulary this node could have now.
-        form: of the state that is handed out, and which states this node can take up.
-        stopping: whether the node has been asked to stop.
-        choose: which of the others' states is to be taken up.
-        same_kind: whether a node of the run ought to have this node's terms.
-        stages: all of the run's, in order, where its model is cut.
-        near: its own stage and those beside it: all it looks for where a DHT is partitioned by stage.
+    ``vocabulary_rows`` returns the most rows of vocabulary this node could have now, ``form`` says which states it can
+    take up, ``choose`` which of these is to be taken up, and ``same_kind`` whether a node of the run ought to have this
+    node's terms. ``stages`` are all of the run's, in order, where its model is cut; ``near`` are its own and those
+    beside it: all it looks for where a DHT is partitioned by stage.
     """
 
     def __init__(
@@ -226,11 +225,7 @@ class Network(Generic[S]):
         return self._book.own_state[1]
 
     def start(self, listener: Listener) -> None:
-        """Answers and looks for others from now on; waits a while for the first of them if any were named.
-
-        Raises:
-            IncompatiblePeerError: the peers train something else.
-        """
+        """Answers and looks for others; waits for the first, and raises `IncompatiblePeerError` if it does not fit."""
         self._listener = listener
         self._loop.start()
         self._loop.run(self._start(), 60.0)

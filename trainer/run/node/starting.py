@@ -53,8 +53,7 @@ from trainer.run.config import RunConfig, changed_options, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import Node, TrainingDisplay
-from trainer.run.node.watching import Watch
+from trainer.run.node.training import Node, TrainingDisplay, Watch
 
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
@@ -76,12 +75,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> None:
-    """Trains as one node until asked to stop.
-
-    Raises:
-        TrainerError: it cannot begin, or not go on; what was saved is whole.
-        LoaderError: the store cannot be read.
-    """
+    """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole."""
     if config.threads:
         torch.set_num_threads(config.threads)
     with _torch_errors_mapped(), ExitStack() as stack:
@@ -268,8 +262,7 @@ def _collective(
         return LocalCollective(config.node_id), None
 
     # These bring grpc, which a node alone does not need.
-    from trainer.run.node.compatibility import terms_of
-    from trainer.run.node.identity import identity_of
+    from trainer.run.node.identity import identity_of, terms_of
     from trainer.run.node.network import Network
     from trainer.run.node.state_form import StateFit
 
@@ -292,9 +285,6 @@ def resolve(
 
     A model that begins anew has ``vocab_rows``; ``memory_bytes`` is called only where it decides. In ``shared_memory``
     (on a CPU) lie both the model and DiLoCo's vectors.
-
-    Raises:
-        TrainerUsageError: there is no such preset, or its context is shorter than the rows asked for.
     """
     if saved is not None:
         shape = ModelConfig.from_dict(dict(saved.architecture))

@@ -61,9 +61,6 @@ def build_stage_site(config: RunConfig, shape: SwarmShape, stage: str) -> BuiltS
     """Builds a stage with its first weights, or those of the model that the run starts from.
 
     That model is not read if there are checkpoints of the stage already; see `saved_state`.
-
-    Raises:
-        TrainerError: options that make no sense, or a model that does not fit.
     """
     device = choose_device(config.device)
     plan, index = shape.plan, shape.plan.index(stage)

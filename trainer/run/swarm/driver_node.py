@@ -45,8 +45,7 @@ from trainer.run.config.run import keeper_option
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import TrainingDisplay
-from trainer.run.node.watching import Watch
+from trainer.run.node.training import TrainingDisplay, Watch
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account
@@ -67,12 +66,7 @@ T = TypeVar("T")
 
 
 def run_driver(config: RunConfig, stop: StopRequest, line: TrainingDisplay) -> None:
-    """Drives a pipeline until the data are used up, the run's ``max_steps`` are done, or it is asked to stop.
-
-    Raises:
-        TrainerError: it cannot begin, or not go on.
-        LoaderError: the store cannot be read.
-    """
+    """Drives a pipeline until the data are used up, the run's ``max_steps`` are done, or it is asked to stop."""
     if not config.inner.micro_batch_size:
         raise TrainerUsageError(
             "inner.micro_batch_size: expected rows of a micro-batch in the run file, since all drivers and the account "
@@ -157,7 +151,7 @@ class DriverNode:
             )
             self.view.begin(self._driver, self._keeper, self._endpoint, work)
             await self.view.refresh()
-            self._steps = self._steps_of_run()
+            self._steps = self.view.num_steps
             stack.enter_context(self._watch.with_pipeline(self.view))
             logger.info("%s drives %s at %s", config.node_id, config.run_id, self._endpoint.address)
             await self._drive(self._driver)
@@ -300,7 +294,7 @@ class DriverNode:
     def _stepped(self, step: StepLoss) -> None:
         """Numbers steps as the run's: other drivers' and earlier ones included, as far as the keeper has told."""
         now_s = time.perf_counter()
-        self._steps = max(self._steps, self._steps_of_run() - 1)  # This one may be among them already.
+        self._steps = max(self._steps, self.view.num_steps - 1)  # This one may be among them already.
         result = StepResult(
             step=self._steps,
             loss=step.loss,
@@ -314,9 +308,6 @@ class DriverNode:
         self.view.stepped(step)
         self._watch.observer.step(result)
         self._line.step(result)
-
-    def _steps_of_run(self) -> int:
-        return self.view.trained_tokens // target_tokens_of(self._config)
 
     async def _look(self) -> None:
         """Looks whether to stop, and takes snapshots for the API; waits for nobody."""

@@ -74,9 +74,9 @@ class DriverView:
         self._loss = step.loss
 
     @property
-    def trained_tokens(self) -> int:
+    def num_steps(self) -> int:
         """Of the whole run, as the keeper last said; 0 before that."""
-        return 0 if self._account is None else self._account[0].trained_tokens
+        return 0 if self._account is None else self._account[0].trained_tokens // target_tokens_of(self._config)
 
     def look(self) -> None:
         """Takes a snapshot; in the driver's loop."""
@@ -156,7 +156,7 @@ class DriverView:
         return SwarmStages(
             node_id=self._config.node_id,
             time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            step=self.trained_tokens // target_tokens_of(self._config),
+            step=self.num_steps,
             loss=self._loss,
             tokens_per_s=snapshot.tokens_per_s,
             in_flight=snapshot.status.in_flight if snapshot.status is not None else 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
 from trainer.checkpoint.stages.config import StagewiseConfig
@@ -57,10 +58,7 @@ def check_first_weights(began_from: str, path: str, others: Iterable[StageReport
     """Compares the model this worker began with to that of the workers that serve, or else of all that begin.
 
     Each reads it from its own machine, at ``path``, and announces a fingerprint of the weights, ``began_from``; empty:
-    it read none, as one that goes on from a checkpoint.
-
-    Raises:
-        IncompatiblePeerError: most of them began with another model.
+    it read none, as one that goes on from a checkpoint. Raises `IncompatiblePeerError` if most began with another.
     """
     known = [report for report in others if report.began_from]
     known = [report for report in known if report.status == "serving"] or known
@@ -77,6 +75,7 @@ def check_first_weights(began_from: str, path: str, others: Iterable[StageReport
     logger.warning("%s (%d of %d differ)", text, len(differing), len(known))
 
 
+@dataclass(slots=True)
 class StartupVersionCheck:
     """Checks whether a worker may serve first weights, given the versions the other stages announce.
 
@@ -88,48 +87,37 @@ class StartupVersionCheck:
     that has saved much can keep others from beginning an empty stage, though nobody with a checkpoint.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        names: Sequence[str],
-        config: StagewiseConfig,
-        grace_s: float,
-        *,
-        version: Callable[[], int],
-        reports: Callable[[], Iterable[StageReport]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.has_first_weights = True  # To be cleared when the worker goes on from a checkpoint or the others' state.
-        self._stage = stage
-        self._names = names
-        self._config = config
-        self._grace_s = grace_s
-        self._version = version
-        self._reports = reports
-        self._clock = clock
-        self._is_compared = False
-        self._first_version: int | None = None
-        self._stepped_s: float | None = None
-        self._waits_since_s: float | None = None
+    stage: str
+    names: Sequence[str]
+    config: StagewiseConfig
+    grace_s: float
+    version: Callable[[], int]
+    reports: Callable[[], Iterable[StageReport]]
+    clock: Callable[[], float] = time.monotonic
+    has_first_weights: bool = True  # To be cleared when the worker goes on from a checkpoint or the others' state.
+    _is_compared: bool = False
+    _first_version: int | None = None
+    _stepped_s: float | None = None
+    _waits_since_s: float | None = None
 
     def may_serve(self) -> bool:
         """Whether a worker without donor may serve what it has; False: ask again. Raises if the stage is lost."""
         if not self.has_first_weights or self._is_over():
             return True
-        reports = list(self._reports())
+        reports = list(self.reports())
         versions = self._versions(report for report in reports if report.status != "leaving")
-        own = versions[self._stage]
+        own = versions[self.stage]
         if max(versions.values()) - own <= _FEW_STEPS:
             self._waits_since_s = None
             return True
-        saved = max((report.saved for report in reports if stage_of(report) != self._stage), default=0)
-        if saved - own > _FEW_STEPS and not self._config.begin_anew:
+        saved = max((report.saved for report in reports if stage_of(report) != self.stage), default=0)
+        if saved - own > _FEW_STEPS and not self.config.begin_anew:
             return self._wait(saved, versions)
         self.has_first_weights, self._is_compared = False, True
         logger.warning(
             "%s BEGINS ANEW, with first weights, among stages that are trained (%s): there is no checkpoint of it "
             "here and no worker that serves it; what it had learned is lost",
-            self._stage,
+            self.stage,
             _text(versions),
         )
         return True
@@ -139,8 +127,8 @@ class StartupVersionCheck:
         if self._is_compared:
             return
         self._is_compared = self._is_over()
-        versions = self._versions(report for report in self._reports() if report.status == "serving")
-        if self._is_compared or set(versions) < set(self._names):
+        versions = self._versions(report for report in self.reports() if report.status == "serving")
+        if self._is_compared or set(versions) < set(self.names):
             return
         self._is_compared = True
         newest = max(versions.values())
@@ -148,45 +136,45 @@ class StartupVersionCheck:
             logger.warning(
                 "the stages go on from versions that are far apart (%s), as from checkpoints of different ages; stop "
                 "all workers and use python -m trainer rollback to have them begin from one moment",
-                _text({name: versions[name] for name in self._names}),
+                _text({name: versions[name] for name in self.names}),
             )
 
     def _wait(self, saved: int, versions: dict[str, int]) -> bool:
-        now_s = self._clock()
+        now_s = self.clock()
         if self._waits_since_s is None:
             self._waits_since_s = now_s
             logger.warning(
                 "%s: no checkpoint of it here and no worker that serves it, while others are trained (%s); waiting "
                 "%.0f s for one that has its state",
-                self._stage,
+                self.stage,
                 _text(versions),
-                self._grace_s,
+                self.grace_s,
             )
-        if now_s - self._waits_since_s < self._grace_s:
+        if now_s - self._waits_since_s < self.grace_s:
             return False
         raise TrainerUsageError(
-            f"{self._stage}: expected a checkpoint of it in {self._config.directory}, or a worker of it, found neither "
+            f"{self.stage}: expected a checkpoint of it in {self.config.directory}, or a worker of it, found neither "
             f"among stages that have saved up to version {saved} ({_text(versions)}); copy here what the machine that "
             "held it has, start a worker there, or set swarm.checkpoint.begin_anew to go on with first weights"
         )
 
     def _versions(self, reports: Iterable[StageReport]) -> dict[str, int]:
         """The highest version of each stage, this worker's own included."""
-        versions = {self._stage: self._version()}
+        versions = {self.stage: self.version()}
         for report in reports:
             stage = stage_of(report)
-            if stage in self._names:
+            if stage in self.names:
                 versions[stage] = max(report.version, versions.get(stage, 0))
         return versions
 
     def _is_over(self) -> bool:
         """Whether the stage has stepped for `grace_s` in this process."""
-        version = self._version()
+        version = self.version()
         if self._first_version is None:
             self._first_version = version
         if self._stepped_s is None and version > self._first_version:
-            self._stepped_s = self._clock()
-        return self._stepped_s is not None and self._clock() - self._stepped_s >= self._grace_s
+            self._stepped_s = self.clock()
+        return self._stepped_s is not None and self.clock() - self._stepped_s >= self.grace_s
 
 
 def _text(versions: dict[str, int]) -> str:
@@ -211,16 +199,10 @@ def catch_up(
     they have long done. A round that does not move for `JoinConfig.idle_s` counts as a beginning, since nobody may be
     working on it. A worker that gets no state keeps asking: none serves first weights while others have better ones.
 
-    Args:
-        config: options.
-        others: reports of the stage's other workers that serve.
-        take_up: takes up their state; False: none was to be had, or it did not fit.
-        may_be_first: whether a worker that finds nobody serving its stage may serve; may raise what ends it.
-        round_index: this worker's next round.
-        is_current: whether it came back from a checkpoint of the state from which the others' round began.
-        is_over: whether it is asked to stop; may raise what ends it.
-        clock: monotonic seconds.
-        sleep: waits so many seconds.
+    ``others`` that serve the stage report; ``take_up`` returns False where none of their states was to be had, or none
+    did fit; ``may_be_first`` decides where nobody serves; ``round_index`` is this worker's next; ``is_current`` tells
+    whether it came back from a checkpoint of the state from which the others' round began. ``may_be_first`` and
+    ``is_over`` may raise what ends the worker.
     """
     seen: tuple[int, float] | None = None
     seen_since_s, logged_s = 0.0, -_LOG_EVERY_S
@@ -308,10 +290,8 @@ def shut_down_gracefully(
     """Answers what is under way, counts nothing more, steps and saves, and shares the work in a last round.
 
     Whatever was acknowledged is in the state that is saved. The worker saves first because it can do that alone. All of
-    it may take ``leave_s``, half of that answers; ``save`` and ``share`` are told how many seconds they have.
-
-    Raises:
-        CheckpointError: the state could not be saved; it was shared if that was possible.
+    it may take ``leave_s``, half of that answers; ``save`` and ``share`` are told how many seconds they have. A state
+    that cannot be saved is shared if possible, and raises `CheckpointError` then.
     """
 
     def wait_for_answers(until_s: float) -> None:

@@ -2,7 +2,7 @@
 
 Nodes that hold a whole model compare themselves with each other. Drivers and the first worker of a stage have no such
 peers: so in a swarm each compares itself with everybody, by what that peer's stage would have to announce under this
-run file (`trainer.run.node.compatibility`). The trade-off: several processes that begin at once with the same wrong
+run file (`trainer.run.node.identity`). The trade-off: several processes that begin at once with the same wrong
 file train apart from the rest.
 """
 
@@ -20,8 +20,7 @@ from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.run.config import RunConfig
-from trainer.run.node.compatibility import ComparedPeer, FitCheck, register_terms
-from trainer.run.node.identity import NodeStats, announcement_of
+from trainer.run.node.identity import ComparedPeer, FitCheck, NodeStats, announcement_of, register_terms
 from trainer.run.swarm.keeper import keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
 
@@ -219,7 +218,7 @@ class DriverPeerView(SwarmPeers):
 
 def holds_stage(stage: str, said: Announcement) -> bool:
     """Whether an announcement is of a worker of this stage; of any, where it is empty."""
-    return said.stage is not None and stage in ("", stage_of(said.stage))
+    return said.stage is not None and (not stage or stage_of(said.stage) == stage)
 
 
 def _role_of(said: Announcement) -> str:

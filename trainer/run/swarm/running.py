@@ -180,11 +180,8 @@ def run_local(
 ) -> ExitStatus:
     """Starts all processes, watches them, and ends all of them; returns why (asked to stop: exit code 0).
 
-    ``folder`` is for its logs, and the keys of its seeds; ``stop`` is asked ten times a second.
-
-    Raises:
-        TrainerUsageError: another swarm runs in that folder.
-        OSError: a process cannot be started, or a log not be written.
+    ``folder``, for its logs and the keys of its seeds, is one swarm's at a time, else it is a `TrainerUsageError`.
+    ``stop`` is asked ten times a second.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "swarm.lock")
@@ -240,11 +237,13 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
     status: ExitStatus | None = None
     while status is None:
         if time.monotonic() >= next_look_s:
-            found = snapshot_of(tree.children)
+            answering = [child for child in tree.children if child.spec.api_url and child.status == "running"]
+            found = snapshot_through(child.spec.api_url for child in answering)
             if found.stages is not None or latest.stages is None:
                 latest = replace(found, account=found.account or latest.account)
             else:
-                latest = replace(latest, processes=found.processes, is_stale=True)
+                latest = replace(latest, is_stale=True)
+            latest = replace(latest, processes=process_counts(tree.children))
             next_look_s = time.monotonic() + _LOOK_S
         if time.monotonic() >= next_show_s:
             display.show(latest)
@@ -253,13 +252,6 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
         status = _ASKED if stop() else tree.look()
     display.show(replace(latest, processes=process_counts(tree.children), is_stale=False))
     return status
-
-
-def snapshot_of(children: Iterable[Child]) -> SwarmSnapshot:
-    """The swarm that consists of these processes."""
-    known = list(children)
-    seen = snapshot_through(child.spec.api_url for child in known if child.spec.api_url and child.status == "running")
-    return replace(seen, processes=process_counts(known))
 
 
 def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:
@@ -292,9 +284,7 @@ def snapshot_through(api_urls: Iterable[str]) -> SwarmSnapshot:
 def ask_stages(api_url: str, timeout_s: float = 5.0) -> SwarmStages:
     """The stages as the driver at ``http://host:port`` sees them; ``timeout_s`` is for each wait for data.
 
-    Raises:
-        PeerUnavailableError, MalformedAnswerError: nobody answers there, or it is no driver's answer.
-        TrainerUsageError: the address is malformed.
+    Raises an `RpcError` if no driver answers there, and `TrainerUsageError` if the address is malformed.
     """
     found = _ask(api_url, STAGES_PATH, SwarmStages, timeout_s)
     if found is None:

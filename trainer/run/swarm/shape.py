@@ -68,12 +68,7 @@ class SwarmShape:
 
 
 def shape_of(config: RunConfig) -> SwarmShape:
-    """Plans the model and its cut; reads the store's vocabulary if the run file does not give its rows.
-
-    Raises:
-        TrainerUsageError: the options do not go together.
-        LoaderError: the store cannot be read.
-    """
+    """Plans the model and its cut; reads the store's vocabulary if the run file does not give its rows."""
     swarm = config.swarm
     if config.model.preset == "auto":
         raise TrainerUsageError(

@@ -196,7 +196,7 @@ class JudgedCollective:
         share = weights[place] / sum(weights) if sum(weights) else 0.0
         if not _MIN_OWN_SHARE <= share < 1:
             return
-        contradiction = contradiction_of(own, others_share(own, average, share))
+        contradiction = contradiction_of(own, (average - share * own) / (1 - share))
         if contradiction is None:
             return
         other = report.members[1 - place]
@@ -212,11 +212,6 @@ class JudgedCollective:
         raise RoundFailedError(
             f"round {report.round_index}: {other[:12]} contradicts this worker's own work: {contradiction}"
         )
-
-
-def others_share(own: Tensor, average: Tensor, share: float) -> Tensor:
-    """The other's contribution to a weighted mean of two, fp32[P]; ``share``, under 1, is this replica's weight."""
-    return (average - share * own) / (1 - share)
 
 
 def contradiction_of(own: Tensor, other: Tensor) -> str | None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
@@ -73,22 +73,22 @@ class RestartPolicy:
     max_failures: int = 5  # Deaths in a row, without a steady life between them, after which the child is given up.
 
 
+@dataclass(eq=False)
 class Child:
     """A process over all its lives, whose output is appended to a file."""
 
-    def __init__(self, spec: ChildSpec, log_path: Path, policy: RestartPolicy) -> None:
-        self.spec = spec
-        self.log_path = log_path
-        self.status: ChildStatus = "pausing"
-        self.num_restarts = 0
-        self.exit_code: int | None = None  # Of its last life; negative: the signal that ended it.
-        self.failed_to_end = False  # It was asked to end and failed: it may not have saved its work.
-        self.was_killed = False  # By `kill`.
-        self._policy = policy
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_s = 0.0
-        self._restart_due_s = 0.0
-        self._num_failures = 0
+    spec: ChildSpec
+    log_path: Path
+    policy: RestartPolicy
+    status: ChildStatus = "pausing"
+    num_restarts: int = 0
+    exit_code: int | None = None  # Of its last life; negative: the signal that ended it.
+    failed_to_end: bool = False  # It was asked to end and failed: it may not have saved its work.
+    was_killed: bool = False  # By `kill`.
+    _process: subprocess.Popen[bytes] | None = None
+    _started_s: float = 0.0
+    _restart_due_s: float = 0.0
+    _num_failures: int = 0
 
     @property
     def pid(self) -> int | None:
@@ -121,13 +121,9 @@ class Child:
         code = self._process.poll() if self.status == "running" and self._process is not None else None
         return "" if code is None else self._died(code, now_s)
 
-    def ask_to_end(self) -> None:
-        """Sends SIGTERM; the child is not restarted."""
-        self._signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Sends SIGKILL; the child is not restarted."""
-        if self._signal(signal.SIGKILL):
+        if self.send(signal.SIGKILL):
             self.was_killed = True
 
     def has_ended(self) -> bool:
@@ -158,8 +154,8 @@ class Child:
         reasons = [line.removeprefix(_REASON) for line in lines if line.startswith(_REASON)]
         return (reasons or lines or ["it printed nothing"])[-1]
 
-    def _signal(self, number: signal.Signals) -> bool:
-        """Signals the process if it is alive; returns whether it is."""
+    def send(self, number: signal.Signals) -> bool:
+        """Signals the process if it is alive, and returns whether it is; the child is not restarted."""
         if self.status == "pausing":
             self.status = "dead"
         if self._process is None or self._process.poll() is not None:
@@ -173,17 +169,17 @@ class Child:
         if code == 0 and self.spec.role == "driver":
             self.status = "done"
             return f"{name} is done"
-        if now_s - self._started_s >= self._policy.steady_s:
+        if now_s - self._started_s >= self.policy.steady_s:
             self._num_failures = 0
         self._num_failures += 1
         if code == _USAGE_EXIT:  # The tree ends for this and quotes the reason.
             self.status = "dead"
             return f"{name} cannot begin ({_exit_text(code)}); see {self.log_path}"
         text = f"{name} ended ({_exit_text(code)}{f': {self.last_words()}' if code > 0 else ''})"
-        if not self._policy.enabled or self._num_failures >= self._policy.max_failures:
+        if not self.policy.enabled or self._num_failures >= self.policy.max_failures:
             self.status = "dead"
             return f"{text} and is not started again; see {self.log_path}"
-        pause_s = min(self._policy.first_pause_s * 2 ** (self._num_failures - 1), self._policy.max_pause_s)
+        pause_s = min(self.policy.first_pause_s * 2 ** (self._num_failures - 1), self.policy.max_pause_s)
         self.status, self._restart_due_s = "pausing", now_s + pause_s
         return f"{text}; started again in {pause_s:g} s; see {self.log_path}"
 
@@ -206,6 +202,7 @@ class ExitStatus:
     reason: str
 
 
+@dataclass(eq=False)
 class ProcessTree:
     """The children and what is done about them; for one thread.
 
@@ -213,24 +210,15 @@ class ProcessTree:
     whether somebody asked for the end: a second request while it is ending is answered with a line.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        policy: RestartPolicy,
-        *,
-        tell: Callable[[str], None] = logger.info,
-        grace_s: float = 60.0,
-        asked: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.children: list[Child] = []
-        self._folder = folder
-        self._policy = policy
-        self._tell = tell
-        self._grace_s = grace_s
-        self._asked = asked
-        self._request_is_answered = False
-        self._last_said_s = 0.0
-        self._empty_since_s: dict[str, float] = {}
+    folder: Path
+    policy: RestartPolicy
+    tell: Callable[[str], None] = logger.info
+    grace_s: float = 60.0
+    asked: Callable[[], bool] = lambda: False
+    children: list[Child] = field(default_factory=list)
+    _request_is_answered: bool = False
+    _last_said_s: float = 0.0
+    _empty_since_s: dict[str, float] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         return self
@@ -240,7 +228,7 @@ class ProcessTree:
 
     def add(self, spec: ChildSpec) -> Child:
         """Starts one more child; raises `OSError` if it cannot be started, or its log not be written."""
-        child = Child(spec, self._folder / f"{spec.name}.log", self._policy)
+        child = Child(spec, self.folder / f"{spec.name}.log", self.policy)
         self.children.append(child)
         child.start()
         return child
@@ -255,12 +243,12 @@ class ProcessTree:
         for child in self.children:
             event = child.look(now_s)
             if event:
-                self._tell(event)
+                self.tell(event)
         return self._status(now_s)
 
     def end(self) -> None:
         """Ends all children, role by role; a `KeyboardInterrupt` meanwhile kills those that are left."""
-        self._request_is_answered = self._asked()
+        self._request_is_answered = self.asked()
         try:
             for role in _SHUTDOWN_WORK:
                 children = self.of(role)
@@ -270,17 +258,17 @@ class ProcessTree:
             left = _living(self.children)
             if left:
                 why = "interrupted" if isinstance(error, KeyboardInterrupt) else "an error while ending"
-                self._tell(f"{why}: killing {_names(left)}; their unsaved work is lost, checkpoints stay whole")
+                self.tell(f"{why}: killing {_names(left)}; their unsaved work is lost, checkpoints stay whole")
             self._kill(left)
             raise
 
     def _end(self, children: Sequence[Child]) -> None:
         for child in children:
-            child.ask_to_end()
+            child.send(signal.SIGTERM)
         began_s = self._last_said_s = time.monotonic()
-        if not _wait(children, self._grace_s, lambda: self._report_waiting(children, began_s)):
+        if not _wait(children, self.grace_s, lambda: self._report_waiting(children, began_s)):
             slow = _living(children)
-            self._tell(f"{_names(slow)}: not ended {self._grace_s:g} s after SIGTERM; killed")
+            self.tell(f"{_names(slow)}: not ended {self.grace_s:g} s after SIGTERM; killed")
             self._kill(slow)
 
     def _report_waiting(self, children: Sequence[Child], began_s: float) -> None:
@@ -290,19 +278,19 @@ class ProcessTree:
             self._last_said_s = now_s
             slow = _living(children)
             if slow:
-                work, left_s = _SHUTDOWN_WORK[slow[0].spec.role], max(0.0, began_s + self._grace_s - now_s)
-                self._tell(f"waiting for {_names(slow)} to {work}; killed in {left_s:.0f} s otherwise")
-        if not self._request_is_answered and self._asked():
+                work, left_s = _SHUTDOWN_WORK[slow[0].spec.role], max(0.0, began_s + self.grace_s - now_s)
+                self.tell(f"waiting for {_names(slow)} to {work}; killed in {left_s:.0f} s otherwise")
+        if not self._request_is_answered and self.asked():
             self._request_is_answered = True
             left = _names(_living(self.children))
-            self._tell(f"ending already, waiting for {left}; Ctrl+C again kills what is left")
+            self.tell(f"ending already, waiting for {left}; Ctrl+C again kills what is left")
 
     def _kill(self, children: Sequence[Child]) -> None:
         for child in children:
             child.kill()
         if not _wait(children, _KILL_WAIT_S):  # The kernel holds it: a disk or driver that hangs.
             left = [f"{child.spec.name} ({child.pid})" for child in _living(children)]
-            self._tell(f"{', '.join(left)}: not gone {_KILL_WAIT_S:g} s after SIGKILL; left to the kernel")
+            self.tell(f"{', '.join(left)}: not gone {_KILL_WAIT_S:g} s after SIGKILL; left to the kernel")
 
     def _status(self, now_s: float) -> ExitStatus | None:
         dead = [child for child in self.children if child.status == "dead"]
@@ -313,7 +301,7 @@ class ProcessTree:
         if drivers and all(driver.status in ("done", "dead") for driver in drivers):
             lost = [driver for driver in drivers if driver.status == "dead"]
             return ExitStatus(1, _death_text(lost[0])) if lost else ExitStatus(0, "all drivers are done")
-        if dead and self._policy.enabled:
+        if dead and self.policy.enabled:
             return ExitStatus(1, _death_text(dead[0]))
         # All workers of a stage have been dead for a while; before that, drivers may be ending too.
         alive = {child.spec.stage for child in workers if child.status in ("running", "pausing")}

@@ -37,7 +37,7 @@ from trainer.run.config import RunConfig
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.watching import Watch
+from trainer.run.node.training import Watch
 from trainer.run.swarm.building import BuiltStage, WorkerSaving, build_stage_site
 from trainer.run.swarm.keeper import check_keeper
 from trainer.run.swarm.lifecycle import (
@@ -72,12 +72,8 @@ T = TypeVar("T")
 def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
     """Holds a stage until it is asked to stop; ``auto``: the one that needs help most.
 
-    With ``at``, a time as `trainer.checkpoint.stages.parse_time` reads it, it begins with the checkpoint of then.
-
-    Raises:
-        TrainerUsageError: it cannot begin with what it was given, and could not the next time either.
-        TrainerError: it cannot begin, or not go on.
-        LoaderError: the store's vocabulary cannot be read.
+    With ``at``, a time as `trainer.checkpoint.stages.parse_time` reads it, it begins with the checkpoint of then. What
+    it could not begin with the next time either is a `TrainerUsageError`.
     """
     if config.strategy not in ("diloco", "async_sparta"):
         raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")

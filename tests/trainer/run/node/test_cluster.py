@@ -37,9 +37,8 @@ def shared(contents: Mapping[str, Any], strategy: str) -> dict[str, Any]:
     if strategy == "ddp":
         return {"layers": contents["layers"], "optimizer": contents["optimizer"]}
     (fragment,) = contents["diloco"]["fragments"]
-    return {name: fragment[name] for name in ("anchor", "momentum", "reference")} | {
-        "round_index": contents["diloco"]["round_index"]
-    }
+    vectors = {name: fragment[name] for name in ("anchor", "momentum", "reference")}
+    return vectors | {"round_index": contents["diloco"]["round_index"]}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -95,17 +94,9 @@ def test_ranks_that_were_killed_at_different_places_meet_again(cluster: TrainerC
     first, second = saved(cluster)
     assert first["training_rounds"] == second["training_rounds"] == 16
     assert not differences(shared(first, strategy), shared(second, strategy))
-
-
-def test_a_rank_without_a_checkpoint_is_told(cluster: TrainerCommand) -> None:
-    cluster(*RANKS, "--max-steps", "2")
     for path in cluster.checkpoints.glob("*rank-1*.pt"):
         path.unlink()
-    done = cluster.failing(*RANKS, "--max-steps", "4")
-    assert "found some ranks without" in done.stderr
-
-
-def test_one_process_a_node_is_not_for_torchrun(cluster: TrainerCommand) -> None:
+    assert "found some ranks without" in cluster.failing(*options, "--max-steps", "18").stderr
     done = cluster.failing("--node-id", "pod", "--max-steps", "1")
     assert "found this one to be one of torchrun's; add --engine torch" in done.stderr
 

@@ -34,6 +34,7 @@ SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_he
 FIT = StateFit(SHAPE, 1, max_bytes=1 << 24)
 TERMS = Terms(architecture={"dim": 8}, tokenizer_lineage="ab" * 32, synchronisation={"seed": 1})
 VECTORS = ("anchor", "momentum", "reference")
+QUICK = {"announce_interval_s": 0.2, "poll_interval_s": 0.1, "max_retry_interval_s": 1.0}
 WAIT_S = 30.0
 
 
@@ -99,17 +100,13 @@ def network_of(name: str, folder: Path, initial_peers: list[str], port: int, ter
         run_id="test",
         state_dir=str(folder),
         rpc=RpcConfig(host="127.0.0.1", port=port, public_address="127.0.0.1", stop_grace_s=0.1),
-        discovery=DiscoveryConfig(
-            initial_peers=tuple(initial_peers), announce_interval_s=0.2, poll_interval_s=0.1, max_retry_interval_s=1.0
-        ),
+        discovery=DiscoveryConfig(initial_peers=tuple(initial_peers), **QUICK),
         state=StateConfig(retry_pause_s=0.05),
     )
     return Network(config, Identity.create(), terms, lambda: 1024, FIT, lambda: False)
 
 
-def test_states_that_do_not_fit_are_passed_over_and_the_one_that_does_is_taken(
-    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_state_that_fits_is_taken(begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They claim to be further, and would be taken first; the model of the first would not fit into any memory."""
     short = torch.zeros(8)
     offered = {
@@ -215,18 +212,15 @@ def test_of_states_that_come_while_one_is_written_the_newest_is_handed_out(begin
     assert listening.steps == [1, 6]
 
 
-def test_a_layout_is_that_of_a_built_model() -> None:
+def test_a_state_fits_with_any_full_number_of_rows_and_its_layout_is_that_of_a_built_model() -> None:
+    for rows in (1024, 5 * 1024):
+        shared = state(rows=rows)
+        tensors = FIT.expectation(describe(*packed(shared))).tensors
+        assert tensors == dict.fromkeys(VECTORS, ("float32", (shared.anchor.numel(),)))
     shape = replace(SHAPE, num_layers=3, vocab_size=2048)
     shared = DiLoCoTrainer(build_model(shape, 0), DiLoCoConfig(num_fragments=2), LocalCollective()).shared_state()
     layout = state_layout(shape, 2)
     assert (layout.digest(), layout.num_values) == (shared.layout_digest, shared.anchor.numel())
-
-
-@pytest.mark.parametrize("rows", [1024, 5 * 1024])
-def test_a_state_fits_with_any_full_number_of_rows(rows: int) -> None:
-    shared = state(rows=rows)
-    tensors = FIT.expectation(describe(*packed(shared))).tensors
-    assert tensors == dict.fromkeys(VECTORS, ("float32", (shared.anchor.numel(),)))
 
 
 @pytest.mark.parametrize(
@@ -286,11 +280,8 @@ def test_which_state_most_others_hold(
     book = PeerBook(TERMS.digest())
     for step in held:
         book.hold(step, STATES[step])
-    book.update(
-        tuple(
-            announcement(identity_of(number), terms_digest=TERMS.digest(), outer_step=step, state_digest=STATES[state])
-            for number, (step, state) in enumerate(announced, 1)
-        )
-    )
+    others = [{"outer_step": step, "state_digest": STATES[state]} for step, state in announced]
+    terms = TERMS.digest()
+    book.update(tuple(announcement(identity_of(n), terms_digest=terms, **each) for n, each in enumerate(others, 1)))
     assert book.state_to_adopt() == (None if adopted is None else STATES[adopted])
     assert book.state_elsewhere() == (None if elsewhere is None else STATES[elsewhere])

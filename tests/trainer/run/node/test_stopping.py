@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from tests.support.trainer_command import TrainerCommand, differences
 from tests.support.trainer_here import TrainerHere
 from trainer.checkpoint.node import checkpoint_path, wallet_id
 from trainer.run.config import RunConfig
-from trainer.run.node import StopRequest
 from trainer.run.node.starting import resolve
+from trainer.run.node.stopping import StopRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -145,9 +146,7 @@ def test_on_a_cpu_outer_steps_take_memory_too() -> None:
         assert (resolved.model.preset, shape.dim, shape.vocab_size) == (preset, dim, 32_768)
 
 
-def test_memory_decides_for_a_node_that_begins_and_then_the_checkpoint(
-    trainer: TrainerCommand, here: TrainerHere
-) -> None:
+def test_memory_decides_at_first_and_then_the_checkpoint(trainer: TrainerCommand, here: TrainerHere) -> None:
     """Below the first tier of 500 MB there is only the smallest."""
     here(*AUTO, "1", "--set", "model.memory_bytes=400_000_000")
     assert dim(trainer) == 128
@@ -157,11 +156,11 @@ def test_memory_decides_for_a_node_that_begins_and_then_the_checkpoint(
     assert trainer.saved("a")["training_rounds"] == 2
 
 
-def test_a_named_preset_decides_against_the_checkpoint_which_is_put_aside(
-    trainer: TrainerCommand, here: TrainerHere
-) -> None:
-    here("--node-id", "a", "--max-steps", "2")
+def test_a_checkpoint_of_another_preset_than_was_named_is_put_aside(trainer: TrainerCommand, here: TrainerHere) -> None:
+    for steps in ("1", "2"):
+        here("--node-id", "a", "--preset", "tiny", "--max-steps", steps)
     before = trainer.saved("a")
+    assert before["training_rounds"] == 2 and not list(trainer.checkpoints.glob("replaced-*")), "the same preset"
     said = here("--node-id", "a", "--preset", "15m", "--max-steps", "1")
     assert dim(trainer) == 192
     assert trainer.saved("a")["training_rounds"] == 1
@@ -169,13 +168,6 @@ def test_a_named_preset_decides_against_the_checkpoint_which_is_put_aside(
     assert aside in said
     (trainer.checkpoints / aside).rename(newest(trainer))  # As a user would who wants it back.
     assert not differences(trainer.saved("a"), before)
-
-
-def test_the_same_preset_named_again_goes_on(trainer: TrainerCommand, here: TrainerHere) -> None:
-    for steps in ("1", "2"):
-        here("--node-id", "a", "--preset", "tiny", "--max-steps", steps)
-    assert trainer.saved("a")["training_rounds"] == 2
-    assert not list(trainer.checkpoints.glob("replaced-*"))
 
 
 def test_the_batch_size_by_memory_is_kept(trainer: TrainerCommand, here: TrainerHere) -> None:
@@ -203,17 +195,13 @@ def test_what_does_not_fit_the_checkpoint_is_refused(trainer: TrainerCommand, he
         assert not differences(trainer.saved("a"), before)
 
 
-def test_ranks_wait_for_the_last_round_together_or_not_at_all(tmp_path: Path) -> None:
-    """One that alone would wait for it would wait for the others until the round's deadline."""
-    first, second = run_ranks(end_of_steps, 2, tmp_path)
-    assert first["drained"] == second["drained"] == [True, False, False]
-
-
-def test_a_decision_does_not_meet_a_round_in_the_background(tmp_path: Path) -> None:
-    for result in run_ranks(beside_a_round, 2, tmp_path):
-        assert result == {"least": 7, "gathered": 200}
-
-
-def test_the_cap_on_weights_is_that_of_the_run(tmp_path: Path) -> None:
-    for weights in run_ranks(weights_under_a_cap, 2, tmp_path):
-        assert weights == [2.0, 2.0]
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        (end_of_steps, {"drained": [True, False, False]}),  # One that waited alone would wait until the deadline.
+        (beside_a_round, {"least": 7, "gathered": 200}),
+        (weights_under_a_cap, [2.0, 2.0]),
+    ],
+)
+def test_what_ranks_decide_together(task: Callable[[int, int], object], expected: object, tmp_path: Path) -> None:
+    assert run_ranks(task, 2, tmp_path) == [expected, expected]

@@ -65,7 +65,10 @@ def test_status_and_metrics_while_it_trains_and_the_shutdown_and_a_restart(watch
         assert verify["training_verified"], verify
 
 
-def test_a_port_that_is_taken_is_told(here: TrainerHere) -> None:
+def test_a_taken_port_and_a_missing_store_are_told(here: TrainerHere, trainer: TrainerCommand) -> None:
+    gone = ("--store", "http://127.0.0.1:9", "--set", "data.timeout_s=0.5")
+    assert "127.0.0.1:9" in here("--node-id", "a", *gone, expect=1).splitlines()[-1]
+    assert not trainer.checkpoints.exists()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -74,12 +77,9 @@ def test_a_port_that_is_taken_is_told(here: TrainerHere) -> None:
     assert "something else listens there; give another --api-port" in said.splitlines()[-1]
 
 
-TEN_MB = 10_000_000
-
-
 def test_a_disk_that_takes_no_checkpoint_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     """Only the last save is an error: until then there is something left to lose by stopping."""
-    limited = ("prlimit", f"--fsize={TEN_MB}", sys.executable, "-m", "trainer")
+    limited = ("prlimit", f"--fsize={10_000_000}", sys.executable, "-m", "trainer")
     trainer = TrainerCommand(text_store(), tmp_path, starter=limited)
     options = ("--node-id", "a", "--max-steps", "8", "--set", "checkpoint.every_steps=2", "--log-dir", tmp_path)
     done = trainer(*options, expect=1)
@@ -90,15 +90,7 @@ def test_a_disk_that_takes_no_checkpoint_is_reported_and_training_goes_on(tmp_pa
     assert {event.fields["outcome"] for event in events if event.kind == "checkpoint"} >= {"failed"}
 
 
-def test_a_store_that_is_not_there(here: TrainerHere, trainer: TrainerCommand) -> None:
-    gone = ("--store", "http://127.0.0.1:9", "--set", "data.timeout_s=0.5")
-    assert "127.0.0.1:9" in here("--node-id", "a", *gone, expect=1).splitlines()[-1]
-    assert not trainer.checkpoints.exists()
-
-
-def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(
-    here: TrainerHere, trainer: TrainerCommand, tmp_path: Path
-) -> None:
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(here: TrainerHere, tmp_path: Path) -> None:
     """The rate throws the weights so far off that no loss is finite any more; none of those steps is applied."""
     wild = ("--lr", "1e30", "--set", "inner.warmup_steps=0", "--set", "inner.max_grad_norm=1e30")
     said = here("--node-id", "a", *wild, "--log-dir", tmp_path, expect=1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from manifests import FIRST_MERGE_ID, VocabularyFile
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm
+from tests.support.pipeline_swarm import STAGES
 from tests.support.rpc_pair import running_endpoint
 from tests.support.text_store import text_store
 from trainer.checkpoint.stages import StageCheckpoints, StageState, fingerprint
@@ -23,8 +23,7 @@ from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc import Endpoint, Reply, Request
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.compatibility import TERMS, FitCheck, register_terms
-from trainer.run.node.identity import NodeStats
+from trainer.run.node.identity import TERMS, FitCheck, NodeStats, register_terms
 from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.lifecycle import check_first_weights
 from trainer.run.swarm.peer_view import DriverPeerView, SwarmPeers
@@ -50,7 +49,7 @@ def theirs() -> SwarmShape:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers stand after a moment."""
     for name in ("_SETTLE_S", "_STANDS_S", "_AGAIN_S"):
-        monkeypatch.setattr(f"trainer.run.node.compatibility.{name}", 0.05)
+        monkeypatch.setattr(f"trainer.run.node.identity.{name}", 0.05)
 
 
 def check_among(own: Endpoint, shape: SwarmShape, heard: list[Announcement]) -> FitCheck:
@@ -86,19 +85,11 @@ async def meet(endpoint: Endpoint, shape: SwarmShape, heard: Sequence[Sequence[A
     return list(rest[0])
 
 
-@pytest.mark.slow
-async def test_a_stranger_is_heard_of_first_and_those_that_fit_behind_it(ours: SwarmShape, theirs: SwarmShape) -> None:
-    async with AsyncExitStack() as stack, running_endpoint() as own:
-        stranger = await a_driver(stack, theirs, "stranger")
-        resident = await a_driver(stack, ours, "resident")
-        assert await meet(own, ours, [[], [], *[[stranger]] * 5, [stranger, resident]]) == [stranger, resident]
-
-
 @pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
-async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_it_is_there(
+async def test_one_that_fits_is_company_enough(
     is_there: bool, ours: SwarmShape, theirs: SwarmShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.node.compatibility._SETTLE_S", 0.2)
+    monkeypatch.setattr("trainer.run.node.identity._SETTLE_S", 0.2)
     async with AsyncExitStack() as stack, running_endpoint() as own:
         strangers = [await a_driver(stack, theirs, f"stranger-{number}") for number in range(4 if is_there else 2)]
         resident = await a_driver(stack, ours, "resident")
@@ -111,9 +102,7 @@ async def test_one_that_fits_is_company_enough_among_many_strangers_as_long_as_i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["the newcomer", "the others"])
-async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_they_are_heard_of(
-    like: str, ours: SwarmShape, theirs: SwarmShape, quick: None
-) -> None:
+async def test_the_dead_count_for_nothing(like: str, ours: SwarmShape, theirs: SwarmShape, quick: None) -> None:
     """Of a misfit that hears first of dead ones alone, and of the run itself while it works."""
     async with AsyncExitStack() as stack, running_endpoint() as own:
         residents = [await a_driver(stack, theirs, f"resident-{number}") for number in range(2)]
@@ -132,7 +121,7 @@ async def test_the_dead_count_for_nothing_and_those_alive_are_asked_whenever_the
                 await going_on
 
 
-async def test_the_answer_of_one_that_fits_ends_the_question_and_so_does_being_the_first(
+async def test_one_that_fits_or_being_the_first_ends_the_question(
     ours: SwarmShape, theirs: SwarmShape, quick: None
 ) -> None:
     async with AsyncExitStack() as stack, running_endpoint() as own:
@@ -162,10 +151,8 @@ async def test_a_refusal_that_says_nothing_of_terms_is_no_difference(ours: Swarm
             raise RefusedError("busy", "come again later")
 
         busy.register(TERMS, Terms, answer)
-        said = gone(await a_driver(stack, theirs, "busy")).model_copy(
-            update={"peer_id": busy.peer_id, "address": busy.address}
-        )
-        check = check_among(own, ours, [said])
+        at = {"peer_id": busy.peer_id, "address": busy.address}
+        check = check_among(own, ours, [(await a_driver(stack, theirs, "busy")).model_copy(update=at)])
         async with asyncio.timeout(30):
             await check.begin()
         assert check.is_open
@@ -177,9 +164,8 @@ MINE, OTHER = "1" * 16, "2" * 16
 @pytest.mark.parametrize(
     ("mine", "others", "joining", "fits"),
     [
-        *((mine, others, 0, True) for mine, others in ((MINE, ()), (MINE, ("", "")), (MINE, (MINE, "")))),
+        *((MINE, others, 0, True) for others in ((), ("", ""), (MINE, ""), (OTHER, MINE))),  # The other one is told.
         ("", (OTHER, OTHER), 0, True),  # It read none.
-        (MINE, (OTHER, MINE), 0, True),  # The other one is told.
         *(
             (MINE, others, 0, False)
             for others in ((OTHER,), (OTHER, ""), (OTHER, MINE, OTHER), (OTHER, "3" * 16, MINE))
@@ -189,44 +175,28 @@ MINE, OTHER = "1" * 16, "2" * 16
         (MINE, (OTHER,), 1, False),  # and before any does whoever begins.
     ],
 )
-def test_who_began_with_another_model_than_most_is_told_which_and_where(
-    mine: str, others: tuple[str, ...], joining: int, fits: bool
-) -> None:
+def test_who_began_with_another_model_is_told(mine: str, others: tuple[str, ...], joining: int, fits: bool) -> None:
     statuses = ["joining"] * joining + ["serving"] * (len(others) - joining)
     reports = [
         StageReport(uid=str(StageUid("tail", 40 + number)), incarnation="0" * 16, status=status, began_from=each)
         for number, (each, status) in enumerate(zip(others, statuses, strict=True))
     ]
-    if fits:
-        check_first_weights(mine, "/models/a", reports)
-        return
-    with pytest.raises(
-        IncompatiblePeerError, match=rf" tail\.0\.4\d .* {OTHER}, found /models/a with {MINE}; give all"
-    ):
+    told = rf" tail\.0\.4\d .* {OTHER}, found /models/a with {MINE}; give all"
+    with nullcontext() if fits else pytest.raises(IncompatiblePeerError, match=told):
         check_first_weights(mine, "/models/a", reports)
 
 
-def _model(folder: Path, seed: int) -> Path:
-    """A model of the runs below."""
-    tokenizer = folder.parent / "tokenizer.json"
+def test_stages_begin_with_the_model_of_a_folder_unless_they_have_checkpoints(tmp_path: Path) -> None:
+    tokenizer, model = tmp_path / "tokenizer.json", tmp_path / "model"
     tokenizer.write_bytes(VocabularyFile.from_pairs([(114 + 10, 111)], {"tiny": 1}).to_json())
-    config = shape_of(_config(folder)).model
-    export_hf(build_model(config, seed).state_dict(), config, tokenizer, folder)
-    return folder
-
-
-def _config(start_from: Path, checkpoints: Path | None = None) -> RunConfig:
-    directory = str(checkpoints or start_from.parent / "none")
-    return config_with({"start_from": str(start_from), "checkpoint": {"directory": directory}})
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_checkpoints_does_not_read_the_model_to_begin_with(tmp_path: Path) -> None:
-    model, folder = _model(tmp_path / "model", 5), tmp_path / "checkpoints"
-    config = _config(model, folder)
+    config = config_with({"start_from": str(model), "checkpoint": {"directory": str(tmp_path / "checkpoints")}})
     shape = shape_of(config)
-    built = build_stage_site(config, shape, "body-1")
-    assert built.began_from == fingerprint(model)
+    weights = build_model(shape.model, 5).state_dict()
+    export_hf(weights, shape.model, tokenizer, model)
+    head, built, tail = (build_stage_site(config, shape, stage) for stage in STAGES)
+    assert {each.began_from for each in (head, built, tail)} == {fingerprint(model)}
+    rows = slice(FIRST_MERGE_ID + 1)
+    assert torch.equal(head.module.state_dict()["embedding.weight"][rows], weights["embedding.weight"][rows])
     with StageCheckpoints(config.swarm.checkpoint, config.run_id, shape.plan, "body-1", "a" * 16) as checkpoints:
         checkpoints.open(0.0)
         checkpoints.save(1.0, StageState.of_replica(shape.model, built.replica.state_dict()))
@@ -234,27 +204,3 @@ def test_a_worker_that_has_checkpoints_does_not_read_the_model_to_begin_with(tmp
     assert build_stage_site(config, shape, "body-1").began_from == ""
     with pytest.raises(CheckpointError):
         build_stage_site(config, shape, "tail")
-
-
-def test_stages_of_one_folder_say_the_same(tmp_path: Path) -> None:
-    model = _model(tmp_path / "model", 5)
-    config = _config(model)
-    built = [build_stage_site(config, shape_of(config), stage) for stage in STAGES]
-    assert {each.began_from for each in built} == {fingerprint(model)}
-    expected = build_model(shape_of(config).model, 5).state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1]
-    assert torch.equal(built[0].module.state_dict()["embedding.weight"][: FIRST_MERGE_ID + 1], expected)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_a_worker_with_another_model_ends_and_says_so_and_the_first_stays(tmp_path: Path) -> None:
-    one, another = _model(tmp_path / "one", 5), _model(tmp_path / "another", 6)
-    with PipelineSwarm(tmp_path / "swarm") as swarm:
-        resident = swarm.begin_worker("tail", "tail", ["--set", f"swarm.start_from={one}"])
-        swarm.wait(lambda: "serves version 0" in resident.output(), "the tail to serve")
-        stranger = swarm.begin_worker("head", "head", ["--set", f"swarm.start_from={another}"])
-        assert stranger.exit_code() == 1
-        last = stranger.output().splitlines()[-1]
-        assert last.startswith("trainer: swarm.start_from: expected the model that "), last
-        assert f"found {another} with {fingerprint(another)}" in last
-        assert not resident.has_ended()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.identity import identity_of, identity_path
 from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeper_among
 
+Options = dict[str, Any]
 SEED = "/ip4/{}/tcp/4001/p2p/12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 
 
@@ -46,23 +49,18 @@ def config_of(folder: Path, **options: Any) -> RunConfig:
         ({"discovery": {"initial_peers": ["127.0.0.1:4100"]}, "rpc": {"public_address": "8.8.8.8:4100"}}, False),
     ],
 )
-def test_a_name_is_believed_where_every_address_that_was_given_is_private(
-    options: dict[str, Any], is_private: bool, tmp_path: Path
-) -> None:
+def test_a_name_is_believed_where_all_addresses_are_private(options: Options, is_private: bool, tmp_path: Path) -> None:
     config = config_of(tmp_path, **options)
     assert config.is_private == is_private
-    if is_private:
+    told = pytest.raises(TrainerUsageError, match="python -m trainer identity --node-id driver-1")
+    with nullcontext() if is_private else told:
         check_keeper(config)
-    else:
-        with pytest.raises(TrainerUsageError, match="python -m trainer identity --node-id driver-1"):
-            check_keeper(config)
-    key = {"ledger": {"keeper": "a" * 64}}
-    check_keeper(config_of(tmp_path, **options, swarm=key))
+    check_keeper(config_of(tmp_path, **options, swarm={"ledger": {"keeper": "a" * 64}}))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", [["--pipeline", "swarm"], ["worker", "--stage", "head"]])
-def test_a_process_that_strangers_can_reach_does_not_begin_with_a_name(
+def test_no_name_where_strangers_can_come(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [f"state_dir={tmp_path}", "inner.micro_batch_size=2", f"data.store={tmp_path}"]
@@ -71,9 +69,7 @@ def test_a_process_that_strangers_can_reach_does_not_begin_with_a_name(
     assert "swarm.ledger.keeper: expected a key" in capsys.readouterr().err
 
 
-def test_a_key_is_made_beforehand_and_told_for_the_run_file_also_to_the_keeper_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_made_beforehand_and_told_for_the_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["identity", "--node-id", "driver-1", "--set", f"state_dir={tmp_path}"]
     assert (run(command), run(command)) == (0, 0)
     said = capsys.readouterr()
@@ -81,9 +77,8 @@ def test_a_key_is_made_beforehand_and_told_for_the_run_file_also_to_the_keeper_i
     key = identity_of(config).peer_id
     assert said.out.split() == [key, key]
     assert f"keeper: {key}" in said.err
-    with pytest.raises(TrainerUsageError) as refused:
-        check_keeper(config)
-    assert f"swarm: {{ledger: {{keeper: {key}}}}}" in str(refused.value)
+    with pytest.raises(TrainerUsageError, match=re.escape(f"swarm: {{ledger: {{keeper: {key}}}}}")):
+        check_keeper(config)  # The keeper itself is told its own.
 
 
 def test_a_swarm_on_one_machine_knows_its_keeper_beforehand(tmp_path: Path) -> None:
@@ -140,15 +135,12 @@ def kept_until(version: int, leased: int = 0) -> ListedLedger:
 def test_an_empty_account_begins_beside_workers_that_begin_when_all_stages_are_there(config: RunConfig) -> None:
     kept = ListedLedger(LedgerConfig())
     opening = opening_of(config, kept)
-    for said in ((None, None, None), (0, 0, None)):
-        assert not opening.is_over(reports(*said))
-        assert kept.ledger.leases_nothing
-    assert opening.is_over(reports(0, 0, 0))
-    assert not kept.ledger.leases_nothing
+    for said, begins in (((None, None, None), False), ((0, 0, None), False), ((0, 0, 0), True)):
+        assert opening.is_over(reports(*said)) is begins is not kept.ledger.leases_nothing
 
 
 @pytest.mark.parametrize("versions", [(None, 22, None), (0, 0, 22), (22, 22, 22)])
-def test_an_empty_account_does_not_begin_beside_a_trained_worker_unless_it_is_told_to(
+def test_an_empty_account_beside_a_trained_worker(
     versions: tuple[int | None, ...], config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = ListedLedger(LedgerConfig())
@@ -175,7 +167,7 @@ def test_an_empty_account_does_not_begin_beside_a_trained_worker_unless_it_is_to
         ((10**9, 1000, None), 0, None),
     ],
 )
-def test_an_account_fits_workers_that_are_ahead_by_what_was_leased_since_and_a_few_steps(
+def test_an_account_fits_workers_a_few_steps_ahead(
     versions: tuple[int | None, ...], leased: int, fits: bool | None, config: RunConfig
 ) -> None:
     kept = kept_until(1000, leased)
@@ -188,12 +180,9 @@ def test_an_account_fits_workers_that_are_ahead_by_what_was_leased_since_and_a_f
         assert opening.is_over(reports(*versions)) == bool(fits)
 
 
-def test_one_liar_a_stage_keeps_no_keeper_from_beginning(config: RunConfig) -> None:
+def test_one_liar_a_stage_keeps_no_keeper_from_beginning_and_checkpoints_here_tell_first(config: RunConfig) -> None:
     for version, kept in ((0, ListedLedger(LedgerConfig())), (1000, kept_until(1000))):
         assert opening_of(config, kept).is_over([*reports(*[version] * 3), *reports(*[2**53 - 1] * 3)])
-
-
-def test_checkpoints_on_this_machine_tell_before_their_workers_do(config: RunConfig) -> None:
     directory, empty = Path(config.swarm.checkpoint.directory), ListedLedger(LedgerConfig())
     opening_of(config, empty).check_checkpoints()
     model = random_model(small_config())

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,8 +35,10 @@ from trainer.run.swarm.running import (
     snapshot_through,
     swarm_specs,
 )
-from trainer.run.swarm.tree import RestartPolicy
+from trainer.run.swarm.tree import ExitStatus, RestartPolicy
 
+Captured = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
 
@@ -74,27 +75,18 @@ class Shown:
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def calls(tmp_path: Path, monkeypatch: Patch) -> Path:
     file = tmp_path / "calls"
     monkeypatch.setenv("PRETENDED_SWARM_CALLS", str(file))
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     return file
 
 
-@pytest.fixture
-def driver_url() -> Iterator[str]:
-    with driver_api(SeenPipeline()) as server:
-        yield server.url
-
-
 def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     swarm = _swarm(num_workers=2, num_drivers=2, store="/store", max_steps=7, settings=("seed=3",))
     specs = swarm_specs(swarm, _ports(swarm), [])
-    assert [spec.name for spec in specs] == [
-        *(f"{stage}.{number}" for stage in _STAGES for number in (1, 2)),
-        "driver-1",
-        "driver-2",
-    ]
+    workers = [f"{stage}.{number}" for stage in _STAGES for number in (1, 2)]
+    assert [spec.name for spec in specs] == [*workers, "driver-1", "driver-2"]
     lines = [" ".join(spec.command) for spec in specs]
     own = [spec.command[spec.command.index("--port") + 1] for spec in specs]
     assert len(set(own)) == len(own)
@@ -109,7 +101,8 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     assert [spec.stage for spec in specs] == ["head", "head", "body-1", "body-1", "tail", "tail", "", ""]
 
 
-def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Path) -> None:
+def test_seeds_know_those_before_them_and_all_others_know_those_that_are_ready(tmp_path: Path) -> None:
+    assert len(set(free_ports(20))) == 20
     swarm = _swarm(num_seeds=2)
     ports = _ports(swarm)
     first, second = (seed_spec(swarm, ports, tmp_path, known) for known in ([], ["/ip4/a"]))
@@ -119,26 +112,12 @@ def test_seeds_know_those_before_them_and_all_others_know_the_seeds(tmp_path: Pa
     for spec in swarm_specs(swarm, ports, ["/ip4/a", "/ip4/b"]):
         given = [value for name, value in pairwise(spec.command) if name == "--initial-peers"]
         assert given == ["/ip4/a", "/ip4/b"]
-
-
-@pytest.mark.parametrize(
-    ("printed", "address"),
-    [
+    for printed, address in (
         ("", None),
         ("ready\n  --initial-peers /ip4/127.0.0.1/tc", None),  # Not a whole line.
         ("ready\n  --initial-peers /ip4/x/p2p/Qm\n  --initial-peers /ip4/y\n", "/ip4/x/p2p/Qm"),
-    ],
-)
-def test_a_seed_is_ready_when_it_has_printed_a_whole_line(printed: str, address: str | None) -> None:
-    assert seed_address(f"--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n{printed}") == address
-
-
-def test_free_ports_are_free_and_different() -> None:
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    for port in ports:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
+    ):
+        assert seed_address(f"--- 2026-11-21 python -m trainer seed --initial-peers /ip4/other\n{printed}") == address
 
 
 @pytest.mark.slow
@@ -156,24 +135,19 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     assert [count.running for count in shown.snapshots[-1].processes if count.name == "drivers"] == [0]
     wanted = {count.name: count.wanted for count in seen[0].processes}
     assert wanted == {"seeds": 2, "head": 1, "body-1": 1, "tail": 1, "drivers": 1}
-    assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {
-        *("seed-1.log", "seed-2.log", "head.1.log", "body-1.1.log", "tail.1.log", "driver-1.log")
-    }
+    logs = ("seed-1", "seed-2", "head.1", "body-1.1", "tail.1", "driver-1")
+    assert {path.stem for path in (tmp_path / "logs").glob("*.log")} == set(logs)
 
 
-def test_all_that_could_not_save_are_named_with_their_reasons(
-    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_could_not_save_are_named(calls: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PRETENDED_SWARM_UNSAVED", "head,tail")
 
     def are_up() -> bool:
         return calls.exists() and len(calls.read_text().splitlines()) == 4
 
     outcome = run_local(_swarm(), tmp_path, RestartPolicy(), Shown(), are_up)
-    assert outcome.exit_code == 1
-    assert outcome.reason == "; ".join(
-        f"{name} ended with an error: no room for {name}" for name in ("head.1", "tail.1")
-    )
+    said = "{0} ended with an error: no room for {0}"
+    assert outcome == ExitStatus(1, f"{said.format('head.1')}; {said.format('tail.1')}")
 
 
 def test_one_folder_has_one_swarm(calls: Path, tmp_path: Path) -> None:
@@ -206,16 +180,8 @@ sys.exit(run(["swarm", "up", *sys.argv[1:]]))
 
 @pytest.mark.slow
 def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        _UP,
-        "--run",
-        str(_run_file(tmp_path)),
-        "--folder",
-        str(tmp_path / "all"),
-        "--json",
-    ]
+    places = ["--run", str(_run_file(tmp_path)), "--folder", str(tmp_path / "all")]
+    command = [sys.executable, "-c", _UP, *places, "--json"]
     process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -240,9 +206,7 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     assert f"state_dir={tmp_path / 'all' / 'state'}" in settings
 
 
-def test_mistakes_and_interrupts_are_one_line_and_their_exit_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_and_exit_code_for_a_mistake(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -251,44 +215,48 @@ def test_mistakes_and_interrupts_are_one_line_and_their_exit_codes(
     assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
     assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
     capsys.readouterr()
-    monkeypatch.setattr("trainer.run.swarm.running.run_local", interrupted)
-    assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "trainer: interrupted; nothing was saved since the last checkpoint\n"
-
-
-@pytest.mark.slow
-def test_a_driver_tells_its_stages_and_the_account_and_one_that_does_not_add_up_is_a_failure(
-    driver_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ask_stages(driver_url + "/") == some_stages()
-    assert ask_account(driver_url) == an_account()
-    assert run(["swarm", "status", "--api", driver_url]) == 0
-    text = capsys.readouterr().out
-    heading, first, *_ = text.splitlines()
-    assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], "whose processes, none knows"
-    assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
-    assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
-    assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
-    assert run(["swarm", "status", "--api", driver_url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
-    wrong = an_account(micro_batches={"leased": 120, "done": 100, "lost": 3, "open": 16})
-    monkeypatch.setattr(SeenPipeline, "account", lambda _: wrong)
-    assert run(["swarm", "status", "--api", driver_url]) == 1
-    assert "does NOT add up" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_whoever_is_no_driver_is_told_so(driver_url: str) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(PeerUnavailableError, match="no driver answers"),
+    up = ["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]
+    refused = ExitStatus(2, "head.1: expected a folder for checkpoints")
+    for outcome, code, said in (
+        (lambda *_: refused, 2, refused.reason),
+        (interrupted, 130, "interrupted; nothing was"),
     ):
-        ask_stages(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
-    with pytest.raises(MalformedAnswerError, match="status 404"):
-        ask_stages(driver_url + "/elsewhere")
-    with pytest.raises(TrainerUsageError, match="--api: expected http://host:port"):
-        ask_stages("127.0.0.1:8000")
-    assert snapshot_through(["http://127.0.0.1:1", driver_url, driver_url]).tokens_per_s == 2 * 1234.5
+        monkeypatch.setattr("trainer.run.swarm.running.run_local", outcome)
+        assert run(up) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"trainer: {said}")
+
+
+@pytest.mark.slow
+def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkeypatch: Patch, capsys: Captured) -> None:
+    with driver_api(SeenPipeline()) as server:
+        url = server.url
+        assert ask_stages(url + "/") == some_stages()
+        assert ask_account(url) == an_account()
+        assert run(["swarm", "status", "--api", url]) == 0
+        text = capsys.readouterr().out
+        heading, first, *_ = text.splitlines()
+        assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], (
+            "whose processes, none knows"
+        )
+        assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
+        assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
+        assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
+        assert run(["swarm", "status", "--api", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["account"]["micro_batches"]["done"] == 100
+        wrong = an_account(micro_batches={"leased": 120, "done": 100, "lost": 3, "open": 16})
+        monkeypatch.setattr(SeenPipeline, "account", lambda _: wrong)
+        assert run(["swarm", "status", "--api", url]) == 1
+        assert "does NOT add up" in capsys.readouterr().out
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            for address, error, said in (
+                (f"http://127.0.0.1:{silent.getsockname()[1]}", PeerUnavailableError, "no driver answers"),
+                (url + "/elsewhere", MalformedAnswerError, "status 404"),
+                ("127.0.0.1:8000", TrainerUsageError, "--api: expected http://host:port"),
+            ):
+                with pytest.raises(error, match=said):
+                    ask_stages(address, timeout_s=0.5)
+        assert snapshot_through(["http://127.0.0.1:1", url, url]).tokens_per_s == 2 * 1234.5
 
 
 def _snapshot() -> SwarmSnapshot:
@@ -296,7 +264,7 @@ def _snapshot() -> SwarmSnapshot:
     return SwarmSnapshot(counts, some_stages(), an_account(), 1234.5)
 
 
-def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
+def test_the_table_has_a_line_a_stage_and_is_redrawn_in_place_cut_to_the_width(monkeypatch: Patch) -> None:
     lines = stage_table(_snapshot())
     assert [line.split()[0] for line in lines] == ["stage", "head", "tail", "drivers", "step", "micro-batches:"]
     assert lines[0].split()[1] == "processes"
@@ -306,9 +274,6 @@ def test_the_table_has_a_line_a_stage_and_says_which_is_empty() -> None:
     assert not any("\x1b" in line for line in lines)
     assert "\x1b[31mtail" in stage_table(_snapshot(), is_coloured=True)[2]
     assert stage_table(SwarmSnapshot())[-2:] == ["no driver answers yet", account_text(None)]
-
-
-def test_a_terminal_is_redrawn_in_place_with_lines_cut_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = io.StringIO()
     table = _Table(stream, is_coloured=False)
@@ -353,9 +318,8 @@ def test_what_is_wrong_with_workers_is_shown_and_whose_it_is_and_those_who_disag
     assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
     assert "no checkpoint" not in "\n".join(stage_table(SwarmSnapshot(stages=troubled))), "the table of workers says it"
     pairs = ((42, 43), (43, 42))
-    seen = _stages_with(
-        *(a_worker(f"tail.0.{a}", node_id=f"tail.{a}", differs_from=(f"tail.0.{b}",)) for a, b in pairs)
-    )
+    differ = [a_worker(f"tail.0.{a}", node_id=f"tail.{a}", differs_from=(f"tail.0.{b}",)) for a, b in pairs]
+    seen = _stages_with(*differ)
     assert "computes something else than tail.0.43; one of them is wrong" in "\n".join(workers_table(seen, None))
     table = stage_table(SwarmSnapshot((ProcessCount("tail", 2, 2, 0),), seen))
     assert "tail.42: computes something else than tail.0.43" in "\n".join(table)
@@ -370,9 +334,7 @@ def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
     snapshot = SwarmSnapshot((ProcessCount("tail", 1, 1, 0),), stages)
     _, row, *troubles, _, _ = stage_table(snapshot)
     assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
-    assert troubles == [
-        "tail.1: has not answered for 12 s; micro-batches wait for it (3)",
-        "tail.1: last heard of 30 s ago",
-    ]
+    waits = "has not answered for 12 s; micro-batches wait for it (3)"
+    assert troubles == [f"tail.1: {waits}", "tail.1: last heard of 30 s ago"]
     assert workers_table(stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
     assert stage_table(snapshot, is_coloured=True)[1].startswith("\x1b[31mtail")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from tests.support.stage_files import write_model
 from tests.support.text_store import text_store
 from tests.support.trainer_command import ROOT
 from trainer.checkpoint.stages import StagewiseConfig
-from trainer.errors import TrainerUsageError
+from trainer.errors import IncompatiblePeerError, TrainerUsageError
 from trainer.model.plan import StagePlan
 from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport, StageUid
@@ -31,10 +30,12 @@ from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.building import build_stage_site
 from trainer.run.swarm.driver_node import run_driver
 from trainer.run.swarm.lifecycle import StartupVersionCheck
-from trainer.run.swarm.shape import only_process, shape_of
+from trainer.run.swarm.shape import only_process, shape_of, stage_of
 from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
 RUN = """
 run_id: first
 strategy: async_sparta
@@ -76,9 +77,7 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
             assert first.stdout.readline() == "held\n"
             with pytest.raises(TrainerUsageError, match="--node-id driver-1: expected a name of its own"):
                 run_driver(config_in(tmp_path), StopRequest(), None)
-            with only_process(config_in(tmp_path, "driver-2")):
-                pass
-            with only_process(config_in(tmp_path / "elsewhere")):
+            with only_process(config_in(tmp_path, "driver-2")), only_process(config_in(tmp_path / "elsewhere")):
                 pass
         finally:
             first.kill()
@@ -89,21 +88,16 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
         pass
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "identity").write_text("a file")
-    with (
-        pytest.raises(TrainerUsageError, match="state_dir: expected a folder that can be written"),
-        only_process(config_in(tmp_path)),
-    ):
-        pass
-
-
 @pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_file(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     return file
+
+
+def file_for_state(folder: Path) -> None:
+    (folder / "state").write_text("")
 
 
 def file_for_checkpoints(folder: Path) -> None:
@@ -122,6 +116,7 @@ def damaged_journal(folder: Path) -> None:
     journal.write_text("neither\none nor the other\n")
 
 
+Prepare = Callable[[Path], None]
 WORKER = ["worker", "--stage", "head", "--node-id", "head.1"]
 DRIVER = ["--node-id", "driver-1", "--pipeline", "swarm"]
 
@@ -129,6 +124,7 @@ DRIVER = ["--node-id", "driver-1", "--pipeline", "swarm"]
 @pytest.mark.parametrize(
     ("arguments", "prepare", "said"),
     [
+        (DRIVER, file_for_state, "state_dir: expected a folder that can be written"),
         (WORKER, file_for_checkpoints, "expected a folder for checkpoints that can be written to"),
         (WORKER, checkpoints_of_another_cut, "{folder}/checkpoints/first: expected"),
         ([*WORKER, "--set", "swarm.start_from=/nowhere"], None, "/nowhere: expected a Hugging Face folder"),
@@ -138,16 +134,12 @@ DRIVER = ["--node-id", "driver-1", "--pipeline", "swarm"]
         (
             ["worker", "--stage", "foot", "--store", "/nowhere"],
             None,
-            "--stage: expected auto or one of head, tail, found 'foot'",
+            "--stage: expected auto or one of head, tail, found",
         ),
     ],
 )
 def test_a_process_that_cannot_begin_with_what_it_was_given_says_so_with_exit_code_2(
-    arguments: list[str],
-    prepare: Callable[[Path], None] | None,
-    said: str,
-    run_file: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], prepare: Prepare | None, said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run_file.parent
     if prepare is not None:
@@ -157,24 +149,6 @@ def test_a_process_that_cannot_begin_with_what_it_was_given_says_so_with_exit_co
     store = [] if "--store" in arguments else ["--store", str(text_store())]
     assert run([*arguments, *store, "--run", str(run_file), "--no-api", *settings]) == 2
     assert said.format(folder=folder) in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_swarm_up_ends_at_once_and_says_why(run_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "all"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "swarm").write_text("")
-    command = [sys.executable, "-m", "trainer", "swarm", "up", "--run", str(run_file), "--folder", str(folder)]
-    command += ["--store", str(text_store()), "--max-steps", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    *events, reason = done.stderr.splitlines()
-    assert reason.startswith(("trainer: head.1: ", "trainer: tail.1: "))
-    assert "expected a folder for checkpoints that can be written to" in reason
-    assert not any("started again" in event for event in events)
-    assert "ending all processes" in events[-1]
-    for log in folder.glob("*.log"):
-        assert log.read_text().count("--- ") == 1
 
 
 def worker(stage: str, version: int, saved: int = 0, status: str = "serving", round_index: int = 0) -> StageReport:
@@ -192,14 +166,9 @@ class Beginner:
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
+        config, tells = StagewiseConfig(directory="/data", begin_anew=self.begin_anew), lambda: self.others
         self.check = StartupVersionCheck(
-            "head",
-            STAGES,
-            StagewiseConfig(directory="/data", begin_anew=self.begin_anew),
-            GRACE_S,
-            version=lambda: self.version,
-            reports=lambda: self.others,
-            clock=lambda: self.now_s,
+            "head", STAGES, config, GRACE_S, lambda: self.version, tells, clock=lambda: self.now_s
         )
 
 
@@ -215,14 +184,12 @@ FAR = [worker("body-1", 12, saved=12), worker("tail", 1, saved=1)]
         [*FAR, worker("head", 12, saved=12, status="joining")],  # Its stage's state is on its way.
     ],
 )
-def test_a_common_beginning_is_not_logged(others: list[StageReport], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_common_beginning_is_not_logged(others: list[StageReport], caplog: Log) -> None:
     assert Beginner(others).check.may_serve()
     assert not caplog.records
 
 
-def test_a_stage_that_is_lost_where_others_have_saved_is_waited_for_and_then_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lost_stage_whose_others_have_saved_is_waited_for_and_refused(caplog: Log) -> None:
     beginner = Beginner(FAR)
     assert not beginner.check.may_serve()
     assert not beginner.check.may_serve()
@@ -244,9 +211,7 @@ def test_somebody_who_comes_with_the_stage_s_state_meanwhile_ends_the_wait() -> 
     assert not beginner.check.may_serve()
 
 
-def test_before_anybody_has_saved_a_stage_whose_only_worker_died_begins_anew_loudly_and_for_good(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_before_anybody_has_saved_a_stage_begins_anew_loudly_and_for_good(caplog: Log) -> None:
     beginner = Beginner([worker("body-1", 500), worker("tail", 499)])
     assert beginner.check.may_serve()
     (said,) = caplog.records
@@ -282,9 +247,7 @@ def test_others_that_come_later_are_looked_at_until_the_stage_has_stepped_for_a_
 @pytest.mark.parametrize(
     ("versions", "is_told"), [((12, 12, 1), True), ((12, 10, 11), False), ((5000, 4970, 4990), False)]
 )
-def test_versions_that_are_far_apart_are_logged_once_when_all_serve(
-    versions: tuple[int, int, int], is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_versions_far_apart_are_logged_once(versions: tuple[int, int, int], is_told: bool, caplog: Log) -> None:
     head, body, tail = versions
     beginner = Beginner([worker("body-1", body), worker("tail", tail, status="joining")], version=head)
     beginner.check.has_first_weights = False
@@ -306,18 +269,35 @@ def worker_node(tmp_path: Path) -> Iterator[WorkerNode]:
         yield WorkerNode(config, shape, build_stage_site(config, shape, "head"), StopRequest())
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+def tell(monkeypatch: Patch, name: str, value: Any) -> None:
     """What the network of any node says from now on."""
     monkeypatch.setattr(Network, name, property(lambda _: value))
 
 
-def announced(stage: StageReport, number: int) -> Announcement:
-    return Announcement(peer_id=f"{number:064x}", node_id=f"n{number}", run_id="pipeline", address="h:1", stage=stage)
+def announced(stage: StageReport, number: int, terms_digest: str = "") -> Announcement:
+    who = {"peer_id": f"{number:064x}", "node_id": f"n{number}", "run_id": "pipeline", "address": "h:1"}
+    return Announcement(**who, terms_digest=terms_digest, stage=stage)
+
+
+def test_a_worker_that_does_not_fit_does_not_join(worker_node: WorkerNode, monkeypatch: Patch) -> None:
+    shape, peers = shape_of(worker_node._config), list[Announcement]()
+    tell(monkeypatch, "announcements", peers)
+    peers += [announced(each, n, shape.terms(stage_of(each)).digest()) for n, each in enumerate(FAR)]
+    worker_node._startup_check.grace_s = 0.0
+    with pytest.raises(TrainerUsageError, match=r"head: expected a checkpoint of it in .*body-1 at version 12"):
+        worker_node._join()
+    began = FAR[0].model_copy(update={"began_from": "2" * 16})
+    peers[:] = [announced(began, 0, shape.terms("body-1").digest())]
+    worker_node._built = replace(worker_node._built, began_from="1" * 16)
+    with pytest.raises(
+        IncompatiblePeerError, match=r"swarm\.start_from: expected the model that body1\.0\.40 began with"
+    ):
+        worker_node._join()
 
 
 @pytest.mark.parametrize("versions", [[40], [0, 0, 0, 40], [40, 10**9, 10**9]])
-def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
-    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, versions: list[int]
+def test_a_state_has_its_nearest_holder_s_version(
+    worker_node: WorkerNode, monkeypatch: Patch, versions: list[int]
 ) -> None:
     donors = tuple(announced(worker("head", version), number) for number, version in enumerate(versions))
     tell(monkeypatch, "donors", donors)
@@ -327,38 +307,10 @@ def test_a_state_has_the_version_of_the_holder_nearest_to_its_steps(
 
 
 @pytest.mark.parametrize(("rounds", "is_current"), [([0], True), ([0, 0, 5], True), ([0, 5, 5], False), ([5], False)])
-def test_a_resumed_worker_is_current_only_in_the_round_most_others_are_in(
-    worker_node: WorkerNode, monkeypatch: pytest.MonkeyPatch, rounds: list[int], is_current: bool
-) -> None:
+def test_who_is_current(worker_node: WorkerNode, monkeypatch: Patch, rounds: list[int], is_current: bool) -> None:
     said = tuple(announced(worker("head", 0, round_index=index), number) for number, index in enumerate(rounds))
     monkeypatch.setattr(Network, "alike", lambda _: said)
     tell(monkeypatch, "shares_common_state", True)
     assert not worker_node._is_still_current(), "without a checkpoint of its own"
     worker_node._is_resumed = True
     assert worker_node._is_still_current() == is_current
-
-
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_a_stage_without_checkpoint_among_those_that_have_some_does_not_begin(tmp_path: Path) -> None:
-    with PipelineSwarm(tmp_path, swarm={"join": {"first_peers_s": 0.8}}) as swarm:
-        swarm.begin_driver("driver-1")
-        swarm.begin_workers(*STAGES)
-        swarm.wait_for_steps("driver-1", 8)
-        swarm.stop("driver-1")
-        swarm.stop(*STAGES)
-        folder = tmp_path / "stages" / swarm.config.run_id / "head"
-        assert list(folder.glob("*.pt"))
-        shutil.rmtree(folder)
-        for name in ("driver-1", "body-1", "tail"):
-            swarm[name].start()
-        swarm.wait(lambda: "serves version" in swarm["tail"].output(), "the tail to serve again")
-        head = swarm["head"]
-        head.start()
-        assert head.exit_code() == 2
-        last = head.output().splitlines()[-1]
-        assert last.startswith("trainer: head: expected a checkpoint of it in ")
-        assert "body-1 at version " in last
-        assert not list(folder.glob("*.pt"))
-        again = swarm.begin_again("head", "--set", "swarm.checkpoint.begin_anew=true")
-        swarm.wait(lambda: "head BEGINS ANEW" in again.output(), "the head to begin anew")

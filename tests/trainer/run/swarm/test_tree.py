@@ -65,15 +65,14 @@ class Watched(ProcessTree):
 
 
 Make = Callable[..., Watched]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Watched] = []
 
-    def tree(
-        policy: RestartPolicy = QUICK, grace_s: float = 30.0, asked: Callable[[], bool] = lambda: False
-    ) -> Watched:
+    def tree(policy: RestartPolicy = QUICK, grace_s: float = 30.0, asked: Callable[[], bool] = bool) -> Watched:
         made.append(Watched(tmp_path, policy, grace_s, asked))
         return made[-1]
 
@@ -84,20 +83,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         watched.end()
 
 
-def test_it_is_done_when_all_drivers_are_and_ends_the_others(make: Make) -> None:
-    with make() as watched:
-        worker = watched.begin("head.1", OBEYS)
-        watched.until_up(worker)
-        watched.begin("driver-1", ENDS, "driver")
-        watched.begin("driver-2", ENDS, "driver")
-        assert watched.until_over() == ExitStatus(0, "all drivers are done")
-        assert worker.status == "running"
-    wait_until_gone(watched.pids)
-    assert worker.exit_code == -signal.SIGTERM
-    assert not worker.was_killed
-
-
-def test_a_child_that_is_killed_is_restarted(make: Make) -> None:
+def test_a_killed_child_is_restarted_and_ended_when_all_drivers_are_done(make: Make) -> None:
     with make() as watched:
         worker = watched.begin("head.1", OBEYS)
         watched.until_up(worker)
@@ -106,6 +92,14 @@ def test_a_child_that_is_killed_is_restarted(make: Make) -> None:
         os.kill(first, signal.SIGKILL)
         assert watched.until(lambda: worker.num_restarts == 1) is None
         assert worker.pid not in (None, first)
+        assert watched.until(lambda: worker.log_path.read_text().count("\nup\n") == 2) is None
+        watched.begin("driver-1", ENDS, "driver")
+        watched.begin("driver-2", ENDS, "driver")
+        assert watched.until_over() == ExitStatus(0, "all drivers are done")
+        assert worker.status == "running"
+    wait_until_gone(watched.pids)
+    assert worker.exit_code == -signal.SIGTERM
+    assert not worker.was_killed
     assert "head.1 ended (SIGKILL); started again in 0.05 s" in watched.told[0]
     assert watched.told[1] == "head.1 is started again (restart 1)"
     assert worker.log_path.read_text().count("--- ") == 2
@@ -135,22 +129,27 @@ def test_a_steady_life_clears_failures_and_options_that_make_no_sense_are_not_tr
     assert wrong.num_restarts == 0
 
 
-def test_the_reason_is_what_a_child_prints_in_its_last_life(make: Make, tmp_path: Path) -> None:
+def test_the_reason_is_what_a_child_prints_in_its_last_life_and_what_was_waited_for_is_sent_nothing(
+    make: Make, tmp_path: Path, monkeypatch: Patch
+) -> None:
     log = tmp_path / "head.1.log"
     log.write_text("--- an earlier life\ntrainer: another reason\n")
+    says = "print('INFO up'); print('trainer: the disk is full'); print('WARNING late'); exit(1)"
     with make(NO_RESTART) as watched:
-        child = watched.begin(
-            "head.1", "print('INFO up'); print('trainer: the disk is full'); print('WARNING late'); exit(1)"
-        )
+        child = watched.begin("head.1", says)
         assert watched.until(lambda: child.status == "dead") is None
         assert child.last_words() == "the disk is full"
         log.write_text(log.read_text() + "--- a later life\n")
         assert child.last_words() == "it printed nothing"
+        # Its process id may be another process's by now.
+        monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
+        child.send(signal.SIGTERM)
+        child.kill()
+        assert child.has_ended() and child.pid is None
+        monkeypatch.undo()
 
 
-def test_without_restarts_the_others_go_on_until_the_drivers_are_done_or_dead_or_a_stage_is_empty(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_restarts_it_ends_with_the_drivers_or_a_whole_stage(make: Make, monkeypatch: Patch) -> None:
     with make(NO_RESTART) as watched:
         watched.begin("head.1", OBEYS)
         dies = watched.begin("head.2", DIES)
@@ -181,7 +180,7 @@ def test_drivers_end_before_workers_and_workers_before_seeds(make: Make, tmp_pat
     assert Path(log).read_text() == "dws"
 
 
-def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make: Make, monkeypatch: Patch) -> None:
     monkeypatch.setattr("trainer.run.swarm.tree._SAY_S", 0.2)
     with make(grace_s=2.0) as watched:
         children = [watched.begin("head.1", STUBBORN), watched.begin("driver-1", OBEYS, "driver")]
@@ -213,25 +212,12 @@ def test_a_second_ctrl_c_kills_what_is_left_and_an_error_ends_it(make: Make) -> 
 
 
 @pytest.mark.parametrize("was_asked_before", [True, False])
-def test_a_request_to_end_while_it_is_ending_is_answered_with_what_is_waited_for(
-    was_asked_before: bool, make: Make
-) -> None:
+def test_a_request_to_end_while_it_is_ending_is_answered(was_asked_before: bool, make: Make) -> None:
     answers = iter([was_asked_before, False])
     with make(grace_s=0.3, asked=lambda: next(answers, True)) as watched:
         watched.until_up(watched.begin("head.1", STUBBORN))
     told = [text for text in watched.told if "Ctrl+C" in text]
     assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
-
-
-def test_a_child_that_was_waited_for_is_sent_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process id may be another process's by now."""
-    watched = make(NO_RESTART)
-    child = watched.begin("head.1", ENDS)
-    assert watched.until(lambda: child.status == "dead") is None
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    child.ask_to_end()
-    child.kill()
-    assert child.has_ended() and child.pid is None
 
 
 _PARENT = f"""
@@ -249,10 +235,9 @@ with ProcessTree(Path(sys.argv[1]), RestartPolicy()) as tree:
 """
 
 
-def test_no_orphans_when_the_tree_is_killed(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT, str(tmp_path)], cwd=_ROOT, stdout=subprocess.PIPE, text=True
-    )
+def test_no_orphans_when_the_tree_is_killed_before_or_after_they_begin(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
+    parent = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     family: set[int] = set()
     try:
@@ -270,9 +255,7 @@ def test_no_orphans_when_the_tree_is_killed(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-
-
-def test_a_child_of_a_parent_that_is_gone_does_not_begin(tmp_path: Path) -> None:
+    # A child of a parent that is gone does not begin.
     mark = tmp_path / "ran"
     program = f"open({str(mark)!r}, 'w')"
     command = [sys.executable, "-m", "trainer.run.swarm.parent_death_signal", "1", sys.executable, "-c", program]
