@@ -29,16 +29,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loader.cache.degraded import Degraded, own_calls, warn_once
 from loader.cache.folder import (
     CacheEntry,
     ClearReport,
+    Degraded,
     FolderFile,
     check_name,
     files_of,
     folder_lock,
     is_open,
+    own_calls,
     remove_if_closed,
+    warn_once,
 )
 from loader.cache.part import FileIdentity, PartFile, map_file, touch
 from loader.errors import CorruptObjectError, LoaderUsageError

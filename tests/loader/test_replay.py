@@ -25,7 +25,7 @@ from loader import (
     get_assigned_shards,
     verify_assignment,
 )
-from loader.stream.permutation import window_order
+from loader.stream.windows import window_order
 from tests.support.batches import digest, take
 from tests.support.token_store import TokenStore, fixed_ids
 

@@ -15,9 +15,18 @@ from hypothesis.extra import numpy as hnp
 
 from loader import LoaderUsageError, PlateauRule, get_assigned_shards, rendezvous_shards, verify_assignment
 from loader.stream.assignment import assign, coverage
-from loader.stream.permutation import random_words, start_positions, window_order
 from loader.stream.plateau import LossHistory
-from loader.stream.windows import EOS, WindowView, cumulative_lengths, document_ids, num_windows, positions
+from loader.stream.windows import (
+    EOS,
+    WindowView,
+    cumulative_lengths,
+    document_ids,
+    num_windows,
+    positions,
+    random_words,
+    start_positions,
+    window_order,
+)
 from manifests import sha256_hex
 
 BATCHES = hnp.arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 30)), elements=st.sampled_from([EOS, 7, 8]))
