@@ -46,8 +46,9 @@ def test_the_pinned_key_and_one_that_signs_no_more(
     store: TokenStore, open_session: OpenSession, public_key: Path
 ) -> None:
     assert sequence_at(open_session, store.url, public_key=public_key) == 1
-    store.grow(1)
-    assert sequence_at(open_session, store.url, public_key=public_key) == 2
+    for _ in range(2):  # One of them is missed, which is no break.
+        store.grow(1)
+    assert sequence_at(open_session, store.url, public_key=public_key) == 3
     # What was believed before is no reason to go on beside a store that someone else now writes.
     open_session(store.url, public_key=public_key)
     store.private_key = generate_private_key()
@@ -142,13 +143,6 @@ def test_another_history_is_refused(store: TokenStore, open_session: OpenSession
     store.put(MANIFEST_KEY, honest)
     store.grow(2)
     assert sequence_at(open_session, store.url) == 3
-
-
-def test_what_was_missed_is_no_break(store: TokenStore, open_session: OpenSession) -> None:
-    open_session(store.url)
-    for _ in range(3):
-        store.grow(1)
-    assert sequence_at(open_session, store.url) == 4
 
 
 def test_the_next_mirror_is_asked(
@@ -318,13 +312,6 @@ def test_one_of_another_history_does_not_keep_a_node_from_starting(
     assert session.catalog.manifest.updated_at != FORGED_AT
     with pytest.raises(ManifestRollbackError, match="found another"):
         session.newest_catalog()
-
-
-def test_all_of_another_history_do(store: TokenStore, forged: str, open_session: OpenSession) -> None:
-    assert sequence_at(open_session, store.url, forged) == 2
-    shutil.copytree(forged, store.folder, dirs_exist_ok=True)
-    with pytest.raises(ManifestRollbackError, match="found another"):
-        open_session(store.url, forged)
 
 
 @pytest.mark.parametrize(
