@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from loader import GenesisDataset
-from tests.support.batches import digest, take
 from tests.support.cdn_servers import nginx_cdn, varnish_cdn
 from tests.support.fault_proxy import READ_FAULTS, Fault, FaultProxy
 from tests.support.s3_servers import rclone_s3
 from tests.support.serve_process import genesis_serve
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, digest, take
 
 SHARD_TOKENS = 20_000
 SHARD_BYTES = 161_577

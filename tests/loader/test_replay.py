@@ -23,8 +23,7 @@ from loader import (
     get_assigned_shards,
 )
 from loader.stream.windows import window_order
-from tests.support.batches import digest, take
-from tests.support.token_store import TokenStore, fixed_ids
+from tests.support.token_store import TokenStore, digest, fixed_ids, take
 
 Make = Callable[..., GenesisDataset]
 QUICK = PlateauRule("absolute", history=4, window=3, min_steps=2)

@@ -23,8 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from loader import CorruptObjectError, GenesisDataset, LoaderError, LoaderUsageError, PlateauRule
 from loader.shared_stream import WorkerBoard
-from tests.support.batches import digest, take
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, digest, take
 
 # Four workers on two cores are what is tested; the other is between torchdata 0.11 and torch 2.13.
 pytestmark = pytest.mark.filterwarnings(

@@ -66,8 +66,6 @@ class Opened:
 
 
 class CacheActor(Child):
-    """The handle of such a process."""
-
     def __init__(self, folder: Path, log: Path, *, max_bytes: int, wait_timeout_s: float = 30.0) -> None:
         super().__init__("cache_actor", folder, log, str(max_bytes), str(wait_timeout_s))
 
@@ -102,8 +100,6 @@ def _write_half(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 class _Script:
-    """What the process does."""
-
     def __init__(self, folder: str, log: str, max_bytes: str, wait_timeout_s: str) -> None:
         self._cache = ShardCache(Path(folder), int(max_bytes), wait_timeout_s=float(wait_timeout_s))
         self._log = Path(log)

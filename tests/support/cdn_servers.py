@@ -204,19 +204,15 @@ class PackagesError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where packages were unpacked."""
-
     root: Path
 
     def program(self, name: str) -> Path:
-        """A program's path."""
         for folder in ("usr/sbin", "usr/bin"):
             if (path := self.root / folder / name).is_file():
                 return path
         raise PackagesError(f"expected the program {name} below {self.root}, found none; remove that folder")
 
     def library_folders(self) -> list[Path]:
-        """Folders that hold shared libraries."""
         return sorted({path.parent for path in self.root.glob("**/lib*.so*")})
 
     def environment(self) -> dict[str, str]:

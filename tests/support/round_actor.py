@@ -71,7 +71,6 @@ def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) 
 
 
 def contribution_of(number: int, round_index: int) -> torch.Tensor:
-    """What a member brings to a round."""
     return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(1000 * round_index + number))
 
 
@@ -179,7 +178,6 @@ def _install(fault: _Fault) -> None:
 
 
 def main() -> None:
-    """One actor."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     settings = json.loads(sys.stdin.readline())

@@ -92,7 +92,6 @@ class RpcNode(Child):
         self.peer = Peer(peer_id, address, certificate.encode() or None)
 
     def resident_bytes(self) -> int:
-        """Its memory now."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 

@@ -14,8 +14,8 @@ import pytest
 from loader import get_assigned_shards
 from loader.cli.app import run
 from manifests import packed_key, public_key_pem, sha256_hex, shard_key
+from tests.loader.cli.conftest import ROOT, LoaderCommand
 from tests.support.fault_proxy import FaultProxy, Reply
-from tests.support.loader_command import ROOT, LoaderCommand
 from tests.support.small_store import PRIVATE_KEY, SHARD_TOKENS, copy_small_store, manifest_of, segment_of
 from tests.support.waiting import wait_until
 

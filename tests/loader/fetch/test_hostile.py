@@ -31,8 +31,7 @@ from manifests import (
     shard_key,
 )
 from tests.loader.fetch.conftest import OpenDataset
-from tests.support.batches import take
-from tests.support.token_store import TokenStore, fixed_ids
+from tests.support.token_store import TokenStore, fixed_ids, take
 
 
 @pytest.fixture

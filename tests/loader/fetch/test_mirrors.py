@@ -16,10 +16,9 @@ from loader import CorruptObjectError, DataUnavailableError, GenesisDataset
 from loader.fetch.mirrors import Mirrors
 from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key, vocabulary_key
 from tests.loader.fetch.conftest import OpenDataset, OpenSession
-from tests.support.batches import take
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.serve_process import genesis_serve
-from tests.support.token_store import TokenStore, fixed_ids, vocabulary_of
+from tests.support.token_store import TokenStore, fixed_ids, take, vocabulary_of
 
 KEY = shard_key(0)
 BODY = random.Random(3).randbytes(200_000)

@@ -23,12 +23,11 @@ from loader import (
 from loader.fetch.known_store import KnownStore, ManifestMemory, RememberedManifest, TrustedManifest
 from manifests import MANIFEST_KEY, generate_private_key, public_key_pem, sha256_hex
 from tests.loader.fetch.conftest import OpenSession
-from tests.support.batches import take
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.s3_servers import free_port
 from tests.support.serve_process import genesis_serve
 from tests.support.small_store import PRIVATE_KEY
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, take
 
 
 @pytest.fixture
