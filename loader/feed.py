@@ -43,12 +43,7 @@ class _Reading:
 
 
 class Feed:
-    """Makes batches of one node's stream.
-
-    Args:
-        options: the stream's.
-        session: the store.
-    """
+    """Makes batches of one node's stream."""
 
     def __init__(self, options: StreamOptions, session: Session) -> None:
         self._options = options

@@ -48,12 +48,7 @@ class WindowView:
 
     @classmethod
     def of(cls, ids: Ids, seq_len: int) -> WindowView:
-        """The windows of a shard's ids.
-
-        Args:
-            ids: int64[N], N > seq_len.
-            seq_len: T.
-        """
+        """The windows of a shard's ids, int64[N], N > seq_len."""
         used = num_windows(len(ids), seq_len) * seq_len
         return cls(ids[:used].reshape(-1, seq_len), ids[1 : used + 1].reshape(-1, seq_len))
 
@@ -63,26 +58,12 @@ class WindowView:
 
 
 def document_ids(input_ids: Ids) -> Ids:
-    """Which document of its row an id belongs to, counted from 0; an EOS belongs to the document it ends.
-
-    Args:
-        input_ids: int64[B, T].
-
-    Returns:
-        int64[B, T].
-    """
+    """Which document of its row an id belongs to, int64[B, T] as the ids; an EOS belongs to the document it ends."""
     return np.cumsum(_starts(input_ids), axis=1) - 1
 
 
 def positions(input_ids: Ids) -> Ids:
-    """How many ids of the same document come before an id in its row.
-
-    Args:
-        input_ids: int64[B, T].
-
-    Returns:
-        int64[B, T].
-    """
+    """How many ids of the same document come before an id in its row; int64[B, T], as the ids."""
     columns = np.arange(input_ids.shape[1])
     begins = np.where(_starts(input_ids), columns, 0)
     return columns - np.maximum.accumulate(begins, axis=1)
@@ -91,11 +72,8 @@ def positions(input_ids: Ids) -> Ids:
 def cumulative_lengths(input_ids: Ids) -> npt.NDArray[np.int32]:
     """The starts of documents in the batch as one row, and its length, for variable-length attention.
 
-    Args:
-        input_ids: int64[B, T].
-
     Returns:
-        int32[D + 1], from 0 to B·T, for D runs of one document within one row.
+        int32[D + 1], from 0 to B·T, for D runs of one document within one row of int64[B, T].
     """
     begins = np.flatnonzero(_starts(input_ids))
     return np.append(begins, input_ids.size).astype(np.int32)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from loader.cli.app import run
+from tests.support.populating import genesis
 from tests.support.serve_process import ServeProcess, genesis_serve
 from tests.support.small_store import copy_small_store
 
@@ -42,19 +43,8 @@ class LoaderCommand:
         self, *arguments: str | Path, expect: int = 0, stdin: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """The command to its end, which must be ``expect``; never with a traceback."""
-        done = subprocess.run(
-            [sys.executable, "-m", "loader", *map(str, arguments)],
-            cwd=ROOT,
-            env={**self.environment(), **environment},
-            input=stdin,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=110,
-            check=False,
-        )
-        assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
+        places = {"GENESIS_STORE": self.store, "GENESIS_CACHE_DIR": str(self.cache)}
+        return genesis(*arguments, expect=expect, module="loader", stdin=stdin, **{**places, **environment})
 
     def json(self, *arguments: str | Path, expect: int = 0, stdin: str = "") -> dict[str, Any]:
         """What the command prints with ``--json``: one object and nothing else."""
