@@ -21,8 +21,8 @@ from loader.errors import HostileStoreError, LoaderUsageError, StateMismatchErro
 from loader.options import StoreOptions
 from loader.session import Session
 from loader.stream.assignment import DEFAULT_COUNT, Assignment, assign
-from loader.stream.permutation import start_positions
 from loader.stream.plateau import LossHistory, PlateauKind, PlateauRule
+from loader.stream.windows import start_positions
 from manifests import ContractError, Manifest, sha256_hex
 
 if TYPE_CHECKING:

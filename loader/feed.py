@@ -17,9 +17,8 @@ import numpy.typing as npt
 from loader.fetch.shards import OpenShard, Prefetcher
 from loader.options import StreamOptions
 from loader.session import Session
-from loader.stream.permutation import window_order
 from loader.stream.schedule import Rows, Schedule
-from loader.stream.windows import WindowView, cumulative_lengths, document_ids, positions
+from loader.stream.windows import WindowView, cumulative_lengths, document_ids, positions, window_order
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +43,7 @@ class _Reading:
 
 
 class Feed:
-    """Makes batches of one node's stream.
-
-    Args:
-        options: the stream's.
-        session: the store.
-    """
+    """Makes batches of one node's stream."""
 
     def __init__(self, options: StreamOptions, session: Session) -> None:
         self._options = options

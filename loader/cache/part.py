@@ -24,8 +24,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from genesis.file_lock import leads_to
-from loader.cache.degraded import Degraded
-from loader.cache.folder import evict, folder_lock, make_room, part_path, scan
+from loader.cache.folder import Degraded, evict, folder_lock, make_room, part_path, scan
 from loader.cache.locks import keep_shared, open_exclusive, open_shared, release
 from loader.cache.settings import format_size
 from loader.errors import CorruptObjectError

@@ -29,16 +29,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loader.cache.degraded import Degraded, own_calls, warn_once
 from loader.cache.folder import (
     CacheEntry,
     ClearReport,
+    Degraded,
     FolderFile,
     check_name,
     files_of,
     folder_lock,
     is_open,
+    own_calls,
     remove_if_closed,
+    warn_once,
 )
 from loader.cache.part import FileIdentity, PartFile, map_file, touch
 from loader.errors import CorruptObjectError, LoaderUsageError
@@ -183,11 +185,7 @@ class ShardCache:
         )
 
     def _find_or_claim(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | PartFile:
-        """The file, if it exists or another process makes it in time; else the reserved part to make it in.
-
-        Raises:
-            Degraded: neither can be had.
-        """
+        """The file, if it is there or another makes it in time; else the reserved part to make it in; or `Degraded`."""
         deadline = time.monotonic() + self._wait_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -206,11 +204,7 @@ class ShardCache:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _find(self, name: str, size_bytes: int, check: Callable[[memoryview], None]) -> CachedFile | None:
-        """The file if it is there and passes; one that does not pass is removed.
-
-        Raises:
-            Degraded: the folder cannot be used.
-        """
+        """The file if it is there and passes; one that does not pass is removed; or `Degraded`."""
         path = self._folder / name
         with own_calls():
             found = _status(path)

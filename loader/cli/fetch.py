@@ -156,12 +156,7 @@ class DownloadResult:
 
 
 def _open_shards(session: Session, shard_ids: Sequence[int], jobs: int) -> Iterator[DownloadResult | None]:
-    """Opens shards, the first ones first.
-
-    Args:
-        session: the store.
-        shard_ids: which.
-        jobs: how many at once.
+    """Opens shards, ``jobs`` at once, the first ones first.
 
     Yields:
         Results as they come, and None every 0.2 s while there is none; fewer than shards if one could not be kept.

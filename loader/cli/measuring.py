@@ -22,7 +22,7 @@ import torch
 from loader.dataset import GenesisDataset
 from loader.options import StoreOptions, StreamOptions
 from loader.session import Session
-from loader.stream.permutation import window_order
+from loader.stream.windows import window_order
 
 Ids = TypeVar("Ids", torch.Tensor, npt.NDArray[np.int64])
 

@@ -25,13 +25,7 @@ _LINE_EVERY_S = 10.0
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[int] = frozenset({0})) -> list[str]:
-    """Lines of a table.
-
-    Args:
-        header: names of the columns.
-        rows: cells, as many a row as the header has.
-        left: columns that are aligned to the left; the others are to the right.
-    """
+    """Lines of a table; the columns in ``left`` are aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
         "  ".join(
@@ -64,13 +58,7 @@ def printable(text: str) -> str:
 
 
 class DownloadProgress:
-    """Shows bytes done: a bar on a terminal, a line every ten seconds elsewhere. Use `showing_progress`.
-
-    Args:
-        what: first word of each line.
-        total_bytes: the end.
-        bar: shown instead of lines, if given.
-    """
+    """Shows bytes done: a bar on a terminal, a line every ten seconds elsewhere. Use `showing_progress`."""
 
     def __init__(self, what: str, total_bytes: int, bar: tqdm[NoReturn] | None) -> None:
         self._what = what

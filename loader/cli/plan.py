@@ -137,9 +137,7 @@ def assigned_lanes(
 def in_reading_order(lanes: Sequence[Sequence[int]], most: int | None = None) -> list[int]:
     """Shards in the order in which they are read: every lane's first, every lane's second, and so on; none twice.
 
-    Args:
-        lanes: shards of each lane.
-        most: of each lane.
+    At most ``most`` of each lane.
     """
     longest = max((len(lane) for lane in lanes), default=0)
     ordinals = range(longest if most is None else min(longest, most))

@@ -197,11 +197,7 @@ class ShardFinding:
 
 
 def _check_shard(session: Session, shard_id: int) -> ShardFinding:
-    """Compares a cached shard with the manifest: size, sha256, shape, and every id with the vocabulary.
-
-    Raises:
-        LoaderError: the index is unavailable.
-    """
+    """Compares a cached shard with the manifest: size, sha256, shape, and every id with the vocabulary."""
     entry = session.catalog.entry(shard_id)
     name = cache_name(entry)
     if not session.cache.contains(name):
@@ -231,11 +227,7 @@ def _read(path: Path, size_bytes: int) -> bytearray:
 
 
 def _shards_of_store(catalog: Catalog, names: Iterable[str]) -> list[int]:
-    """The shards of a store among the files of a cache, ascending; other stores' files are left out.
-
-    Raises:
-        LoaderError: the index is unavailable.
-    """
+    """The shards of a store among the files of a cache, ascending; other stores' files are left out."""
     found: list[int] = []
     for name in names:
         match = _NAME.fullmatch(name)

@@ -30,13 +30,7 @@ _KEPT_SEGMENTS: Final = 100
 
 
 class Catalog:
-    """What one manifest vouches for.
-
-    Args:
-        trusted: the manifest.
-        mirrors: where its objects are.
-        known: the folder of its JSON files.
-    """
+    """What one manifest vouches for; ``known`` is the folder of its JSON files."""
 
     def __init__(self, trusted: TrustedManifest, mirrors: Mirrors, known: KnownStore) -> None:
         self.trusted = trusted

@@ -161,11 +161,7 @@ class ManifestKeeper:
         return TrustedManifest.of(body)
 
     def _check_succession(self, last: TrustedManifest, found: TrustedManifest, url: str) -> None:
-        """Checks that a manifest follows from the last one.
-
-        Raises:
-            ManifestRollbackError: it is older, or of another history.
-        """
+        """Checks that a manifest follows from the last one: `ManifestRollbackError` if it does not."""
         before, now = last.facts, found.facts
         advice = f"if the store was made anew, remove {self._memory.folders}"
         if now.sequence < before.sequence:

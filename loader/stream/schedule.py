@@ -231,12 +231,9 @@ class Schedule:
         self._num_applied = mark.num_applied
 
     def queue_lane(self, lane: int, successor: Lane, epoch: int | None = None) -> None:
-        """Lets the lane read other shards from an epoch on; what was queued for that and later epochs is dropped.
+        """Lets lane number ``lane`` read other shards from an epoch it has not begun (by default its next) on.
 
-        Args:
-            lane: its number.
-            successor: the shards.
-            epoch: one that the lane has not begun; by default its next.
+        What was queued for that and later epochs is dropped.
         """
         begins = self.positions[lane].epoch + 1 if epoch is None else epoch
         before = tuple(queued for queued in self._queued[lane] if queued.epoch < begins)

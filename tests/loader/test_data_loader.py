@@ -293,6 +293,9 @@ def test_every_window_by_its_index_of_more_shards_than_are_held_open(
     for index, window in zip(indices, dataset.__getitems__(indices), strict=True):
         assert torch.equal(window["input_ids"], dataset[index]["input_ids"])
         assert torch.equal(window["labels"], dataset[index]["labels"])
+    for shards, seq_len in (([6], 100), ([-1], 100), ([0], 0), ([0], 2_000), ([0], -5)):
+        with pytest.raises(LoaderUsageError):
+            make_tokens(six_shards, shards, seq_len=seq_len)
     dataset[22]["input_ids"].zero_()
     assert np.array_equal(dataset[22]["input_ids"], fixed_ids(1)[300:400]), "a batch is a copy"
     store = TokenStore.of(tmp_path / "store", 12, shard_tokens=300)
@@ -332,14 +335,3 @@ def test_a_state_says_what_indices_mean(six_shards: TokenStore, make_tokens: Mak
             stranger.load_state_dict(state)
     with pytest.raises(StateMismatchError):
         make_tokens(six_shards, [4, 1]).load_state_dict({})
-
-
-@pytest.mark.parametrize(
-    ("shards", "options"),
-    [([6], {}), ([-1], {}), ([0], {"seq_len": 0}), ([0], {"seq_len": 2_000}), ([0], {"seq_len": -5})],
-)
-def test_what_makes_no_sense(
-    six_shards: TokenStore, make_tokens: MakeTokens, shards: list[int], options: dict[str, Any]
-) -> None:
-    with pytest.raises(LoaderUsageError):
-        make_tokens(six_shards, shards, **options)

@@ -8,7 +8,6 @@ import multiprocessing
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
@@ -18,12 +17,11 @@ from typing import Any
 import pytest
 
 from loader import GenesisDataset
-from tests.support.batches import digest, take
 from tests.support.cdn_servers import nginx_cdn, varnish_cdn
 from tests.support.fault_proxy import READ_FAULTS, Fault, FaultProxy
 from tests.support.s3_servers import rclone_s3
 from tests.support.serve_process import genesis_serve
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, digest, take
 
 SHARD_TOKENS = 20_000
 SHARD_BYTES = 161_577
@@ -118,7 +116,7 @@ _FORK = multiprocessing.get_context("fork")
 """Each process begins with torch imported, which otherwise takes longer than all it does here."""
 
 
-def train_node(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path, over: Path | None = None) -> None:
+def train_node(address: str, node_id: str, cache: Path, cache_bytes: int, work: Path, over: Path) -> None:
     """Writes a line a batch, and a state now and then; begins where the last state says, ends once `over` is there."""
     dataset = GenesisDataset(address, node_id, cache_dir=cache, cache_bytes=cache_bytes, **NODE_OPTIONS)
     state = work / f"{node_id}.state"
@@ -135,7 +133,7 @@ def train_node(address: str, node_id: str, cache: Path, cache_bytes: int, work: 
                 new.replace(state)
             time.sleep(0.001)  # A training step, so that there is something to kill.
     end = time.monotonic() + 120
-    while over is not None and not over.exists() and time.monotonic() < end:
+    while not over.exists() and time.monotonic() < end:
         time.sleep(0.01)
 
 
@@ -153,28 +151,6 @@ def kills(draw: random.Random) -> list[int]:
 def furthest(log: Path) -> int:
     """The last batch there is; -1 for none."""
     return max((step for step, _ in batches_of(log)), default=-1) if log.exists() else -1
-
-
-@pytest.mark.slow
-def test_each_shard_comes_once_while_it_fits(store: TokenStore, tmp_path: Path) -> None:
-    expected = take(GenesisDataset(store.url, "node-0", cache_dir=tmp_path / "other", **NODE_OPTIONS), BATCHES)
-    with genesis_serve(store.folder) as server, FaultProxy(server.port) as proxy:
-        address = f"http://127.0.0.1:{proxy.port}"
-        processes = []
-        for number in range(4):
-            (tmp_path / str(number)).mkdir()
-            given = (address, "node-0", tmp_path / "cache", 20 * SHARD_BYTES, tmp_path / str(number))
-            processes.append(_FORK.Process(target=train_node, args=given))
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == [0] * 4
-        asked = Counter(request.path for request in proxy.passed if "shard_" in request.path)
-    for number in range(4):
-        assert batches_of(tmp_path / str(number) / "node-0.log") == list(enumerate(expected))
-    assert len(asked) == 8
-    assert set(asked.values()) == {1}
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])

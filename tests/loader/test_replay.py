@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,9 @@ from loader import (
     PlateauRule,
     StateMismatchError,
     get_assigned_shards,
-    verify_assignment,
 )
-from loader.stream.permutation import window_order
-from tests.support.batches import digest, take
-from tests.support.token_store import TokenStore, fixed_ids
+from loader.stream.windows import window_order
+from tests.support.token_store import TokenStore, digest, fixed_ids, take
 
 Make = Callable[..., GenesisDataset]
 QUICK = PlateauRule("absolute", history=4, window=3, min_steps=2)
@@ -61,19 +57,6 @@ def test_golden_digests_differ_by_node_epoch_and_seed(six_shards: TokenStore, ma
     assert len(set(first)) == 94  # Two epochs of 46.5 batches, no two alike.
     assert not set(first) & set(take(make_dataset(six_shards, "node-b"), 94))
     assert not set(first) & set(take(make_dataset(six_shards, seed=1), 94))
-
-
-@pytest.mark.slow
-def test_another_process(six_shards: TokenStore, shared_cache: Path) -> None:
-    program = f"""
-from loader import GenesisDataset
-from tests.support.batches import take
-dataset = GenesisDataset({six_shards.url!r}, "gpu-7", seq_len=64, batch_size=4, cache_dir={str(shared_cache)!r})
-print(*take(dataset, 51))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
-    found = done.stdout.split()
-    assert [found[0], found[1], found[50]] == GOLDEN["gpu-7"][:3]
 
 
 def test_batches_from_their_definition(six_shards: TokenStore, make_dataset: Make) -> None:
@@ -137,18 +120,6 @@ def test_a_peer_finds_the_batch_after_rotations(six_shards: TokenStore, make_dat
         peer.replay("node-a", -1)
     with pytest.raises(LoaderUsageError):
         peer.replay("node-a", 3, total_shards=7)
-
-
-def test_a_store_that_has_grown_since(tmp_path: Path, make_dataset: Make) -> None:
-    store = TokenStore.of(tmp_path / "store", 4)
-    node = make_dataset(store, cache_dir=tmp_path / "a")
-    found = take(node, 5)
-    store.grow(5)
-    peer = make_dataset(store, "node-b", cache_dir=tmp_path / "b")
-    assert digest(peer.replay("node-a", 4, total_shards=4)) == found[4]
-    assert digest(peer.replay("node-a", 4)) != found[4]
-    assert verify_assignment("node-a", node.shards, 4)
-    assert not verify_assignment("node-a", node.shards, 9)
 
 
 @pytest.mark.parametrize("sources", [None, {"alpha": 3.0, "beta": 1.0}])
@@ -223,7 +194,7 @@ def test_refresh_takes_effect_with_the_next_epoch(store: TokenStore, make: Make,
     assert take(resumed, 2 * EPOCH - 7) == found[7:] + later
 
 
-def test_refresh_in_the_middle_of_a_batch_that_crosses_the_epoch(store: TokenStore, make: Make, tmp_path: Path) -> None:
+def test_refresh_in_the_middle_of_a_batch_that_crosses_the_epoch(store: TokenStore, make: Make) -> None:
     dataset = make(batch_size=7)
     found = take(dataset, 11)  # 77 of 80 windows.
     store.grow(9)
@@ -232,16 +203,8 @@ def test_refresh_in_the_middle_of_a_batch_that_crosses_the_epoch(store: TokenSto
     crossing = next(iter(dataset))
     resumed = make(batch_size=7, state=state)
     assert [crossing["input_ids"].tolist()] == [next(iter(resumed))["input_ids"].tolist()]
-    old = make(
-        batch_size=7,
-        cache_dir=tmp_path / "b",
-        state={**state, "lanes": [{**state["lanes"][0], "next_total_shards": 4 + 9}]},
-    )
-    rows = next(iter(old))["input_ids"]
-    assert (rows == crossing["input_ids"]).all()
     assert len(found) == 11
-    for step in range(3):
-        assert take(dataset, 1) == take(resumed, 1), step
+    assert take(dataset, 3) == take(resumed, 3)
 
 
 def test_a_state_of_a_grown_run_with_an_older_manifest_in_hand(store: TokenStore, make: Make) -> None:

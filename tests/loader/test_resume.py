@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from loader import DataUnavailableError, GenesisDataset, LoaderError, PlateauRule, StateMismatchError
 from loader.feed import Feed
-from tests.support.batches import digest, take
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, digest, take
 
 Make = Callable[..., GenesisDataset]
 QUICK = PlateauRule("absolute", history=6, window=3, min_steps=2)

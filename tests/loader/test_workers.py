@@ -21,10 +21,9 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from loader import GenesisDataset, LoaderError, LoaderUsageError, PlateauRule
+from loader import CorruptObjectError, GenesisDataset, LoaderError, LoaderUsageError, PlateauRule
 from loader.shared_stream import WorkerBoard
-from tests.support.batches import digest, take
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, digest, take
 
 # Four workers on two cores are what is tested; the other is between torchdata 0.11 and torch 2.13.
 pytestmark = pytest.mark.filterwarnings(
@@ -189,13 +188,10 @@ def test_processes_that_are_no_workers_have_streams_of_their_own(
     assert of_ranks == {0: expected[:10], 60: expected[60:70]}
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_a_rotation_that_no_worker_has_reached_is_in_the_datasets_state(
     six_shards: TokenStore, make_dataset: Make
 ) -> None:
     """And not in StatefulDataLoader's, which has what its workers knew when they made their batches."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     options = {"plateau": QUICK, "seq_len": 32}
     dataset = make_dataset(six_shards, **options)
     iterator = iter(StatefulDataLoader(dataset, batch_size=None, num_workers=2, timeout=60))
@@ -227,32 +223,12 @@ def test_persistent_workers_say_what_they_cannot_know(six_shards: TokenStore, ma
 
 
 def test_an_error_in_a_worker_is_the_trainers(tmp_path: Path, make_dataset: Make) -> None:
-    from loader import CorruptObjectError
-
     store = TokenStore.of(tmp_path / "store", 1)
     for path in (*store.folder.glob("*.pt"), *store.folder.glob("packed/*")):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     dataset = make_dataset(store, cache_dir=tmp_path / "cache")
     with pytest.raises(CorruptObjectError, match=r"shard_0\.pt"):
         take(workers(dataset, 1), 1)
-
-
-@pytest.mark.slow
-def test_a_dataset_that_was_pickled_outlives_its_process(six_shards: TokenStore, shared_cache: Path) -> None:
-    program = (
-        "import pickle, sys; from loader import GenesisDataset; from tests.support.batches import take\n"
-        f"dataset = GenesisDataset({six_shards.url!r}, 'node-a', seq_len=64, batch_size=4, "
-        f"cache_dir={str(shared_cache)!r})\n"
-        "take(dataset, 3)\n"
-        "sys.stdout.buffer.write(pickle.dumps(dataset))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=100)
-    dataset = pickle.loads(done.stdout)
-    expected = take(GenesisDataset(six_shards.url, "node-a", seq_len=64, batch_size=4, cache_dir=shared_cache), 12)
-    assert dataset.state_dict()["step"] == 3
-    assert take(dataset, 3) == expected[3:6]
-    dataset.report_loss(2.0)
-    assert take(workers(dataset, 2), 6) == expected[6:]
 
 
 def stateful(dataset: GenesisDataset, workers: int, state: Any = None) -> StatefulDataLoader[Any]:

@@ -1,7 +1,7 @@
 """A process that uses a cache folder as it is told, for tests that race several, stop one, or kill one.
 
 As a module, the handle (`CacheActor`) and the files that all agree on; run as a script, the process. It is told over
-its standard input, a line a command, and says what happened on its standard output:
+its standard input, a line of JSON a command, and says what happened on its standard output:
 
     open NAME [OPTION…]        "opened FROM_CACHE CACHED INTACT" or "failed"
         hold                   when it makes the file it says "producing", and waits for "go", for "fail" or for
@@ -14,11 +14,10 @@ its standard input, a line a command, and says what happened on its standard out
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import select
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from pathlib import Path
 
 from loader.cache import CachedFile, ShardCache
 from loader.errors import CorruptObjectError
+from tests.support.child import Child, say
 
 SIZE_BYTES = 40_000
-ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_S = 60
 _CALLS = {"open", "fcntl.flock", "mmap.__new__"} | {
     f"os.{call}" for call in ("mkdir", "truncate", "scandir", "remove", "rename", "utime")
@@ -66,46 +65,19 @@ class Opened:
     intact: bool
 
 
-class CacheActor:
-    """The handle of such a process."""
-
+class CacheActor(Child):
     def __init__(self, folder: Path, log: Path, *, max_bytes: int, wait_timeout_s: float = 30.0) -> None:
-        module = [sys.executable, "-m", "tests.support.cache_actor"]
-        arguments = [*module, folder, log, str(max_bytes), str(wait_timeout_s)]
-        self.process = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._unread = b""
-
-    def __enter__(self) -> CacheActor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=_DEADLINE_S)
+        super().__init__("cache_actor", folder, log, str(max_bytes), str(wait_timeout_s))
 
     def tell(self, line: str, *, answer: str | None = None) -> None:
         """Tells it a line, and holds what it says next against ``answer``."""
-        self.process.stdin.write(line.encode() + b"\n")
-        self.process.stdin.flush()
+        self.say(line)
         if answer is not None:
-            assert self.hears() == answer
+            assert self.hear() == answer
 
-    def hears(self, timeout_s: float = _DEADLINE_S) -> str:
-        """The next line that it says; empty when it has ended.
-
-        Raises:
-            TimeoutError: it says nothing.
-        """
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError(f"the actor says nothing; so far {self._unread!r}")
-            piece = os.read(self.process.stdout.fileno(), 4096)
-            if not piece:
-                return ""
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line.decode()
+    def hears(self) -> str:
+        """The next line that it says; empty when it has ended."""
+        return self.hear() or ""
 
     def opened(self) -> Opened:
         line = self.hears()
@@ -127,14 +99,7 @@ def _write_half(descriptor: int, data: memoryview, offset: int) -> int:
     return 0
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 class _Script:
-    """What the process does."""
-
     def __init__(self, folder: str, log: str, max_bytes: str, wait_timeout_s: str) -> None:
         self._cache = ShardCache(Path(folder), int(max_bytes), wait_timeout_s=float(wait_timeout_s))
         self._log = Path(log)
@@ -144,7 +109,7 @@ class _Script:
     def run(self) -> None:
         sys.addaudithook(self._on_call)
         for line in sys.stdin:
-            command, *arguments = line.split()
+            command, *arguments = json.loads(line).split()
             {"open": self._open, "drop": self._drop, "loop": self._loop}[command](*arguments)
 
     def _open(self, name: str, *options: str) -> None:
@@ -156,25 +121,25 @@ class _Script:
         try:
             found = self._cache.open(name, SIZE_BYTES, lambda: self._produce(name, *options), check(name))
         except RuntimeError:
-            _say("failed")
+            say("failed")
             return
         finally:
             self._calls_left = None
         self._held.append(found)
-        _say(f"opened {found.from_cache} {found.cached} {found.buffer == content(name)}")
+        say(f"opened {found.from_cache} {found.cached} {found.buffer == content(name)}")
 
     def _drop(self) -> None:
         self._held.clear()
-        _say("dropped")
+        say("dropped")
 
     def _loop(self, seed: str, rounds: str, numbers: str) -> None:
         choice = random.Random(seed)
-        _say("looping")
+        say("looping")
         for _ in range(int(rounds)):
             name = name_of(choice.randrange(int(numbers)))
             found = self._cache.open(name, SIZE_BYTES, lambda name=name: self._produce(name), check(name))
             if found.buffer != content(name):
-                _say("corrupt")
+                say("corrupt")
                 return
             self._held.append(found)
             del found
@@ -182,14 +147,14 @@ class _Script:
                 self._held.pop(0)
             time.sleep(choice.random() * 0.004)
         self._held.clear()
-        _say("done")
+        say("done")
 
     def _produce(self, name: str, *options: str) -> bytes:
         with self._log.open("a") as log:
             log.write(name + "\n")
         if "hold" in options:
-            _say("producing")
-            order = sys.stdin.readline().strip()
+            say("producing")
+            order = json.loads(sys.stdin.readline())
             if order == "fail":
                 raise RuntimeError("told to fail")
             if order == "fork":
@@ -199,7 +164,7 @@ class _Script:
     def _fork_child(self) -> None:
         if os.fork() == 0:
             signal.alarm(_DEADLINE_S)
-            _say(str(os.getpid()))
+            say(str(os.getpid()))
             while True:
                 signal.pause()
         sys.stdin.readline()

@@ -136,7 +136,6 @@ def merges(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @st.composite
 def vocabularies(draw: st.DrawFn) -> VocabularyFile:
-    """Sound vocabularies."""
     return VocabularyFile.from_pairs(draw(merges()), draw(st.dictionaries(NAMES, COUNTS, max_size=3)))
 
 

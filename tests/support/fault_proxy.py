@@ -35,8 +35,6 @@ _REMEMBERED_BYTES = 1 << 20
 
 
 class Fault(Enum):
-    """What happens to a request."""
-
     ERROR_500 = "the server is not asked; 500 InternalError"
     SLOW_DOWN = "the server is not asked; 503 SlowDown"
     TOO_MANY = "the server is not asked; 429 with Retry-After"
@@ -55,7 +53,6 @@ class Fault(Enum):
 
 _UNASKED_FAULTS = {Fault.ERROR_500, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.HANG, Fault.CUT_BEFORE}
 _BODY_FAULTS = {Fault.SHORT_BODY, Fault.CUT_BODY, Fault.BIT_FLIP, Fault.DRIP, Fault.STALE}
-WRITE_FAULTS = tuple(fault for fault in Fault if fault not in _BODY_FAULTS)
 READ_FAULTS = (
     Fault.ERROR_500, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.CUT_BEFORE, Fault.LOST_ACK, Fault.LATE_500, Fault.LATENCY,
     Fault.SHORT_BODY, Fault.CUT_BODY, Fault.DRIP,
@@ -79,7 +76,6 @@ class Request:
     """Of the connection it came on."""
 
     def header(self, name: str) -> str | None:
-        """A header's value."""
         return next((value for given, value in self.headers.items() if given.lower() == name.lower()), None)
 
 
@@ -98,7 +94,6 @@ class Reply:
     """Before each piece but the first."""
 
     def header(self, name: str) -> str | None:
-        """A header's value."""
         return next((value for given, value in self.headers if given.lower() == name.lower()), None)
 
     def with_header(self, name: str, value: str | None) -> Reply:
@@ -170,13 +165,11 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """Where the proxy listens."""
         assert self._server is not None, "the proxy has not been started"
         return int(self._server.server_address[1])
 
     @property
     def total_injected(self) -> int:
-        """Faults so far."""
         return self.injected.total()
 
     def script(self, faults: Iterable[Fault | None]) -> None:
@@ -185,7 +178,6 @@ class FaultProxy:
             self._schedule.scripted.extend(faults)
 
     def start(self) -> None:
-        """Begins to listen."""
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.proxy = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
@@ -282,7 +274,6 @@ class FaultProxy:
 
 
 def _damaged(fault: Fault, reply: Reply, draw: random.Random) -> Reply:
-    """A reply with a fault of the body."""
     size = len(reply.body)
     match fault:
         case Fault.SHORT_BODY:

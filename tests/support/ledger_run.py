@@ -8,16 +8,15 @@ it is reached, and serves until it is killed or its standard input ends.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loader.options import StoreOptions
 from loader.session import Session
+from tests.support.child import Child, input_ended, say
 from tests.support.ledger_cast import STAGES, WORKER, done, journal_path
 from tests.support.rpc_node import RUN_ID, fast_config
 from tests.support.rpc_pair import running_endpoint
@@ -135,47 +134,26 @@ async def all_of(client: LedgerClient, number: int = 0) -> list[MicroBatch]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperProcess:
+class KeeperProcess(Child):
     """One that is started, and keeps nothing yet: the second it takes to import everything can be another's last."""
-
-    process: subprocess.Popen[str]
 
     async def begin(self) -> Peer:
         """Opens the journal; where it is reached."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        said = json.loads(await asyncio.to_thread(self.process.stdout.readline))
-        return Peer(said["peer_id"], said["address"])
-
-    def kill(self) -> None:
-        """As a power cut."""
-        self.process.kill()
-        self.process.wait()
+        self.say("go")
+        return Peer(*await asyncio.to_thread(self.hear))
 
 
-@contextmanager
-def keeper_process(run: Run) -> Iterator[KeeperProcess]:
-    """Starts one, and kills it at the end."""
-    arguments = map(str, (run.store, run.session.options.cache_dir, run.path))
-    command = [sys.executable, "-m", "tests.support.ledger_run", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield KeeperProcess(process)
-    finally:
-        process.kill()
-        process.communicate()
+def keeper_process(run: Run) -> KeeperProcess:
+    """Starts one; a context manager that kills it at the end."""
+    return KeeperProcess("ledger_run", run.store, run.session.options.cache_dir, run.path)
 
 
 async def _serve(store: str, cache: str, journal: str) -> None:
     await asyncio.to_thread(sys.stdin.readline)
     run = run_of(Path(store), Path(cache), Path(journal))
     async with run.keeper(KEEPER_CONFIG) as (_, endpoint):
-        sys.stdout.write(json.dumps({"peer_id": endpoint.peer_id, "address": endpoint.address}) + "\n")
-        sys.stdout.flush()
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        say([endpoint.peer_id, endpoint.address])
+        await input_ended()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,20 @@ What `TrainingSwarm` guarantees holds here too.
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn import functional
+
+from loader import GenesisDataset
 from scripts.swarm_bench.disturbing import is_at_work
 from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm, merged
-from trainer.checkpoint.stages import StageSet, newest_set, parse_time
+from trainer.checkpoint.stages import StageSet, assemble, newest_set, parse_time, time_us
+from trainer.model import Transformer
 from trainer.monitor import SwarmAccount, SwarmStages
 from trainer.run.config import RunConfig, from_mapping, read_yaml
 
@@ -134,3 +140,28 @@ class PipelineSwarm(TrainingSwarm):
 def steps_of(driver: TrainingNode) -> list[dict[str, Any]]:
     lines = [line for line in driver.output().splitlines() if line.startswith('{"kind":"step"')]
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def held_out_rows(swarm: PipelineSwarm, num_rows: int) -> torch.Tensor:
+    """[num_rows, seq_len + 1] ids of the shards that the run leaves out (`data.holdout`)."""
+    data, length = swarm.config.data, swarm.config.inner.seq_len + 1
+    dataset = GenesisDataset(
+        data.store, "reader", seq_len=length, batch_size=num_rows, holdout=data.holdout, split="holdout", plateau="off"
+    )
+    return next(iter(dataset))["input_ids"]
+
+
+def held_out_loss(swarm: PipelineSwarm, rows: torch.Tensor, at_s: float | None = None) -> float:
+    """Mean loss on rows [n, seq_len + 1] of the model that an export of a moment has; of now, if none is named."""
+    config = swarm.config
+    at_us = time_us(time.time() if at_s is None else at_s)
+    whole = assemble(newest_set(config.swarm.checkpoint.directory, config.run_id, at_us))
+    model = Transformer(whole.config)
+    model.load_state_dict(dict(whole.state))
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            for part in rows.split(64)
+        ]
+    return float(torch.stack(losses).sum()) / rows[:, 1:].numel()

@@ -40,11 +40,13 @@ def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def genesis(*arguments: str | Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``genesis …`` to its end, which must be ``expect``; never with a traceback."""
+def genesis(
+    *arguments: str | Path, expect: int = 0, module: str = "genesis", stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``genesis …`` (or another module) to its end, which must be ``expect``; never with a traceback."""
     done = subprocess.run(
-        command(*arguments), cwd=ROOT, text=True, capture_output=True, env={**os.environ, **environment}, timeout=110,
-        check=False,
+        [sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, encoding="utf-8", input=stdin,
+        capture_output=True, env={**os.environ, **environment}, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr

@@ -30,7 +30,6 @@ def same(contribution: Contribution) -> Tensor:
 
 
 def raising(error: Exception) -> Callable[[Contribution], Tensor]:
-    """An answer that is an error."""
 
     def answer(contribution: Contribution) -> Tensor:
         raise error
@@ -189,7 +188,6 @@ class Replica:
         return result
 
     def vector(self) -> Tensor:
-        """All parameters."""
         return self.trainer.layout.gather(dict(self.model.named_parameters()))
 
     def moments(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A member of rounds as a process of its own, which dies or stops where a test says.
+"""Members of rounds as processes of their own (`RoundSwarm`), which die or stop where a test says.
 
 Run as ``python -m tests.support.round_actor``: reads its settings as one JSON line, prints where it is reached, then
 one line for each command. A command names a round, the state all share, and perhaps a fault; the contribution is a
@@ -17,19 +17,21 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from tests.support.child import Child, say
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Agreement, JoinRequest, Member
-from trainer.collective.planning import cut_values
+from trainer.collective.planning import coordinator_order, cut_values
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, StateBehindError
@@ -39,6 +41,7 @@ from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
+_START_S = 60.0
 
 
 def identity_of(number: int) -> Identity:
@@ -68,7 +71,6 @@ def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) 
 
 
 def contribution_of(number: int, round_index: int) -> torch.Tensor:
-    """What a member brings to a round."""
     return torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(1000 * round_index + number))
 
 
@@ -175,13 +177,7 @@ def _install(fault: _Fault) -> None:
     around(CommitVote, "_decide", "before_deciding", "decided")
 
 
-def _say(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
-    """One actor."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     settings = json.loads(sys.stdin.readline())
@@ -204,7 +200,7 @@ def main() -> None:
     rule = RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {}))
     collective = PeerCollective(endpoint, loop.loop, RUN_ID, terms(), rule, config, others, lambda: 1024)
     loop.run(endpoint.start(), 10)
-    _say(address=endpoint.address, certificate=endpoint.certificate.decode() if endpoint.certificate else None)
+    say({"address": endpoint.address, "certificate": endpoint.certificate.decode() if endpoint.certificate else None})
     for line in sys.stdin:
         command = json.loads(line)
         others.known = {
@@ -213,10 +209,10 @@ def main() -> None:
         }
         if "move_to" in command:
             collective.move_to(command["move_to"])
-            _say(done=True)
+            say({"done": True})
             continue
         fault.set(command.get("fault", ""))
-        _say(**_round(collective, number, command))
+        say(_round(collective, number, command))
     loop.run(endpoint.stop(), 10)
     loop.stop()
     os._exit(0) if threading.active_count() > 1 else None
@@ -252,6 +248,92 @@ def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) 
         "weights": list(report.weights),
         "vocabulary_rows": collective.agreed_vocabulary_rows,
     }
+
+
+class Actor(Child):
+    """One member in its process."""
+
+    def __init__(self, number: int, log: Path) -> None:
+        super().__init__("round_actor", log=log)
+        self.peer_id = identity_of(number).peer_id
+        self.address = ""
+        self.certificate: str | None = None
+
+
+class RoundSwarm:
+    """Actors 0 to n-1, with one set of settings; started again where one has died."""
+
+    def __init__(self, folder: Path, num_actors: int, **settings: Any) -> None:
+        self.folder = folder
+        self.settings = {"stall_timeout_s": 2.5, **settings}
+        self.actors: dict[int, Actor] = {}
+        self.next_round = 0
+        for step in (self._launch, self._await_start, self._make_ready):
+            for number in range(num_actors):
+                step(number)
+
+    def close(self) -> None:
+        for actor in self.actors.values():
+            actor.__exit__()
+
+    def order(self, round_index: int) -> list[int]:
+        """Numbers in the order in which they would coordinate a round."""
+        numbers = {actor.peer_id: number for number, actor in self.actors.items()}
+        return [numbers[peer_id] for peer_id in coordinator_order(RUN_ID, round_index, numbers)]
+
+    def begin(
+        self, numbers: list[int], *, faults: Mapping[int, str] | None = None, each: Mapping[int, Any] | None = None
+    ) -> int:
+        """Lets these take part in the next round, each perhaps with options of its own; returns its number."""
+        round_index = self.next_round
+        self.next_round += 1
+        command = {"round": round_index, "state": hashlib.sha256(f"state {round_index}".encode()).hexdigest()}
+        for number in numbers:
+            own = {"fault": (faults or {}).get(number, ""), "save_to": str(self._result_path(number))}
+            own |= (each or {}).get(number, {})
+            self.actors[number].say({"peers": self._peers_of(number), **command, **own})
+        return round_index
+
+    def outcome(self, number: int, timeout_s: float = 60.0) -> dict[str, Any]:
+        """What became of the round at one of them."""
+        return self.actors[number].hear(timeout_s)
+
+    def result(self, number: int) -> torch.Tensor:
+        """The vector it ended with."""
+        return torch.load(self._result_path(number), weights_only=True)
+
+    def restart(self, number: int) -> None:
+        """A new process in the place of one that has died; at another port."""
+        self.actors[number].__exit__()
+        for step in (self._launch, self._await_start, self._make_ready):
+            step(number)
+
+    def _make_ready(self, number: int) -> None:
+        """As a node that has taken up the others' state: invited to the next round, it will say that it comes."""
+        self.actors[number].say({"move_to": self.next_round, "peers": self._peers_of(number)})
+        self.actors[number].hear(_START_S)
+
+    def _peers_of(self, number: int) -> dict[str, tuple[str, str | None]]:
+        return {
+            actor.peer_id: (actor.address, actor.certificate) for other, actor in self.actors.items() if other != number
+        }
+
+    def _result_path(self, number: int) -> Path:
+        return self.folder / f"result-{number}.pt"
+
+    def _launch(self, number: int) -> None:
+        actor = self.actors[number] = Actor(number, self.folder / f"actor-{number}.log")
+        actor.say({"number": number, **self.settings})
+
+    def _await_start(self, number: int) -> None:
+        actor = self.actors[number]
+        started = actor.hear(_START_S)
+        actor.address, actor.certificate = started["address"], started["certificate"]
+
+
+def mean_of(numbers: list[int], round_index: int) -> torch.Tensor:
+    """The mean of contributions of equal weight."""
+    return torch.stack([contribution_of(number, round_index) for number in numbers]).mean(0)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.child import Child, input_ended, say
 from trainer.network.rpc import Endpoint, Identity, Message, Peer, Reply, Request, RpcConfig, Stream
 from trainer.network.rpc.identity import load_or_create_identity
 
@@ -87,41 +83,22 @@ def register_test_methods(endpoint: Endpoint) -> None:
     endpoint.register_stream("test/deaf", Question, deaf)
 
 
-@dataclass
-class RpcNode:
-    process: subprocess.Popen[str]
-    peer: Peer
+class RpcNode(Child):
+    """A node in another process; ``options`` are of `fast_config`."""
 
-    def stop(self) -> None:
-        """As a machine that hangs: connections stay open, nothing is said."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Undoes `stop`."""
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """As a machine that dies."""
-        self.process.kill()
-        self.process.wait()
+    def __init__(self, identity_path: str, options: dict[str, object]) -> None:
+        super().__init__("rpc_node", identity_path, json.dumps(options))
+        peer_id, address, certificate = self.hear()
+        self.peer = Peer(peer_id, address, certificate.encode() or None)
 
     def resident_bytes(self) -> int:
-        """Its memory now."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-@contextmanager
-def rpc_node(*, identity_path: str = "", **options: object) -> Iterator[RpcNode]:
-    """Starts a node in another process, and kills it at the end."""
-    command = [sys.executable, "-m", "tests.support.rpc_node", identity_path, json.dumps(options)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            peer_id, address, certificate = json.loads(process.stdout.readline())
-            yield RpcNode(process, Peer(peer_id, address, certificate.encode() or None))
-        finally:
-            process.kill()
+def rpc_node(*, identity_path: str = "", **options: object) -> RpcNode:
+    """Starts a node; a context manager that kills it at the end."""
+    return RpcNode(identity_path, options)
 
 
 async def _serve(identity_path: str, options: dict[str, object]) -> None:
@@ -130,10 +107,8 @@ async def _serve(identity_path: str, options: dict[str, object]) -> None:
     endpoint = Endpoint(identity, RUN_ID, fast_config(**options))
     register_test_methods(endpoint)
     await endpoint.start()
-    said = json.dumps([endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()])
-    sys.stdout.write(said + "\n")
-    sys.stdout.flush()
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    say([endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()])
+    await input_ended()
     await endpoint.stop()
 
 

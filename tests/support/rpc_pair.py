@@ -39,7 +39,6 @@ async def running_endpoint(
 
 @asynccontextmanager
 async def endpoint_pair(**options: object) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
-    """A caller and a callee."""
     async with running_endpoint(**options) as caller, running_endpoint(**options) as callee:
         yield caller, callee
 
@@ -82,7 +81,6 @@ def refused(reason: str, match: str | None = None) -> Iterator[None]:
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    """Waits for ``condition``."""
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.02)

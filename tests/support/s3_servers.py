@@ -112,7 +112,6 @@ def s3_client(server: Server) -> Any:
 
 
 def boto3_client(server: Server, service: str) -> Any:
-    """A boto3 client of any service of the server."""
     import boto3
 
     return boto3.session.Session().client(

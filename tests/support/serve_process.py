@@ -72,7 +72,6 @@ class ServeProcess:
             time.sleep(0.05)
 
     def connect(self, *, receive_buffer_bytes: int | None = None) -> RawClient:
-        """A connection of one's own."""
         connection = socket.socket()
         if receive_buffer_bytes:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
@@ -155,7 +154,6 @@ class RawClient:
         return b"".join(parts)
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """The next answer, whole."""
         status, headers = self.head()
         return status, headers, self.read(int(headers.get("content-length", 0)))
 

@@ -38,7 +38,6 @@ _MODULES = {"alpha": ("textwrap.py", "heapq.py"), "beta": ("bisect.py", "fnmatch
 
 
 def spec(name: str) -> SourceSpec:
-    """The source of that name."""
     return SourceSpec(name=name, merges=40, target_shards=20)
 
 
@@ -90,12 +89,10 @@ def copy_small_store(folder: Path, *, signed: bool = False) -> FolderStore:
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """The store's manifest."""
     return Manifest.from_json((folder / MANIFEST_KEY).read_bytes())
 
 
 def checkpoints_of(folder: Path) -> Checkpoints:
-    """The store's checkpoints."""
     return Checkpoints.from_json((folder / CHECKPOINTS_KEY).read_bytes())
 
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from tests.support.child import Child, input_ended, say
 from tests.support.model_configs import random_tokens, small_config
 from trainer.compression.activations import activation_codec
 from trainer.inner import InnerConfig, make_optimizer
@@ -166,61 +164,36 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-@dataclass
-class StageProcess:
+class StageProcess(Child):
     """A worker in another process."""
 
-    setup: WorkerSetup
-    process: subprocess.Popen[str]
     peer: Peer
 
-    def stop(self) -> None:
-        """As a machine that hangs: connections stay open, nothing is said."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+    def __init__(self, setup: WorkerSetup) -> None:
+        super().__init__("stage_worker")
+        self.setup = setup
+        self.say(asdict(setup))
 
-    def resume(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def await_start(self) -> None:
+        peer_id, address, certificate = self.hear()
+        self.peer = Peer(peer_id, address, certificate.encode() or None)
 
 
 @contextmanager
 def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[StageProcess]]:
     """Starts several, all at once, and kills them at the end."""
-    processes: list[subprocess.Popen[str]] = []
-    command = [sys.executable, "-m", "tests.support.stage_worker"]
-    try:
-        for setup in setups:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            processes.append(process)
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(asdict(setup)) + "\n")
-            process.stdin.flush()
-        reached = []
-        for setup, process in zip(setups, processes, strict=True):
-            assert process.stdout is not None
-            peer_id, address, certificate = json.loads(process.stdout.readline())
-            reached.append(StageProcess(setup, process, Peer(peer_id, address, certificate.encode() or None)))
-        yield reached
-    finally:
+    with ExitStack() as stack:
+        processes = [stack.enter_context(StageProcess(setup)) for setup in setups]
         for process in processes:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(BrokenPipeError):
-                    pipe.close()
+            process.await_start()
+        yield processes
 
 
 async def _serve(setup: WorkerSetup) -> None:
     async with running_worker(setup) as running:
         endpoint = running.endpoint
-        said = [endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()]
-        sys.stdout.write(json.dumps(said) + "\n")
-        sys.stdout.flush()
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        say([endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()])
+        await input_ended()
 
 
 if __name__ == "__main__":

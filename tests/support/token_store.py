@@ -5,13 +5,15 @@
     store.publish()                             # the next manifest: sequence + 1, previous, index, totals
 
 What `publish` vouches for is what `entries` says, so a test that changes an entry, or puts other bytes at a key and
-names their digest, has a store whose chain of digests holds and whose contents lie.
+names their digest, has a store whose chain of digests holds and whose contents lie. `digest` and `take` compare the
+batches that are made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,7 +92,6 @@ class TokenStore:
 
     @property
     def url(self) -> str:
-        """The store's address."""
         return str(self.folder)
 
     @property
@@ -99,7 +100,6 @@ class TokenStore:
         return Manifest.from_json((self.folder / MANIFEST_KEY).read_bytes())
 
     def ids(self, shard_id: int) -> Ids:
-        """What `grow` wrote."""
         return fixed_ids(shard_id, self.shard_tokens, self.next_merge_id)
 
     def grow(self, shards: int, *, sources: Sequence[str] = ("alpha",)) -> Manifest:
@@ -203,3 +203,15 @@ class TokenStore:
             created_at=_TIME,
             updated_at=_TIME,
         )
+
+
+def digest(batch: Mapping[str, Any]) -> str:
+    """Identifies a batch: names, types, shapes and contents of its tensors."""
+    parts = [f"{name}:{batch[name].dtype}:{tuple(batch[name].shape)}" for name in sorted(batch)]
+    bodies = [sha256_hex(batch[name].numpy().tobytes()) for name in sorted(batch)]
+    return sha256_hex("\n".join([*parts, *bodies]).encode())[:24]
+
+
+def take(batches: Iterable[Mapping[str, Any]], count: int | None = None) -> list[str]:
+    """The digests of the next ``count`` batches; of all that come, without one."""
+    return [digest(batch) for batch in islice(iter(batches), count)]

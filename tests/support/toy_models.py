@@ -51,7 +51,6 @@ def _mlp(seed: int) -> nn.Sequential:
 
 
 def parameter_bits(model: nn.Module) -> bytes:
-    """All parameters' bits."""
     return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 
 

@@ -1,27 +1,31 @@
-"""Some members of one run in a process of its own, honest and lying: endpoints, rounds and training, without a store.
+"""Members of runs in two processes, honest and lying: endpoints, rounds and training, without a store (`TrainingCast`).
 
-It reads JSON lines and writes one for each: which members live here and what the run is like, where all are reached,
-and that the others are done. Each learns the manuals of the standard library, letter by letter, from other places. The
+A process is told which members live in it and what the run is like, where all are reached, and that the others are
+done, and answers each. A member learns the manuals of the standard library, letter by letter, from other places. The
 steps are so few and so large that honest members still agree about the direction (cosines of 0.7 and more).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.child import Child, say
 from tests.support.small_model import SMALL, VOCAB_SIZE, small_model
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
@@ -34,6 +38,8 @@ from trainer.outer.engine.strategy import OuterResult
 from trainer.run.node.loop_thread import LoopThread
 
 NUM_ROUNDS = 8
+_NUM_PROCESSES = 2
+_START_S, _RUN_S = 60.0, 120.0
 _INNER_STEPS = 6
 _ROWS = 32
 _SEQ_LEN = SMALL.max_seq_len
@@ -171,11 +177,6 @@ class _Member:
         self._loop.run(self.endpoint.stop(), 30.0)
 
 
-def _say(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """One run after another, until the input ends."""
     torch.set_num_threads(1)
@@ -185,18 +186,92 @@ def main() -> None:
     while line := sys.stdin.readline():
         run = json.loads(line)
         members = {number: _Member(number, run, loop) for number in run["here"]}
-        _say({number: member.start() for number, member in members.items()})
+        say({number: member.start() for number, member in members.items()})
         everybody = json.loads(sys.stdin.readline())
         for member in members.values():
             member.meet(everybody)
         with ThreadPoolExecutor(len(members)) as pool:
             results = dict(zip(members, pool.map(_Member.train, members.values()), strict=True))
-        _say(results)
+        say(results)
         sys.stdin.readline()
         for member in members.values():
             member.leave()
-        _say({})
+        say({})
     loop.stop()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    members: dict[int, dict[str, Any]]
+    """By number, what its process says of it."""
+    liars: tuple[int, ...]
+
+    @property
+    def honest(self) -> list[dict[str, Any]]:
+        return [member for number, member in self.members.items() if number not in self.liars]
+
+    @property
+    def loss(self) -> float:
+        assert len({member["digest"] for member in self.honest}) == 1
+        assert all(not member["failed"] and len(member["reports"]) == NUM_ROUNDS for member in self.honest)
+        return float(self.honest[0]["loss"])
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        return list(self.honest[0]["reports"])
+
+    def said_of_liars(self, field: str) -> list[set[int]]:
+        """Of each round, the liars that ``dropped`` or ``validation`` of the report name."""
+        numbers = {member["peer_id"]: number for number, member in self.members.items()}
+        return [{numbers[who] for who, _ in report[field]} & set(self.liars) for report in self.reports]
+
+
+class TrainingCast:
+    """Two processes for as many runs as there are; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[Child] = []
+        self._numbers = itertools.count()
+        self._living = ExitStack()
+
+    def __enter__(self) -> Self:
+        logs = [self._folder / f"actor-{number}.log" for number in range(_NUM_PROCESSES)]
+        self._processes = [self._living.enter_context(Child("training_actor", log=log)) for log in logs]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._living.close()
+
+    def run(self, num_members: int, rule: Mapping[str, Any], attack: str = "", num_liars: int = 0) -> Outcome:
+        """One run to its end.
+
+        Args:
+            num_members: all of them, the liars, who have the highest numbers, included.
+            rule: of `RuleConfig`.
+            attack: of `ATTACKS`.
+            num_liars: how many.
+        """
+        liars = tuple(range(num_members - num_liars, num_members))
+        described = {
+            "run_id": f"run-{next(self._numbers)}",
+            "num_members": num_members,
+            "rule": dict(rule),
+            "liars": dict.fromkeys(liars, attack),
+        }
+        for index, process in enumerate(self._processes):
+            process.say({**described, "here": list(range(index, num_members, _NUM_PROCESSES))})
+        everybody = {key: value for process in self._processes for key, value in process.hear(_START_S).items()}
+        for process in self._processes:
+            process.say(everybody)
+        results = {int(key): value for process in self._processes for key, value in process.hear(_RUN_S).items()}
+        for process in self._processes:
+            process.say({})
+        for process in self._processes:
+            process.hear(_START_S)
+        return Outcome(results, liars)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from contestant import run
 
 from loader.stream.assignment import get_assigned_shards
-from loader.stream.permutation import window_order
+from loader.stream.windows import window_order
 
 if TYPE_CHECKING:
     from contestant import Pass

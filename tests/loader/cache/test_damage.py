@@ -85,14 +85,6 @@ def test_a_link_where_a_file_would_be_made_is_not_written_through(folder, tmp_pa
     assert "symbolic links" in caplog.text
 
 
-def test_the_leftover_of_another_size_is_taken_over(folder):
-    folder.mkdir()
-    (folder / f".{NAME}.part").write_bytes(b"x" * (3 * SIZE_BYTES))
-    found = ShardCache(folder, SIZE_BYTES).open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME))
-    assert found.cached and found.buffer == content(NAME)
-    assert (folder / NAME).read_bytes() == content(NAME)
-
-
 def test_errors_of_the_check_and_files_open_elsewhere(filled, folder, caplog):
     def check_fails(view):
         raise KeyError("a bug")
@@ -199,11 +191,13 @@ def test_a_file_changed_between_opening_and_locking(folder, before_locking, capl
     assert not caplog.records
 
 
-def test_what_a_dead_maker_of_another_file_left_makes_room(folder, caplog):
+def test_what_a_dead_maker_left_is_taken_over_or_makes_room(folder, caplog):
     folder.mkdir()
     leftover = folder / f".{name_of(2)}.part"
     leftover.write_bytes(bytes(SIZE_BYTES))
+    (folder / f".{NAME}.part").write_bytes(b"x" * (3 * SIZE_BYTES))
     assert open_file(ShardCache(folder, SIZE_BYTES), 1).cached
+    assert (folder / NAME).read_bytes() == content(NAME)
     assert not leftover.exists() and not caplog.records
 
 
@@ -351,14 +345,6 @@ def test_a_folder_whose_lock_a_stopped_process_holds(folder, caplog):
             cache.entries()
     assert len(caplog.records) == 1
     assert open_file(ShardCache(folder, 10_000_000), 2).cached
-
-
-def test_what_is_larger_than_the_bound(folder, caplog):
-    cache = ShardCache(folder, 2 * SIZE_BYTES)
-    open_file(cache, 1)
-    assert not open_file(cache, 2, 2 * SIZE_BYTES + 1).cached
-    assert "--cache-bytes" in caplog.text
-    assert cache.contains(name_of(1))
 
 
 def test_the_errors_of_the_producer_are_the_callers_even_those_of_a_disk(folder):

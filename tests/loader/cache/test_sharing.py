@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,22 +39,15 @@ def test_many_processes_that_want_one_file_make_it_once(start_actor, log):
 
 def test_many_threads_that_want_one_file_make_it_once(folder):
     cache = ShardCache(folder, 10 * SIZE_BYTES)
-    made, found = [], []
+    made = []
     barrier = threading.Barrier(8)
 
-    def produce():
-        made.append(1)
-        return content(NAME)
-
-    def work():
+    def work(_):
         barrier.wait(30)
-        found.append(cache.open(NAME, SIZE_BYTES, produce, check(NAME)))
+        return cache.open(NAME, SIZE_BYTES, lambda: made.append(1) or content(NAME), check(NAME))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(work, range(8), timeout=60))
     assert len(made) == 1
     assert sorted(file.from_cache for file in found) == [False] + [True] * 7
     assert all(file.cached and file.buffer == content(NAME) for file in found)
@@ -378,7 +372,7 @@ CacheModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40,
 TestEviction = CacheModel.TestCase
 
 
-def test_unknown_files_and_what_cannot_fit_remove_nothing(tmp_path):
+def test_unknown_files_and_what_cannot_fit_remove_nothing(tmp_path, caplog):
     foreign = {"notes.txt": b"n" * 500, "shard_1.pt": b"s" * 500, ".other.part": b"p" * 500}
     for name, body in foreign.items():
         (tmp_path / name).write_bytes(body)
@@ -392,5 +386,6 @@ def test_unknown_files_and_what_cannot_fit_remove_nothing(tmp_path):
     open_file = cache.open(name_of(1), 600, lambda: content(name_of(1), 600), check(name_of(1)))
     cache.open(name_of(2), 400, lambda: content(name_of(2), 400), check(name_of(2)))
     assert not cache.open(name_of(3), 500, lambda: bytes(500), check(name_of(3))).cached
+    assert "--cache-bytes" in caplog.text
     assert cache.contains(name_of(2))
     assert open_file.buffer == content(name_of(1), 600)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +14,45 @@ from typing import Any
 import pytest
 
 from loader.cli.app import run
-from tests.support.loader_command import LoaderCommand
+from tests.support.populating import genesis
 from tests.support.serve_process import ServeProcess, genesis_serve
 from tests.support.small_store import copy_small_store
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class LoaderCommand:
+    """``python -m loader`` with a store and a cache of its own."""
+
+    store: str
+    cache: Path
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "GENESIS_STORE": self.store, "GENESIS_CACHE_DIR": str(self.cache)}
+
+    def start(self, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "loader", *map(str, arguments)],
+            cwd=ROOT,
+            env=self.environment(),
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        )
+
+    def __call__(
+        self, *arguments: str | Path, expect: int = 0, stdin: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """The command to its end, which must be ``expect``; never with a traceback."""
+        places = {"GENESIS_STORE": self.store, "GENESIS_CACHE_DIR": str(self.cache)}
+        return genesis(*arguments, expect=expect, module="loader", stdin=stdin, **{**places, **environment})
+
+    def json(self, *arguments: str | Path, expect: int = 0, stdin: str = "") -> dict[str, Any]:
+        """What the command prints with ``--json``: one object and nothing else."""
+        return dict(json.loads(self(*arguments, "--json", expect=expect, stdin=stdin).stdout))
+
+    def cached(self) -> set[int]:
+        """The shards in the cache."""
+        return {int(path.name.split("-")[0].removeprefix("shard_")) for path in self.cache.glob("shard_*.pt")}
 
 
 @pytest.fixture(scope="session")
@@ -51,9 +90,7 @@ class Here:
 
     def json(self, *arguments: str | Path, expect: int = 0) -> dict[str, Any]:
         """What it prints with ``--json``."""
-        found = json.loads(self(*arguments, "--json", expect=expect)[0])
-        assert isinstance(found, dict)
-        return found
+        return dict(json.loads(self(*arguments, "--json", expect=expect)[0]))
 
 
 @pytest.fixture

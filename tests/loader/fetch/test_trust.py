@@ -23,12 +23,11 @@ from loader import (
 from loader.fetch.known_store import KnownStore, ManifestMemory, RememberedManifest, TrustedManifest
 from manifests import MANIFEST_KEY, generate_private_key, public_key_pem, sha256_hex
 from tests.loader.fetch.conftest import OpenSession
-from tests.support.batches import take
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.s3_servers import free_port
 from tests.support.serve_process import genesis_serve
 from tests.support.small_store import PRIVATE_KEY
-from tests.support.token_store import TokenStore
+from tests.support.token_store import TokenStore, take
 
 
 @pytest.fixture
@@ -46,8 +45,9 @@ def test_the_pinned_key_and_one_that_signs_no_more(
     store: TokenStore, open_session: OpenSession, public_key: Path
 ) -> None:
     assert sequence_at(open_session, store.url, public_key=public_key) == 1
-    store.grow(1)
-    assert sequence_at(open_session, store.url, public_key=public_key) == 2
+    for _ in range(2):  # One of them is missed, which is no break.
+        store.grow(1)
+    assert sequence_at(open_session, store.url, public_key=public_key) == 3
     # What was believed before is no reason to go on beside a store that someone else now writes.
     open_session(store.url, public_key=public_key)
     store.private_key = generate_private_key()
@@ -142,13 +142,6 @@ def test_another_history_is_refused(store: TokenStore, open_session: OpenSession
     store.put(MANIFEST_KEY, honest)
     store.grow(2)
     assert sequence_at(open_session, store.url) == 3
-
-
-def test_what_was_missed_is_no_break(store: TokenStore, open_session: OpenSession) -> None:
-    open_session(store.url)
-    for _ in range(3):
-        store.grow(1)
-    assert sequence_at(open_session, store.url) == 4
 
 
 def test_the_next_mirror_is_asked(
@@ -318,13 +311,6 @@ def test_one_of_another_history_does_not_keep_a_node_from_starting(
     assert session.catalog.manifest.updated_at != FORGED_AT
     with pytest.raises(ManifestRollbackError, match="found another"):
         session.newest_catalog()
-
-
-def test_all_of_another_history_do(store: TokenStore, forged: str, open_session: OpenSession) -> None:
-    assert sequence_at(open_session, store.url, forged) == 2
-    shutil.copytree(forged, store.folder, dirs_exist_ok=True)
-    with pytest.raises(ManifestRollbackError, match="found another"):
-        open_session(store.url, forged)
 
 
 @pytest.mark.parametrize(

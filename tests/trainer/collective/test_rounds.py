@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from tests.support.round_swarm import RoundSwarm, mean_of
+from tests.support.round_actor import RoundSwarm, mean_of
 
 ALL = [0, 1, 2, 3]
 PLACES = ("before_joining", "before_acknowledging", "begun", "before_sending", "sent")

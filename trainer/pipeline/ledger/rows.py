@@ -23,8 +23,7 @@ from loader.options import StreamOptions
 from loader.plan import shard_pool
 from loader.session import Session
 from loader.stream.assignment import Assignment, assign
-from loader.stream.permutation import window_order
-from loader.stream.windows import WindowView, num_windows
+from loader.stream.windows import WindowView, num_windows, window_order
 from trainer.errors import TrainerUsageError
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.ledger.messages import MAX_PREFERRED

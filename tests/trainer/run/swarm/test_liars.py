@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.training_actor import ATTACKS, NUM_ROUNDS
-from tests.support.training_cast import Outcome, TrainingCast
+from tests.support.training_actor import ATTACKS, NUM_ROUNDS, Outcome, TrainingCast
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
