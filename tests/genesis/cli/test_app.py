@@ -15,11 +15,10 @@ import pytest
 import typer
 from tokenizers import Tokenizer
 
-from genesis.cli.app import app, run
+from genesis.cli.app import GROUP, add_plugins, app, run
 from genesis.cli.app import app as genesis_app
-from genesis.cli.plugins import GROUP, add_plugins
+from genesis.cli.common import compact, printable, table
 from genesis.cli.status import render
-from genesis.cli.tables import compact, printable, table
 from genesis.snapshot import read_vocabulary
 from genesis.status import StoreStatus
 from genesis.store import FolderStore

@@ -18,7 +18,7 @@ import pytest
 from genesis.errors import CorruptInputError, LeaseHeldError, WorkerError
 from genesis.populate.commit_log import CommitLog, read_checkpoints
 from genesis.populate.crashpoint import CRASH_POINTS
-from genesis.populate.keeper import LeaseKeeper, held
+from genesis.populate.lease import LeaseKeeper, held
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
 from genesis.populate.pool import WorkerPool

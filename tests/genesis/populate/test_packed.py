@@ -7,8 +7,8 @@ import pytest
 
 from genesis.errors import LeaseLostError
 from genesis.populate.commit_log import CommitLog, read_checkpoints
+from genesis.populate.committer import ShardWriter
 from genesis.populate.packer import FilledShard, Position
-from genesis.populate.shard_writer import ShardWriter
 from genesis.store import CachePolicy, FolderStore, open_store
 from genesis.verification import verify_store
 from manifests import ShardImage, Writer, decode_shard, pack_ids, packed_key, sha256_hex, shard_key

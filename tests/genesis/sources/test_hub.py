@@ -21,7 +21,7 @@ import pytest
 import zstandard
 
 from genesis.errors import CorruptInputError, InputChangedError, InputNotFoundError, SourceError
-from genesis.sources import hub_file, parquet, read_batches, resolve, tasks
+from genesis.sources import parquet, read_batches, resolve, tasks
 from genesis.sources.hub_client import HubRetryPolicy
 from manifests import SourceSpec
 from tests.support.hub_server import COMMIT, Fault, HubServer, SeededFaults
@@ -141,7 +141,7 @@ def test_a_plan_of_many_files_reads_no_footer_before_its_turn(hub: HubServer):
 def test_documents_are_the_same_through_a_storm_of_faults(
     texts: Texts, hub: HubServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(hub_file, "HUB_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr("genesis.sources.hub.HUB_WINDOW_BYTES", 20_000)
     monkeypatch.setattr(parquet, "_HUB_BUFFER_BYTES", 3_000)
     hub.seeded = SeededFaults(seed, probability=0.35)
     reading = read_on(resolve(EVERYTHING))

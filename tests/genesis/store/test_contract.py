@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, UsageError
 from genesis.store import CachePolicy, FolderStore, Store, Throttle, open_readable
-from genesis.store.per_process import PerProcess
+from genesis.store.base import PerProcess
 from manifests import InvalidDocumentError
 from tests.genesis.store.conftest import QUICK
 from tests.support.fault_proxy import FaultProxy, Request
@@ -339,7 +339,7 @@ def test_a_lock_held_at_the_fork_is_free_in_the_child():
     """A thread is making its value while another forks: the child makes its own."""
     code = """
 import os, signal, threading
-from genesis.store.per_process import PerProcess
+from genesis.store.base import PerProcess
 entered, go, parent = threading.Event(), threading.Event(), os.getpid()
 def make():
     if os.getpid() == parent:

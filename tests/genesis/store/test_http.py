@@ -18,7 +18,7 @@ import pytest
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreUnavailableError
 from genesis.store import CachePolicy, FolderStore
 from genesis.store.http import HttpStore, _check_redirect
-from genesis.store.policy import RetryPolicy
+from genesis.store.limits import RetryPolicy
 from manifests import InvalidDocumentError
 from tests.genesis.store.conftest import QUICK
 from tests.support.fault_proxy import Fault, FaultProxy, Reply, Request

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from genesis.errors import StoreError
 from genesis.store import RetryPolicy, Throttle
-from genesis.store.download import Download
-from genesis.store.policy import Deadline
+from genesis.store.limits import Deadline, Meter
 from genesis.store.resuming import (
     NOTHING,
     Answer,
     ContentRange,
+    Download,
     Held,
     Mismatch,
     opaque_etag,
@@ -29,7 +29,6 @@ from genesis.store.resuming import (
     strong_etag,
 )
 from genesis.store.retrying import TransientError
-from genesis.store.throttle import Meter
 
 ETAG = '"v1"'
 HELD = Held(5, ETAG, 20)
