@@ -14,6 +14,8 @@ import typer
 from genesis.cli.common import JsonOption, SourcesOption, StoreOption, compact, count, load_sources, shorten, table
 from genesis.errors import GenesisError
 from genesis.populate.progress import format_duration, format_size
+from genesis.sources import PYTHON_DOCS
+from genesis.store import open_readable
 from manifests import PATTERN, TOTAL_MERGES, ContractError, SourcesFile, SourceSpec
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ def status_command(
 ) -> int:
     """Show what a store holds and how it is coming along. Only reads; any store address will do."""
     from genesis.status import read_status
-    from genesis.store import open_readable
 
     sources = load_sources(sources_file)
     readable = open_readable(store)
@@ -192,8 +193,6 @@ def _wrapped(title: str, parts: list[str], width: int = 100) -> list[str]:
 
 def sources_command(sources_file: SourcesOption = None, as_json: JsonOption = False) -> int:
     """List the sources that can be populated."""
-    from genesis.sources import PYTHON_DOCS
-
     sources = load_sources(sources_file)
     specs = sorted(sources.sources, key=lambda spec: spec.priority)
     if sources.get(PYTHON_DOCS.name) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from genesis.cli.common import JsonOption, StoreOption, count
 from genesis.errors import UsageError
 from genesis.populate.progress import format_duration, format_size
+from genesis.store import open_readable
 from manifests import generate_private_key, key_id, load_public_key, private_key_pem, public_key_pem
 
 if TYPE_CHECKING:
@@ -38,25 +39,20 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> int:
     """Check a store: signature, every digest, every id, counts, vocabularies. Ends with 1 if anything is wrong."""
-    from genesis.store import open_readable
     from genesis.verification import EVERY_SHARD, ShardSample, verify_store
 
     key = _read_public_key(public_key)
     chosen = ShardSample.parse(sample) if sample is not None else EVERY_SHARD
-    readable = open_readable(store)
-    try:
-        with _progress() as progress:
-            report = verify_store(
-                readable,
-                public_key=key,
-                sample=chosen,
-                seed=seed,
-                threads=threads,
-                on_problem=None if as_json else _print_problem,
-                on_progress=progress,
-            )
-    finally:
-        readable.close()
+    with closing(open_readable(store)) as readable, _progress() as progress:
+        report = verify_store(
+            readable,
+            public_key=key,
+            sample=chosen,
+            seed=seed,
+            threads=threads,
+            on_problem=None if as_json else _print_problem,
+            on_progress=progress,
+        )
     typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(_lines(report)))
     return 0 if report.ok else 1
 
