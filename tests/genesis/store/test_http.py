@@ -114,30 +114,31 @@ def test_redirects_are_followed_but_not_for_ever(web, http_store):
             store.get("loop")
 
 
-@pytest.mark.parametrize(
-    ("location", "says"),
-    [
-        *(
-            (url, "expected a redirect to https or within")
-            for url in ("http://127.0.0.1:1/x", "http://localhost:{port}/x")
-        ),
-        ("http://169.254.169.254/x", "expected a redirect to https or within"),
-        *(
-            (url, None)
-            for url in ("http://a..b/x", f"http://{'a' * 64}.example/x", "http://[::1/x", "http://h:999999/x")
-        ),
-        *((url, None) for url in ("ftp://h/x", "http:///x")),
-    ],
+ELSEWHERE = ("http://127.0.0.1:1/x", "http://localhost:{port}/x", "http://169.254.169.254/x")
+NO_HOST = (
+    "http://a..b/x",
+    f"http://{'a' * 64}.example/x",
+    "http://[::1/x",
+    "http://h:999999/x",
+    "ftp://h/x",
+    "http:///x",
 )
-def test_a_redirect_to_another_origin_without_tls_or_to_no_host_is_not_followed(location, says, web, http_store):
+
+
+def test_a_redirect_to_another_origin_without_tls_or_to_no_host_is_not_followed(web, http_store):
+    locations = list(ELSEWHERE + NO_HOST)
+
     def redirect(request: Request) -> Reply:
-        return Reply(302, headers=(("Location", location.format(port=web.port)),))
+        return Reply(302, headers=(("Location", locations[0].format(port=web.port)),))
 
     with FaultProxy(web.port, answer=redirect) as proxy:
         store = http_store(proxy.port)
-        for use in (store.get, store.head):
-            with pytest.raises(StoreError, match=says):
-                use("shard_0.pt")
+        while locations:
+            says = "expected a redirect to https or within" if locations[0] in ELSEWHERE else None
+            for use in (store.get, store.head):
+                with pytest.raises(StoreError, match=says):
+                    use("shard_0.pt")
+            locations.pop(0)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +164,8 @@ def test_where_a_redirect_may_lead(source, target, is_followed):
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
 def test_an_unreachable_host(host):
     store = HttpStore(f"http://{host}:{free_port()}", policy=QUICK)
-    try:
-        with pytest.raises(StoreUnavailableError, match=host):
-            store.get("k")
-    finally:
-        store.close()
+    with contextlib.closing(store), pytest.raises(StoreUnavailableError, match=host):
+        store.get("k")
 
 
 class RawServer:

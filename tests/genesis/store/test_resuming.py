@@ -202,25 +202,6 @@ def test_bytes_and_time_in_the_throttle_earn_time_once():
     assert download.remaining_s() - start_s == pytest.approx(earned_s, abs=900)
 
 
-def test_a_body_costs_its_size_once():
-    """The buffer becomes the body: no second copy, which a list of chunks would need."""
-    import tracemalloc
-
-    size, chunk = 8 << 20, bytes(1 << 16)
-    download = fresh(size)
-    tracemalloc.start()
-    try:
-        download.begin(Answer(200, ETAG, str(size)))
-        for _ in range(size // len(chunk)):
-            download.append(chunk)
-        body = download.finish()
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(body) == size
-    assert peak_bytes < 1.1 * size
-
-
 @given(first=st.integers(0, 10**17), size=st.integers(1, 10**6), more=st.integers(0, 10**6))
 def test_a_range_comes_back(first, size, more):
     last = first + size - 1
