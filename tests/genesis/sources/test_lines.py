@@ -132,10 +132,8 @@ def test_a_flipped_bit_is_an_error_and_what_is_before_it_is_kept(tmp_path: Path,
         data = bytearray(gzip.compress(as_lines(texts)))
     data[len(data) // 2] ^= 0x10
     reading = read_until_error(plan_of(write(tmp_path / f"a.{suffix}", data)), CorruptInputError)
-    good = 0
-    while good < len(reading.documents) and reading.documents[good] == texts[good].encode():
-        good += 1
-    assert good > len(texts) // 4
+    same = (found == text.encode() for found, text in zip(reading.documents, texts, strict=False))
+    assert len(list(itertools.takewhile(bool, same))) > len(texts) // 4
 
 
 @every_format
@@ -212,12 +210,11 @@ def test_reading_on_from_any_cursor_is_skipping(
 def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path: Path, suffix: str):
     data = as_lines(noise(20_000, seed=6))
     found = list(tasks(plan_of(write(tmp_path / f"a.{suffix}", COMPRESS[suffix](data)))))
-    blocks = [task for task in found if isinstance(task, LinesTask)]
-    assert b"".join(task.data for task in blocks) == data
-    assert all(task.data.endswith(b"\n") for task in blocks)
-    assert [task.first_row for task in blocks[1:]] == [
-        sum(block.data.count(b"\n") for block in blocks[: number + 1]) for number in range(len(blocks) - 1)
-    ]
+    blocks = [task.data for task in found if isinstance(task, LinesTask)]
+    assert b"".join(blocks) == data
+    assert all(block.endswith(b"\n") for block in blocks)
+    lines = itertools.accumulate((block.count(b"\n") for block in blocks[:-1]), initial=0)
+    assert [task.first_row for task in found] == list(lines)
     assert 3 <= len(blocks) <= 4
 
 
