@@ -30,7 +30,7 @@ def documents_of(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_documents_put_together_are_the_text(folder: Path) -> None:
+def test_all_documents_put_together_are_the_text(folder):
     store, manifest = FolderStore(folder), manifest_of(folder)
     found: dict[str, list[str]] = {"alpha": [], "beta": []}
     for number in range(manifest.total_shards):
@@ -54,7 +54,7 @@ def test_all_documents_put_together_are_the_text(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shard_before_is_the_one_of_the_same_source(folder: Path) -> None:
+def test_the_shard_before_is_the_one_of_the_same_source(folder):
     store, manifest, shards = FolderStore(folder), manifest_of(folder), segment_of(folder).shards
     before = {shard.id: previous_of_source(store, manifest, shard) for shard in shards}
     assert [number for number, found in before.items() if found is None] == [0, 9]
@@ -64,7 +64,7 @@ def test_the_shard_before_is_the_one_of_the_same_source(folder: Path) -> None:
         assert (first.ordinal, first.begins_before) == (0, False)
 
 
-def test_a_document_can_be_cut_and_listed(folder: Path) -> None:
+def test_a_document_can_be_cut_and_listed(folder):
     store, manifest = FolderStore(folder), manifest_of(folder)
     whole = inspect_shard(store, manifest, 2, num_documents=3)
     cut = inspect_shard(store, manifest, 2, num_documents=3, max_tokens=5, with_tokens=True)
@@ -80,12 +80,12 @@ def test_a_document_can_be_cut_and_listed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 23, 10**12])
-def test_a_shard_that_is_not_there(folder: Path, number: int) -> None:
+def test_a_shard_that_is_not_there(folder, number):
     with pytest.raises(UsageError, match="shards 0 to 22"):
         find_shard(FolderStore(folder), manifest_of(folder), number)
 
 
-def test_what_is_not_the_manifests(tmp_path: Path) -> None:
+def test_what_is_not_the_manifests(tmp_path):
     folder = tmp_path / "store"
     store, manifest = copy_small_store(folder), manifest_of(folder)
     (folder / shard_key(1)).write_bytes((folder / shard_key(2)).read_bytes())
@@ -101,7 +101,7 @@ def test_what_is_not_the_manifests(tmp_path: Path) -> None:
         inspect_shard(store, manifest, 0)
 
 
-def test_vocabulary_in_numbers(folder: Path, tmp_path: Path) -> None:
+def test_vocabulary_in_numbers(folder, tmp_path):
     found = inspect_vocabulary(FolderStore(folder), manifest_of(folder))
     assert found.ids == FIRST_MERGE_ID + found.merges == 606
     lengths = [len(token.text) for token in found.longest]
@@ -113,7 +113,7 @@ def test_vocabulary_in_numbers(folder: Path, tmp_path: Path) -> None:
         read_vocabulary(FolderStore(tmp_path), None)
 
 
-def test_encoding_a_text_spells_it(folder: Path) -> None:
+def test_encoding_a_text_spells_it(folder):
     vocabulary = read_vocabulary(FolderStore(folder), manifest_of(folder))
     encoded = encode_text(vocabulary, "the list of items")
     assert "".join(token.text for token in encoded.tokens) == "the list of items"

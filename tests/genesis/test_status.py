@@ -43,7 +43,7 @@ def set_ended(folder: Path, name: str, ended: bool) -> None:
     (folder / CHECKPOINTS_KEY).write_bytes(changed.to_json())
 
 
-def test_figures_are_the_stores(folder: Path) -> None:
+def test_figures_are_the_stores(folder):
     manifest, checkpoints = manifest_of(folder), checkpoints_of(folder)
     status = status_of(folder)
     assert [row.name for row in status.sources] == ["alpha", "beta"]
@@ -70,7 +70,7 @@ def test_figures_are_the_stores(folder: Path) -> None:
     assert [row.last_commit_age_s for row in status_of(folder, datetime(2020, 1, 1, tzinfo=UTC)).sources] == [0, 0]
 
 
-def test_a_writer_at_work_gives_speed_and_time_left(folder: Path) -> None:
+def test_a_writer_at_work_gives_speed_and_time_left(folder):
     writer = Writer(
         id="elsewhere:1:1:boot",
         token=9,
@@ -94,7 +94,7 @@ def test_a_writer_at_work_gives_speed_and_time_left(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("expires_at", "state"), [(None, "released"), (NOW, "stale"), (NOW + timedelta(seconds=1), "alive")]
 )
-def test_lease_states(folder: Path, expires_at: datetime | None, state: str) -> None:
+def test_lease_states(folder, expires_at, state):
     change_writer(folder, Writer(id="w", token=1, expires_at=format_time(expires_at) if expires_at else None))
     writer = status_of(folder, NOW).writer
     assert writer is not None
@@ -110,7 +110,7 @@ class PrivateCheckpoints(FolderStore):
         return super().get(key, max_bytes=max_bytes)
 
 
-def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder: Path) -> None:
+def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder):
     whole = status_of(folder)
     (folder / CHECKPOINTS_KEY).write_bytes(b"{")
     assert "checkpoints.json" in status_of(folder).notes[0]
@@ -126,7 +126,7 @@ def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder: Path) -> No
     assert "403" in status.notes[0]
 
 
-def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder: Path) -> None:
+def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder):
     manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence - 1}).to_json())
     status = status_of(folder)
@@ -136,7 +136,7 @@ def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder: P
     assert status_of(folder).sequence == manifest.sequence + 5
 
 
-def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path: Path) -> None:
+def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path):
     store = tmp_path / "store"
     store.mkdir()
     writer = {"id": "host:1:1:b", "token": 1, "expires_at": format_time(NOW), "source": "alpha"}
@@ -148,7 +148,7 @@ def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path: Path) -> None
     assert status.vocabulary is None
 
 
-def test_a_store_that_is_empty_or_damaged(tmp_path: Path, folder: Path) -> None:
+def test_a_store_that_is_empty_or_damaged(tmp_path, folder):
     with pytest.raises(StoreEmptyError, match="genesis populate"):
         status_of(tmp_path / "store" / "index")
     with pytest.raises(GenesisError, match="no such folder"):
@@ -158,7 +158,7 @@ def test_a_store_that_is_empty_or_damaged(tmp_path: Path, folder: Path) -> None:
         status_of(folder)
 
 
-def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder: Path) -> None:
+def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder):
     first = status_of(folder)
     reference = manifest_of(folder).tokenizer
     assert reference is not None
@@ -174,7 +174,7 @@ def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder: Path
     assert "vocabulary" in status.notes[0]
 
 
-def test_the_page_describes_every_field_and_its_example_has_them(folder: Path) -> None:
+def test_the_page_describes_every_field_and_its_example_has_them(folder):
     page = PAGE.read_text(encoding="utf-8")
     example = re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0]
     documented = StoreStatus.model_validate_json(example)

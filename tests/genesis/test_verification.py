@@ -108,7 +108,7 @@ def ids_of(folder: Path, shard_id: int) -> np.ndarray:
     return decode_shard((folder / shard_key(shard_id)).read_bytes()).copy()
 
 
-def test_a_sound_store(folder: Path) -> None:
+def test_a_sound_store(folder):
     report = verify(folder)
     manifest = manifest_of(folder)
     assert report.ok, report.problems
@@ -125,7 +125,7 @@ def test_a_sound_store(folder: Path) -> None:
     assert "not signed" in report.problems[0].what
 
 
-def test_signatures_and_an_empty_store(tmp_path: Path) -> None:
+def test_signatures_and_an_empty_store(tmp_path):
     folder = tmp_path / "store"
     copy_small_store(folder, signed=True)
     assert verify(folder).signature == "not checked"
@@ -213,7 +213,7 @@ DAMAGES: dict[str, list[Damage]] = {
 
 
 @pytest.mark.parametrize(("where", "number"), [(key, number) for key in DAMAGES for number in range(len(DAMAGES[key]))])
-def test_a_damaged_shard_or_packed_form_is_named(folder: Path, where: str, number: int) -> None:
+def test_a_damaged_shard_or_packed_form_is_named(folder, where, number):
     harm, expected = DAMAGES[where][number]
     harm(folder)
     report = verify(folder)
@@ -222,7 +222,7 @@ def test_a_damaged_shard_or_packed_form_is_named(folder: Path, where: str, numbe
     assert report.counts.shards_verified == report.counts.shards - 1
 
 
-def test_a_packed_form_under_another_key_is_named_and_none_at_all_is_sound(folder: Path) -> None:
+def test_a_packed_form_under_another_key_is_named_and_none_at_all_is_sound(folder):
     change_packed(folder, key=packed_key(4))
     report = verify(folder)
     assert set(wheres(report)) == {packed_key(4)}
@@ -256,14 +256,14 @@ WRONG: list[Named] = [
 
 
 @pytest.mark.parametrize(("change", "changes", "where", "expected"), WRONG)
-def test_what_is_wrong_in_a_document_is_named(folder, change, changes, where, expected) -> None:
+def test_what_is_wrong_in_a_document_is_named(folder, change, changes, where, expected):
     change(folder, **changes)
     report = verify(folder)
     key = where or manifest_of(folder).index[0].key
     assert any(each.where == key and expected in each.what for each in report.problems), report.problems
 
 
-def test_a_changed_or_shorter_segment_is_named_and_its_shards_are_checked_all_the_same(folder: Path) -> None:
+def test_a_changed_or_shorter_segment_is_named_and_its_shards_are_checked_all_the_same(folder):
     segment, key = segment_of(folder), manifest_of(folder).index[0].key
     (folder / key).write_bytes((folder / key).read_bytes() + b" ")
     flip(folder / shard_key(3), 5000)
@@ -275,14 +275,14 @@ def test_a_changed_or_shorter_segment_is_named_and_its_shards_are_checked_all_th
     assert "found 22 from 0" in report.problems[0].what
 
 
-def test_a_lost_segment_is_named_and_hides_nothing_else(folder: Path) -> None:
+def test_a_lost_segment_is_named_and_hides_nothing_else(folder):
     key = manifest_of(folder).index[0].key
     (folder / key).unlink()
     (folder / TOKENIZER_KEY).unlink()
     assert wheres(verify(folder)) == [key, TOKENIZER_KEY]
 
 
-def test_manifests_that_are_none_or_have_no_index(folder: Path) -> None:
+def test_manifests_that_are_none_or_have_no_index(folder):
     write_manifest(folder, manifest_of(folder).model_copy(update={"index": ()}))
     report = verify(folder)
     assert "nothing vouches" in report.problems[0].what
@@ -312,7 +312,7 @@ def older_key(folder: Path) -> str:
     return older
 
 
-def test_a_damaged_or_lost_vocabulary_is_named(folder: Path) -> None:
+def test_a_damaged_or_lost_vocabulary_is_named(folder):
     newest = manifest_of(folder).tokenizer
     assert newest is not None
     for key in (newest.key, older_key(folder)):
@@ -325,7 +325,7 @@ def test_a_damaged_or_lost_vocabulary_is_named(folder: Path) -> None:
     assert any("566 ids that shards were written with" in problem.what for problem in report.problems)
 
 
-def test_vocabularies_beside_the_newest_are_prefixes_or_were_never_committed(folder: Path) -> None:
+def test_vocabularies_beside_the_newest_are_prefixes_or_were_never_committed(folder):
     pairs = newest_pairs(folder)
     later = replace_vocabulary(folder, [*pairs, (11, 11)])
     other = replace_vocabulary(folder, [(12, 12)])
@@ -337,7 +337,7 @@ def test_vocabularies_beside_the_newest_are_prefixes_or_were_never_committed(fol
     assert wheres(verify(folder)) == [key]
 
 
-def test_a_tokenizer_json_that_lags_or_is_another_is_named_and_one_ahead_is_a_note(folder: Path) -> None:
+def test_a_tokenizer_json_that_lags_or_is_another_is_named_and_one_ahead_is_a_note(folder):
     pairs = newest_pairs(folder)
     for found, expected in (
         (pairs[:300], "an earlier state"),
@@ -354,7 +354,7 @@ def test_a_tokenizer_json_that_lags_or_is_another_is_named_and_one_ahead_is_a_no
     assert any("ahead" in note for note in report.notes)
 
 
-def test_a_checkpoint_beside_another_manifest(folder: Path) -> None:
+def test_a_checkpoint_beside_another_manifest(folder):
     manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence + 1}).to_json())
     assert wheres(verify(folder)) == [CHECKPOINTS_KEY]
@@ -366,7 +366,7 @@ def test_a_checkpoint_beside_another_manifest(folder: Path) -> None:
     assert wheres(verify(folder)) == [CHECKPOINTS_KEY]
 
 
-def test_orphans_are_notes_and_it_goes_on_after_every_problem(folder: Path) -> None:
+def test_orphans_are_notes_and_it_goes_on_after_every_problem(folder):
     (folder / shard_key(23)).write_bytes(b"not committed")
     (folder / shard_key(999_999)).write_bytes(b"not committed")
     (folder / packed_key(999_999)).write_bytes(b"not committed")
@@ -392,7 +392,7 @@ def test_orphans_are_notes_and_it_goes_on_after_every_problem(folder: Path) -> N
     assert report.num_problems == len(expected)
 
 
-def test_a_sample_is_seeded_and_misses_no_shard_that_is_gone(folder: Path) -> None:
+def test_a_sample_is_seeded_and_misses_no_shard_that_is_gone(folder):
     read: list[tuple[int, int]] = []
     progress = lambda done, total: read.append((done, total))  # noqa: E731
     reports = [verify(folder, sample=ShardSample.parse("20%"), seed=seed, on_progress=progress) for seed in (1, 1, 2)]
@@ -413,7 +413,7 @@ def test_a_sample_is_seeded_and_misses_no_shard_that_is_gone(folder: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-1%", "x", "1e3", "1.5"])
-def test_samples_that_make_no_sense(text: str) -> None:
+def test_samples_that_make_no_sense(text):
     with pytest.raises(UsageError, match="--sample"):
         ShardSample.parse(text)
 
@@ -421,7 +421,7 @@ def test_samples_that_make_no_sense(text: str) -> None:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(total=st.integers(1, 5_000), share=st.floats(0.001, 100), seed=st.integers(0, 2**32))
-def test_samples_have_the_size_asked_for(total: int, share: float, seed: int) -> None:
+def test_samples_have_the_size_asked_for(total, share, seed):
     chosen = ShardSample.parse(f"{share:.4f}%").choose(total, seed)
     wanted = max(1, round(total * float(f"{share:.4f}") / 100))
     assert (total if chosen is None else len(chosen)) == min(wanted, total)
@@ -429,7 +429,7 @@ def test_samples_have_the_size_asked_for(total: int, share: float, seed: int) ->
 
 
 @pytest.mark.slow
-def test_over_http_without_a_listing(folder: Path) -> None:
+def test_over_http_without_a_listing(folder):
     with rclone_http(folder) as server:
         store = open_readable(server.endpoint)
         (folder / CHECKPOINTS_KEY).unlink()
@@ -460,7 +460,7 @@ class OddStore(FolderStore):
         return found
 
 
-def test_shards_that_cannot_be_read_are_problems_until_it_is_given_up(folder: Path) -> None:
+def test_shards_that_cannot_be_read_are_problems_until_it_is_given_up(folder):
     report = verify_store(OddStore(folder, shard_key(3), shard_key(8)))
     assert set(wheres(report)) == {shard_key(3), shard_key(8)}
     report = verify_store(OddStore(folder, *map(shard_key, range(23))), threads=1)
@@ -479,7 +479,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_changed_byte_goes_unnoticed(signed: Path, data: st.DataObject) -> None:
+def test_no_changed_byte_goes_unnoticed(signed, data):
     manifest = manifest_of(signed)
     vouched = [MANIFEST_KEY, TOKENIZER_KEY, manifest.index[0].key, older_key(signed)]
     shards = [form(number) for number in range(manifest.total_shards) for form in (shard_key, packed_key)]

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -234,18 +233,6 @@ def test_a_segment_made_again_after_a_kill_is_not_taken_for_a_leftover(store):
     again.close()
     assert [shard.id for shard in read_tail(store, published(store))] == [0, 1]
     assert len(list(store.list("index/"))) == 1
-
-
-def test_a_superseded_segment_is_kept_a_while_however_old_it_is(store, tmp_path):
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
-    old = published(store).index[0].key
-    yesterday = time.time() - 86_400
-    os.utime(tmp_path / "store" / old, (yesterday, yesterday))
-    commit_log.commit_shards([entry(1)], "s", checkpoint(1))
-    commit_log.close()
-    opened(store).close()
-    assert store.head(old) is not None
 
 
 def test_a_renewal_whose_acknowledgement_was_lost_does_not_end_the_run(store):

@@ -10,7 +10,6 @@ from genesis.store import open_readable
 from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.mounts import mounted
 from tests.support.populating import ROOT, command, entries, genesis, populate_arguments, snapshot, stray_objects
-from tests.support.s3_servers import Server, free_port, moto_s3
 
 
 def failure(*arguments, expect=1, **environment):
@@ -20,32 +19,6 @@ def failure(*arguments, expect=1, **environment):
     assert len(lines) == 1, done.stderr
     assert lines[0] == done.stderr.splitlines()[-1]
     return lines[0]
-
-
-@pytest.mark.slow
-def test_sources_inputs_and_stores_that_are_not_there(tmp_path, small_input):
-    line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store", expect=2)
-    assert "finewebedu" in line
-    assert "fineweb-edu" in line
-    assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
-    (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in failure(*populate_arguments(tmp_path / "file" / "store", small_input))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--workers", "0"], "--workers"),
-        (["--shard-tokens", "0"], "--shard-tokens"),
-        (["--merges", "-1"], "--merges"),
-        (["--lease-s", "nan"], "--lease-s"),
-        (["--input", ""], "--input"),
-        (["--sign-key", "/nowhere/key"], "--sign-key"),
-    ],
-)
-def test_options_out_of_range_are_named(options, said, small_input, tmp_path):
-    assert said in failure(*populate_arguments(tmp_path / "store", small_input), *options, expect=2)
 
 
 @pytest.mark.slow
@@ -197,14 +170,3 @@ def test_a_full_disk(small_disk, small_input, undisturbed):
     genesis(*arguments)
     assert snapshot(folder / "store") == undisturbed
     assert stray_objects(folder / "store") == []
-
-
-@pytest.mark.slow
-def test_buckets_credentials_and_hosts(small_input):
-    with moto_s3("bucket") as moto:
-        environment = moto.environment()
-        assert "absent" in failure(*populate_arguments("s3://absent/s", small_input), **environment)
-        none = {**environment, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-        assert "credentials" in failure(*populate_arguments("s3://bucket/s", small_input), **none)
-    nobody = Server(port=free_port(), pid=0).environment()
-    assert nobody["AWS_ENDPOINT_URL"] in failure(*populate_arguments("s3://bucket/s", small_input), **nobody)

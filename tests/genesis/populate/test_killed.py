@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -309,21 +308,6 @@ def test_a_task_that_kills_every_worker_stops_the_run(tokenizer, plan):
         finally:
             stop.set()
             killer.join()
-
-
-@pytest.mark.slow
-def test_a_damaged_row_group_is_raised_after_all_before_it(tokenizer, plan):
-    path = Path(plan.files[0].location)
-    whole = expected(tokenizer, plan)
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2 : len(body) // 2 + 2000] = random.Random(1).randbytes(2000)
-    path.write_bytes(body)
-    found = []
-    with pool_of(tokenizer, 2) as pool, pytest.raises(CorruptInputError, match=r"a\.parquet"):
-        found.extend(block.ids.copy() for block in pool.blocks(tasks(plan, None)))
-    before = np.concatenate(found)
-    assert 0.2 * len(whole) < len(before) < 0.8 * len(whole)
-    assert (before == whole[: len(before)]).all()
 
 
 @pytest.mark.slow

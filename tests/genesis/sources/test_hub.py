@@ -93,7 +93,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
 
 
-def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(texts: Texts, tmp_path: Path, serve: Serve):
+def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(texts, tmp_path, serve):
     hub = serve(tmp_path, page_size=2)
     plan = resolve(EVERYTHING)
     names = ["data/p0.parquet", "data/p1.parquet", "train/z2.jsonl.zst", "train/z10.jsonl.zst", "g.json.gz"]
@@ -108,7 +108,7 @@ def test_the_plan_is_pinned_and_in_the_order_of_the_patterns(texts: Texts, tmp_p
 
 
 @pytest.mark.slow
-def test_reading_on_from_a_cursor_is_skipping(hub: HubServer):
+def test_reading_on_from_a_cursor_is_skipping(hub):
     plan = resolve(EVERYTHING)
     whole = read_on(plan)
     for count in (1, 70, 71, 299, 300, 450, 600, 601, 1199, 1400, 1500):
@@ -116,7 +116,7 @@ def test_reading_on_from_a_cursor_is_skipping(hub: HubServer):
         assert rest.documents == whole.documents[count:]
 
 
-def test_a_pinned_revision_is_read_whatever_the_branch_holds(tmp_path: Path, serve: Serve):
+def test_a_pinned_revision_is_read_whatever_the_branch_holds(tmp_path, serve):
     old, new = "a" * 40, "b" * 40
     texts = write_repository(tmp_path / "old", seed=1)
     write_repository(tmp_path / "new", seed=2)
@@ -130,7 +130,7 @@ def test_a_pinned_revision_is_read_whatever_the_branch_holds(tmp_path: Path, ser
         list(tasks(resolve(spec), reading.cursors[5]))
 
 
-def test_only_the_text_columns_ranges_travel(texts: Texts, hub: HubServer):
+def test_only_the_text_columns_ranges_travel(texts, hub):
     plan = resolve(spec_of("data/*.parquet"))
     text_bytes = sum(map(len, read_on(plan).documents))
     assert all(request.range for request in [*hub.requests("resolve"), *hub.requests("cdn")])
@@ -142,7 +142,7 @@ def test_only_the_text_columns_ranges_travel(texts: Texts, hub: HubServer):
     assert len(hub.requests("cdn")) == 2 * groups + footers, "footers of the files opened last are kept"
 
 
-def test_a_plan_of_many_files_reads_no_footer_before_its_turn(hub: HubServer):
+def test_a_plan_of_many_files_reads_no_footer_before_its_turn(hub):
     given = tasks(resolve(spec_of("data/*.parquet")))
     assert not hub.requests("cdn")
     first = next(given)
@@ -153,9 +153,7 @@ def test_a_plan_of_many_files_reads_no_footer_before_its_turn(hub: HubServer):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("seed", range(6))
-def test_documents_are_the_same_through_a_storm_of_faults(
-    texts: Texts, hub: HubServer, seed: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_are_the_same_through_a_storm_of_faults(texts, hub, seed, monkeypatch):
     monkeypatch.setattr("genesis.sources.hub.HUB_WINDOW_BYTES", 20_000)
     monkeypatch.setattr(parquet, "_HUB_BUFFER_BYTES", 3_000)
     hub.seeded = SeededFaults(seed, probability=0.35)
@@ -166,7 +164,7 @@ def test_documents_are_the_same_through_a_storm_of_faults(
 
 
 @pytest.mark.usefixtures("fast")
-def test_cut_connections_and_expired_addresses_are_gone_on_with(texts: Texts, hub: HubServer, tmp_path: Path):
+def test_cut_connections_and_expired_addresses_are_gone_on_with(texts, hub, tmp_path):
     hub.inject("cdn", Fault(cut_after=10_000), Fault(cut_after=5_000))
     assert read_on(resolve(spec_of("train/z2.jsonl.zst"))).documents == texts["z2"]
     size = (tmp_path / "train/z2.jsonl.zst").stat().st_size
@@ -183,7 +181,7 @@ def test_cut_connections_and_expired_addresses_are_gone_on_with(texts: Texts, hu
 
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("place", ["api", "resolve", "cdn"])
-def test_what_the_server_says_to_wait_is_waited(hub: HubServer, monkeypatch: pytest.MonkeyPatch, place: str):
+def test_what_the_server_says_to_wait_is_waited(hub, monkeypatch, place):
     waits: list[float] = []
     monkeypatch.setattr("tenacity.nap.time.sleep", waits.append)
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=15), usegmt=True)
@@ -204,7 +202,7 @@ def test_what_the_server_says_to_wait_is_waited(hub: HubServer, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(hub: HubServer):
+def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(hub):
     hub.inject("api", *[Fault(status=429, headers=(("Retry-After", "86400"),))] * 2)
     with pytest.raises(SourceError, match=r"someone/texts@main: still HTTP 429.*run the same command again"):
         resolve(EVERYTHING)
@@ -212,9 +210,7 @@ def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(hub: 
 
 
 @pytest.mark.slow
-def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
-    texts: Texts, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(texts, hub, monkeypatch):
     policy = HubRetryPolicy(deadline_s=0.4, unreachable_s=0.3, timeout_s=0.2, first_wait_s=0.05, max_wait_s=0.1)
     monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
     plan = resolve(spec_of("data/p0.parquet"))
@@ -230,9 +226,7 @@ def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(
         list(read_batches(next(given)))
 
 
-def test_a_host_that_is_not_there_and_offline_mode_are_one_line(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, fast: None
-):
+def test_a_host_that_is_not_there_and_offline_mode_are_one_line(hub, monkeypatch, fast):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(SourceError, match=r"http://127\.0\.0\.1:1 cannot be reached.*HF_ENDPOINT") as failure:
         resolve(EVERYTHING)
@@ -242,7 +236,7 @@ def test_a_host_that_is_not_there_and_offline_mode_are_one_line(
         resolve(EVERYTHING)
 
 
-def test_what_does_not_exist_is_not_retried(hub: HubServer):
+def test_what_does_not_exist_is_not_retried(hub):
     for spec in (
         spec_of("data/*.parquet", hf_path="someone/else"),
         spec_of("data/*.parquet", revision="no-such-branch"),
@@ -257,7 +251,7 @@ def test_what_does_not_exist_is_not_retried(hub: HubServer):
         resolve(EVERYTHING, pinned_revision="c" * 40)
 
 
-def test_a_gated_dataset_asks_for_a_token_and_takes_it(texts: Texts, hub: HubServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_gated_dataset_asks_for_a_token_and_takes_it(texts, hub, monkeypatch):
     hub.gated_token = "hf_secret"
     spec = spec_of("data/p0.parquet")
     with pytest.raises(SourceError, match=r"accept the dataset's terms.*HF_TOKEN"):
@@ -268,7 +262,7 @@ def test_a_gated_dataset_asks_for_a_token_and_takes_it(texts: Texts, hub: HubSer
     assert not any(request.authorized for request in hub.requests("cdn")), "the token stays with the Hub"
 
 
-def test_files_that_are_not_what_the_hub_lists_are_refused(hub: HubServer, tmp_path: Path):
+def test_files_that_are_not_what_the_hub_lists_are_refused(hub, tmp_path):
     hub.inject("cdn", Fault(ignore_range=True))
     with pytest.raises(SourceError, match=r"HTTP 206.*found HTTP 200.*--input"):
         list(tasks(resolve(spec_of("data/p0.parquet"))))
@@ -278,7 +272,7 @@ def test_files_that_are_not_what_the_hub_lists_are_refused(hub: HubServer, tmp_p
     assert "z2.jsonl.zst" in str(read_until_error(plan, CorruptInputError).error)
 
 
-def test_deadlines_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_deadlines_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("GENESIS_HUB_DEADLINE_S", "5")
     monkeypatch.setenv("GENESIS_HUB_TIMEOUT_S", "2.5")
     policy = HubRetryPolicy.from_environment()
@@ -289,7 +283,7 @@ def test_deadlines_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_local_input_does_not_import_the_hub_client(tmp_path: Path):
+def test_local_input_does_not_import_the_hub_client(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     script = (
         "import sys; from genesis.sources import *; from manifests import SourceSpec\n"

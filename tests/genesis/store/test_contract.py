@@ -59,7 +59,7 @@ def together(processes: list[subprocess.Popen[str]]) -> list[str]:
     return outputs
 
 
-def test_objects_come_and_go(store: Store):
+def test_objects_come_and_go(store):
     assert store.head("none") is None
     assert store.head("none/at-all") is None
     with pytest.raises(ObjectNotFoundError, match="none"):
@@ -84,7 +84,7 @@ def test_objects_come_and_go(store: Store):
     body=st.binary(max_size=4096),
     key=st.from_regex(r"[A-Za-z0-9_]{1,8}(/[A-Za-z0-9_][A-Za-z0-9._\-]{0,6})?-k", fullmatch=True),
 )
-def test_every_body_comes_back(store: Store, body: bytes, key: str):
+def test_every_body_comes_back(store, body, key):
     etag = store.put(key, body, cache=NONE)
     assert store.get(key).body == body
     info = store.head(key)
@@ -92,13 +92,13 @@ def test_every_body_comes_back(store: Store, body: bytes, key: str):
 
 
 @pytest.mark.parametrize("key", ["../out", "/absolute", "a//b", ".hidden", "a/../b", "", "a b", "a/"])
-def test_a_key_stays_in_the_store(store: Store, key: str):
+def test_a_key_stays_in_the_store(store, key):
     for use in (store.get, store.head, store.delete, lambda k: store.put(k, b"", cache=NONE)):
         with pytest.raises(InvalidDocumentError):
             use(key)
 
 
-def test_what_is_read_is_bounded_sent_if_changed_and_counted(store: Store):
+def test_what_is_read_is_bounded_sent_if_changed_and_counted(store):
     first = store.put("k", b"12345", cache=NONE)
     assert store.get("k", max_bytes=5).body == b"12345"
     for read in (lambda: store.get("k", max_bytes=4), lambda: store.get_if_changed("k", '"0"', max_bytes=4)):
@@ -119,7 +119,7 @@ def test_what_is_read_is_bounded_sent_if_changed_and_counted(store: Store):
 
 
 @pytest.mark.slow
-def test_lists_and_heads(store: Store):
+def test_lists_and_heads(store):
     keys = ["a-b", "a.b", "a/b", "a/c/d", "a0", "aa", "B", "shard_1.pt", "shard_10.pt", "shard_2.pt"]
     for key in random.Random(1).sample(keys, len(keys)):
         store.put(key, key.encode(), cache=NONE)
@@ -146,7 +146,7 @@ def test_lists_and_heads(store: Store):
     assert store.get("shard_0.pt").body == body
 
 
-def test_conditions(store: Store):
+def test_conditions(store):
     etag = store.put("k", b"mine", cache=NONE, if_absent=True)
     assert store.put("k", b"mine", cache=NONE, if_absent=True) == etag, "an earlier attempt of one's own is success"
     with pytest.raises(PreconditionFailedError, match="expected no object"):
@@ -163,7 +163,7 @@ def test_conditions(store: Store):
 
 
 @pytest.mark.slow
-def test_threads_racing(exact_store: Store):
+def test_threads_racing(exact_store):
     assert exact_store.conditional_writes
     assert list(exact_store.list()) == [], "the probe leaves nothing behind"
     barrier = threading.Barrier(4)
@@ -191,7 +191,7 @@ def test_threads_racing(exact_store: Store):
 
 
 @pytest.mark.slow
-def test_processes_racing(exact_store: Store):
+def test_processes_racing(exact_store):
     """Counting by compare-and-swap loses no step, and each key is created by one process only."""
     exact_store.put("n", b"0", cache=NONE)
     processes = [actor(exact_store, "race", "n", 15) for _ in range(2)]
@@ -202,7 +202,7 @@ def test_processes_racing(exact_store: Store):
         assert all(exact_store.get(key).body == f"{pid}".encode() for key in keys)
 
 
-def test_a_writer_that_is_killed_leaves_old_or_new(store: Store):
+def test_a_writer_that_is_killed_leaves_old_or_new(store):
     size = 2 << 20
     draw = random.Random(11)
     store.put("k", bytes(size), cache=NONE)
@@ -222,7 +222,7 @@ def test_a_writer_that_is_killed_leaves_old_or_new(store: Store):
 
 
 @pytest.mark.slow
-def test_readers_never_see_a_part(store: Store):
+def test_readers_never_see_a_part(store):
     sizes = [1 << 20, 3 << 18]
     store.put("k", bytes([0]) * sizes[0], cache=NONE)
     stop = threading.Event()
