@@ -118,34 +118,24 @@ def pem_of_private(key: object, encryption: object = None) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
 
 
-@pytest.mark.parametrize(
-    "pem",
-    [
-        b"",
-        b"not a key",
-        public_key_pem(KEY.public_key()),
-        private_key_pem(KEY)[:60],
-        pem_of_private(x25519.X25519PrivateKey.generate()),
-        pem_of_private(ec.generate_private_key(ec.SECP256R1())),
-        pem_of_private(rsa.generate_private_key(65537, 2048)),
-        pem_of_private(KEY, BestAvailableEncryption(b"secret")),
-    ],
-    ids=["empty", "text", "public", "cut", "x25519", "ec", "rsa", "encrypted"],
-)
-def test_what_is_no_private_key(pem):
+X25519 = x25519.X25519PrivateKey.generate()
+NO_PRIVATE_KEYS = {
+    "empty": b"",
+    "text": b"not a key",
+    "public": public_key_pem(KEY.public_key()),
+    "cut": private_key_pem(KEY)[:60],
+    "x25519": pem_of_private(X25519),
+    "ec": pem_of_private(ec.generate_private_key(ec.SECP256R1())),
+    "rsa": pem_of_private(rsa.generate_private_key(65537, 2048)),
+    "encrypted": pem_of_private(KEY, BestAvailableEncryption(b"secret")),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PRIVATE_KEYS)
+def test_what_is_no_key(kind):
     with pytest.raises(SignatureError, match="expected an Ed25519 private key"):
-        load_private_key(pem)
-
-
-@pytest.mark.parametrize(
-    "pem",
-    [
-        b"",
-        private_key_pem(KEY),
-        x25519.X25519PrivateKey.generate().public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
-    ],
-    ids=["empty", "private", "x25519"],
-)
-def test_what_is_no_public_key(pem):
-    with pytest.raises(SignatureError, match="expected an Ed25519 public key"):
-        load_public_key(pem)
+        load_private_key(NO_PRIVATE_KEYS[kind])
+    other = X25519.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    for pem in (b"", private_key_pem(KEY), other):
+        with pytest.raises(SignatureError, match="expected an Ed25519 public key"):
+            load_public_key(pem)

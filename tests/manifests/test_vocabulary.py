@@ -60,24 +60,20 @@ def test_a_merge_that_is_none_is_refused(merges):
         VocabularyFile.from_json(canonical_json(value)).pairs()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"next_merge_id": 267},
-        {"next_merge_id": 265},
-        {"next_merge_id": MAX_VOCABULARY + 1},
-        {"vocab_size": MAX_VOCABULARY + 1},
-        {"vocab_size": 10},
-        {"pattern": ".*"},
-        {"merges": []},
-        {"sources_contributed": {"a": -1}},
-        {"sources_contributed": {"A B": 1}},
-    ],
-)
-def test_hostile_vocabularies_are_refused(changes):
+HOSTILE: dict[str, list[object]] = {
+    "next_merge_id": [267, 265, MAX_VOCABULARY + 1],
+    "vocab_size": [MAX_VOCABULARY + 1, 10],
+    "pattern": [".*"],
+    "merges": [[]],
+    "sources_contributed": [{"a": -1}, {"A B": 1}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in HOSTILE for value in HOSTILE[name]])
+def test_hostile_vocabularies_are_refused(name, value):
     assert VocabularyFile.from_object(EMPTY).pattern == PATTERN
     with pytest.raises(InvalidDocumentError, match=r"tokenizer\.json"):
-        VocabularyFile.from_object({**EMPTY, **changes})
+        VocabularyFile.from_object({**EMPTY, name: value})
 
 
 @pytest.mark.slow

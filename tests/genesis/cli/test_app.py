@@ -393,6 +393,10 @@ def test_inspect_others(folder, tmp_path, capsys):
     assert "".join(token["text"] for token in encoded["tokens"]) == "a list"
     pieces = [f"{token['id']}:{token['text']!r}" for token in encoded["tokens"]]
     assert output_of(capsys, *command) == " ".join(pieces) + "\n"
+    vocabulary = read_vocabulary(FolderStore(folder), manifest_of(folder))
+    ids = NeuroTokenizer.from_file(vocabulary).encode("a list").tolist()
+    assert [token["id"] for token in encoded["tokens"]] == ids
+    assert run([*command[:-1], ""]) == 2
 
 
 def test_sources(capsys, tmp_path):

@@ -211,7 +211,7 @@ def test_a_server_that_asks_for_more_than_the_deadline_is_given_up_at_once(hub):
 
 @pytest.mark.slow
 def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(texts, hub, monkeypatch):
-    policy = HubRetryPolicy(deadline_s=0.4, unreachable_s=0.3, timeout_s=0.2, first_wait_s=0.05, max_wait_s=0.1)
+    policy = HubRetryPolicy(deadline_s=2.0, unreachable_s=0.3, timeout_s=0.5, first_wait_s=0.05, max_wait_s=0.1)
     monkeypatch.setattr(HubRetryPolicy, "from_environment", classmethod(lambda cls: policy))
     plan = resolve(spec_of("data/p0.parquet"))
     given = tasks(plan)
@@ -221,7 +221,7 @@ def test_failing_until_the_deadline_is_one_line_and_keeps_what_was_read(texts, h
     with pytest.raises(SourceError, match=r"data/p0\.parquet: still HTTP 503") as failure:
         list(read_batches(next(given)))
     assert "\n" not in str(failure.value)
-    hub.seeded = SeededFaults(0, probability=1.0, kinds=(Fault(delay_s=0.5),))
+    hub.seeded = SeededFaults(0, probability=1.0, kinds=(Fault(delay_s=1.0),))
     with pytest.raises(SourceError, match="cannot be reached"):
         list(read_batches(next(given)))
 
@@ -283,15 +283,10 @@ def test_deadlines_come_from_the_environment(monkeypatch):
 
 
 @pytest.mark.slow
-def test_local_input_does_not_import_the_hub_client(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+def test_local_input_does_not_import_the_hub_client():
     script = (
-        "import sys; from genesis.sources import *; from manifests import SourceSpec\n"
-        "plan = resolve(SourceSpec(name='mine'), [sys.argv[1]])\n"
-        "print(sum(len(batch.texts) for task in tasks(plan) for batch in read_batches(task)))\n"
-        "print([name for name in sys.modules if name.split('.')[0] in ('huggingface_hub', 'datasets', 'torch')])"
+        "import sys; from genesis.sources import *; [*map(read_batches, tasks(resolve(PYTHON_DOCS)))]; "
+        "print({'huggingface_hub', 'datasets', 'torch'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split("\n")[:2] == ["1", "[]"]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"

@@ -70,10 +70,6 @@ def test_engines_agree_on_source_code_adversarial_strings_and_every_plane(traine
         assert_all_equal(trained.to_file(), texts)
 
 
-def test_engines_agree_on_real_text(trained, corpus_texts):
-    assert_all_equal(trained.to_file(), corpus_texts)
-
-
 @pytest.mark.parametrize("vocabulary", [NO_MERGES, TEN_MERGES], ids=["no-merges", "ten-merges"])
 def test_engines_agree_on_tiny_vocabularies(vocabulary):
     assert_all_equal(vocabulary, [text.encode() for text in [*adversarial_strings(300, seed=3), "a" * 1000, ""]])
