@@ -29,16 +29,14 @@ from tests.support.fault_proxy import FaultProxy, Request
 
 ROOT = Path(__file__).parents[3]
 NONE = CachePolicy.NONE
+PYTHONPATH = {"PYTHONPATH": str(ROOT)}
+ACTOR = [sys.executable, "-W", "ignore::DeprecationWarning", str(Path(__file__).with_name("actor.py"))]
 
 
 def actor(store: Store, action: str, key: str, number: int) -> subprocess.Popen[str]:
+    command = [*ACTOR, action, store.url, key, str(number)]
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("actor.py")), action, store.url, key, str(number)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | PYTHONPATH
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -246,14 +244,8 @@ DIGEST = hashlib.sha256(BODY).hexdigest()
 
 
 def acted(*arguments: str, stdin: bytes = b"") -> dict:
-    script = Path(__file__).with_name("actor.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", script, *arguments],
-        input=stdin,
-        capture_output=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=100,
+        [*ACTOR, *arguments], input=stdin, capture_output=True, cwd=ROOT, env=os.environ | PYTHONPATH, timeout=100
     )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr == b""

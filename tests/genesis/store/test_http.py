@@ -6,11 +6,11 @@ import contextlib
 import gzip
 import random
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import httpx
 import pytest
@@ -168,38 +168,26 @@ def test_an_unreachable_host(host):
         store.get("k")
 
 
-class RawServer:
-    """Answers every connection by what ``speak`` sends on it; for what no server would say."""
+@contextlib.contextmanager
+def raw_server(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[int]:
+    """The port of a server that answers each connection by what ``speak`` sends on it; for what no server would say."""
+    stopping = threading.Event()
 
-    def __init__(self, speak: Callable[[socket.socket, threading.Event], None]) -> None:
-        self._speak = speak
-        self._stopping = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._thread = threading.Thread(target=self._run)
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.recv(65536)
+                speak(self.request, stopping)
 
-    @property
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(30)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.recv(65536)
-                self._speak(connection, self._stopping)
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            stopping.set()
+            server.shutdown()
+            thread.join(30)
 
 
 def drip_headers(connection: socket.socket, stopping: threading.Event) -> None:
@@ -222,16 +210,16 @@ def endless_redirect(connection: socket.socket, stopping: threading.Event) -> No
 @pytest.mark.parametrize("speak", [drip_headers, interim_without_end])
 def test_an_answer_that_never_begins(speak, http_store):
     """Each byte comes well within the read time-out; only the call's deadline ends it."""
-    with RawServer(speak) as server:
-        store = http_store(server.port, replace(QUICK, deadline_s=0.3))
+    with raw_server(speak) as port:
+        store = http_store(port, replace(QUICK, deadline_s=0.3))
         for use in (store.get, store.head):
             with pytest.raises(StoreUnavailableError, match="attempts"):
                 use("k")
 
 
 def test_bodies_of_redirects_and_compressed_ones_are_not_read(http_store, web):
-    with RawServer(endless_redirect) as server, pytest.raises(StoreError, match="more than 5 redirects"):
-        http_store(server.port).get("k")
+    with raw_server(endless_redirect) as port, pytest.raises(StoreError, match="more than 5 redirects"):
+        http_store(port).get("k")
     # It was not asked for, and what a few bytes expand to is without bound.
     bomb = gzip.compress(bytes(10 << 20))
     reply = Reply(200, bomb, (("Content-Encoding", "gzip"), ("ETag", '"1"')))

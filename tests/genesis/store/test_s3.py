@@ -7,6 +7,7 @@ import logging
 import random
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +35,8 @@ BIG = random.Random(2).randbytes(2 * PART + 12_345)
 
 
 def uploads(server: Server) -> list[object]:
-    client = s3_client(server)
-    try:
-        found: list[object] = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
-        return found
-    finally:
-        client.close()
+    with closing(s3_client(server)) as client:
+        return list(client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
 
 
 def is_put(request: Request) -> bool:
@@ -159,9 +156,8 @@ def test_a_lost_acknowledgement_and_then_another_writer(moto, proxied, s3_store)
     def other_writes_before_the_second(request: Request) -> None:
         sent.append(request)
         if len(sent) == 2:
-            client = s3_client(moto)
-            client.put_object(Bucket=BUCKET, Key=bucket_key, Body=b"other")
-            client.close()
+            with closing(s3_client(moto)) as client:
+                client.put_object(Bucket=BUCKET, Key=bucket_key, Body=b"other")
 
     proxy.script([Fault.LOST_ACK])
     proxy.watch = lambda request: other_writes_before_the_second(request) if is_put(request) else None
