@@ -55,11 +55,11 @@ OUT_OF_RANGE = ("--workers 0", "--shard-tokens 0", "--merges -1", "--lease-s nan
         ("learn --all --input nowhere", "NAME=PATTERN"),
         ("populate --source all --input x", "--source all"),
         ("populate --source fineweb-edo", "no source is named 'fineweb-edo'; known: c4"),
-        *((f"populate --source c4 {option}", option.split()[0]) for option in OUT_OF_RANGE),
+        *((f"populate --source c4 {option}", option.split()[0]) for option in (*OUT_OF_RANGE, "--input ")),
     ],
 )
 def test_wrong_usage_ends_with_two(line, said, capsys, tmp_path):
-    arguments = line.split()
+    arguments = line.split(" ") if line else []
     if arguments and arguments[0] in ("populate", "learn"):
         arguments += ["--store", str(tmp_path / "store")]
     assert run(arguments) == 2
