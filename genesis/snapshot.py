@@ -23,6 +23,7 @@ from manifests import (
     Segment,
     SegmentRef,
     ShardEntry,
+    TokenizerRef,
     VocabularyFile,
     sha256_hex,
 )
@@ -93,13 +94,17 @@ def read_segment(store: ReadableStore, reference: SegmentRef) -> Segment:
         StoreError: it cannot be read.
         ContractError: it is not what the manifest names.
     """
+    return Segment.from_json(_vouched_body(store, reference), name=reference.key)
+
+
+def _vouched_body(store: ReadableStore, reference: SegmentRef | TokenizerRef) -> bytes:
     body = store.get(reference.key).body
     if sha256_hex(body) != reference.sha256:
         raise ContractError(
             f"{reference.key}: expected sha256 {reference.sha256}, found {sha256_hex(body)}; "
             "restore that object from a copy"
         )
-    return Segment.from_json(body, name=reference.key)
+    return body
 
 
 def read_vocabulary(store: ReadableStore, manifest: Manifest | None) -> VocabularyFile:
@@ -117,14 +122,7 @@ def read_vocabulary(store: ReadableStore, manifest: Manifest | None) -> Vocabula
             raise StoreEmptyError(
                 f"{store.url}: expected a vocabulary, found none; learn one with 'genesis learn' or 'genesis populate'"
             ) from None
-    reference = manifest.tokenizer
-    body = store.get(reference.key).body
-    if sha256_hex(body) != reference.sha256:
-        raise ContractError(
-            f"{reference.key}: expected sha256 {reference.sha256}, found {sha256_hex(body)}; "
-            "restore that object from a copy"
-        )
-    return VocabularyFile.from_json(body, name=reference.key)
+    return VocabularyFile.from_json(_vouched_body(store, manifest.tokenizer), name=manifest.tokenizer.key)
 
 
 def find_shard(store: ReadableStore, manifest: Manifest, shard_id: int) -> tuple[SegmentRef, ShardEntry]:

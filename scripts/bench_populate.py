@@ -66,7 +66,7 @@ def corpus(arguments: argparse.Namespace, folder: Path, copies: int) -> list[str
 
 def make_vocabulary(folder: Path, files: list[str]) -> Path:
     """Learns the standard vocabulary once and exports it; returns its folder."""
-    from genesis.populate.vocabulary import first_documents
+    from genesis.populate.planning import first_documents
     from genesis.sources import find_source, resolve
     from genesis.tokenizer import NeuroTokenizer, export_tokenizer
     from manifests import TOTAL_MERGES, builtin_sources

@@ -1,16 +1,20 @@
-"""``genesis inspect``: what is inside a store's shards, manifest, checkpoint and vocabulary."""
+"""``genesis inspect``: what is inside a store. ``genesis export``: its vocabulary in the forms other libraries read."""
 
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genesis.cli.options import StoreOption
-from genesis.cli.tables import count, printable
-from genesis.errors import ObjectNotFoundError
+from genesis.cli.common import StoreOption, count, printable
+from genesis.errors import ObjectNotFoundError, UsageError
 from genesis.populate.progress import format_size
+from genesis.snapshot import read_checkpoints_if_there, read_manifest, read_vocabulary, require_manifest
+from genesis.store import CachePolicy, open_readable, open_store
 from manifests import CHECKPOINTS_KEY, Checkpoints, Manifest, ShardEntry, canonical_json
 
 if TYPE_CHECKING:
@@ -34,11 +38,8 @@ def shard_command(
 ) -> int:
     """Show a shard's facts and its first documents."""
     from genesis.inspection import inspect_shard
-    from genesis.snapshot import require_manifest
-    from genesis.store import open_readable
 
-    readable = open_readable(store)
-    try:
+    with closing(open_readable(store)) as readable:
         found = inspect_shard(
             readable,
             require_manifest(readable).manifest,
@@ -47,8 +48,6 @@ def shard_command(
             max_tokens=max_tokens or None,
             with_tokens=tokens,
         )
-    finally:
-        readable.close()
     typer.echo(found.model_dump_json(indent=2) if as_json else "\n".join(_shard_lines(found)))
     return 0
 
@@ -56,14 +55,8 @@ def shard_command(
 @app.command("manifest")
 def manifest_command(store: StoreOption, as_json: _JsonOption = False) -> int:
     """Show what readers trust."""
-    from genesis.snapshot import require_manifest
-    from genesis.store import open_readable
-
-    readable = open_readable(store)
-    try:
+    with closing(open_readable(store)) as readable:
         published = require_manifest(readable)
-    finally:
-        readable.close()
     typer.echo(_indented(published.manifest) if as_json else "\n".join(_manifest_lines(published.manifest)))
     return 0
 
@@ -71,14 +64,8 @@ def manifest_command(store: StoreOption, as_json: _JsonOption = False) -> int:
 @app.command("checkpoint")
 def checkpoint_command(store: StoreOption, as_json: _JsonOption = False) -> int:
     """Show what the populator resumes from."""
-    from genesis.snapshot import read_checkpoints_if_there
-    from genesis.store import open_readable
-
-    readable = open_readable(store)
-    try:
+    with closing(open_readable(store)) as readable:
         found = read_checkpoints_if_there(readable)
-    finally:
-        readable.close()
     if found is None:
         raise ObjectNotFoundError(
             f"{readable.url}: expected {CHECKPOINTS_KEY}, found none; check --store, or fill it with 'genesis populate'"
@@ -95,11 +82,8 @@ def vocabulary_command(
 ) -> int:
     """Show the vocabulary in numbers, or the ids of a text."""
     from genesis.inspection import encode_text, inspect_vocabulary
-    from genesis.snapshot import read_manifest, read_vocabulary
-    from genesis.store import open_readable
 
-    readable = open_readable(store)
-    try:
+    with closing(open_readable(store)) as readable:
         published = read_manifest(readable)
         manifest = published.manifest if published else None
         if encode is not None:
@@ -107,8 +91,6 @@ def vocabulary_command(
             typer.echo(encoded.model_dump_json(indent=2) if as_json else _token_line(encoded.tokens))
             return 0
         found = inspect_vocabulary(readable, manifest)
-    finally:
-        readable.close()
     typer.echo(found.model_dump_json(indent=2) if as_json else "\n".join(_vocabulary_lines(found)))
     return 0
 
@@ -195,3 +177,64 @@ def _vocabulary_lines(found: VocabularyInspection) -> list[str]:
         f"merges spell {found.mean_token_bytes} bytes on average; the longest:",
         *(f"{token.id:>10}  {token.text!r}" for token in found.longest),
     ]
+
+
+export_app = typer.Typer(help="Write what other libraries read.", no_args_is_help=True)
+
+
+class Target(StrEnum):
+    """Whose form."""
+
+    HF = "hf"
+    TIKTOKEN = "tiktoken"
+
+
+@export_app.callback()
+def _export() -> None:
+    """Write what other libraries read."""
+
+
+@export_app.command("tokenizer")
+def tokenizer_command(
+    target: Annotated[
+        Target, typer.Option("--to", help="hf: tokenizer.json for transformers; tiktoken: ranks for tiktoken.")
+    ],
+    store: StoreOption,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Folder to write to. [default: ./tokenizer-hf, ./tokenizer-tiktoken]"),
+    ] = None,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="Put it into the store, under hf/ or tiktoken/, instead of a folder.")
+    ] = False,
+) -> int:
+    """Export the store's newest vocabulary."""
+    from genesis.tokenizer.export import export_files
+
+    if publish and output is not None:
+        raise UsageError("expected --output or --publish, found both; run it once for each")
+    with closing(open_readable(store)) as readable:
+        published = read_manifest(readable)
+        files = export_files(read_vocabulary(readable, published.manifest if published else None), target.value)
+    if publish:
+        _publish(store, files)
+    else:
+        _write(output or Path(f"tokenizer-{target.value}"), files)
+    return 0
+
+
+def _publish(url: str, files: dict[str, bytes]) -> None:
+
+    with closing(open_store(url)) as store:
+        for key, body in files.items():
+            store.put(key, body, cache=CachePolicy.SHORT)
+            typer.echo(f"{store.url}/{key}")
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    from genesis.tokenizer.export import write_file
+
+    for key, body in files.items():
+        path = folder / Path(key).name
+        write_file(path, body)
+        typer.echo(str(path))

@@ -1,17 +1,39 @@
-"""``genesis populate``: text into a store, resuming where the store stands."""
+"""``genesis populate``: text into a store, going on where it stands. ``genesis learn``: its vocabulary beforehand."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from genesis.cli.options import JsonOption, SourcesOption, StoreOption, load_sources
-from genesis.cli.running import stop_on_signals
-from genesis.errors import InterruptedRunError, UsageError
-from manifests import SourcesFile, SourceSpec
+from genesis.cli.common import JsonOption, SourcesOption, StoreOption, load_sources, stop_on_signals
+from genesis.errors import InterruptedRunError, ObjectNotFoundError, UsageError
+from genesis.populate.commit_log import CommitLog
+from genesis.populate.lease import LEASE_S, LeaseKeeper, held
+from genesis.populate.options import LearnOptions, PopulateOptions, available_cpus
+from genesis.populate.pipeline import PopulateResult, populate
+from genesis.populate.planning import learn_all, plan_run
+from genesis.populate.progress import counted, format_duration, format_size
+from genesis.sources import find_source, resolve
+from genesis.store import Store, open_store
+from genesis.store.cloudfront import Invalidator
+from manifests import (
+    CHECKPOINTS_KEY,
+    SHARD_TOKENS,
+    Checkpoints,
+    SourcesFile,
+    SourceSpec,
+    canonical_json,
+    load_private_key,
+)
 
 logger = logging.getLogger("genesis")
 
@@ -66,7 +88,7 @@ def populate_command(
     ] = False,
     lease_s: Annotated[
         float, typer.Option("--lease-s", help="Seconds without a sign of life after which others may take the store.")
-    ] = 60.0,
+    ] = LEASE_S,
     sources_file: SourcesOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be read, learned and written; write nothing.")
@@ -74,43 +96,191 @@ def populate_command(
     as_json: JsonOption = False,
 ) -> int:
     """Turn a source's text into token shards in a store, going on from where it stands."""
-    from genesis.cli.running import PopulateCommand
-
     sources = load_sources(sources_file)
     files = (*(inputs or ()), *(more_inputs or ()))  # A pattern the shell expanded leaves all but the first behind.
-    run = PopulateCommand(
-        specs=_chosen(source, sources, files),
-        store_url=store,
-        inputs=files,
-        workers=workers,
-        max_shards=max_shards,
-        max_documents=max_documents,
-        learn_documents=learn_documents,
-        merges=merges,
-        shard_tokens=shard_tokens,
-        packed=packed,
-        sign_key=sign_key,
-        cloudfront_distribution=cloudfront_distribution,
-        mended_input=mended_input,
-        lease_s=lease_s,
-        as_json=as_json,
+    specs = _chosen(source, sources, files)
+    key = None if dry_run else read_sign_key(sign_key)
+    opened = open_store(store)
+    runs = (  # One by one: the first run gives a new store its shard size.
+        PopulateOptions(
+            spec=spec,
+            store_url=store,
+            inputs=files,
+            num_workers=available_cpus() if workers is None else workers,
+            shard_tokens=store_shard_tokens(opened, shard_tokens),
+            max_shards=max_shards,
+            max_documents=max_documents,
+            packed=packed,
+            mended_input=mended_input,
+            lease_s=lease_s,
+            learn=LearnOptions(documents=learn_documents, merges=merges),
+        )
+        for spec in specs
     )
     if dry_run:
-        run.print_plan()
+        for options in runs:
+            planned = plan_run(options, opened)
+            typer.echo(canonical_json(asdict(planned)).decode() if as_json else "\n".join(planned.lines()))
         return 0
     with stop_on_signals() as stop:
         try:
-            run.populate(stop)
+            for options in runs:
+                with invalidating(cloudfront_distribution, store) as on_publish:
+                    result = _populate(options, opened, stop, key, on_publish)
+                _report(result, opened, as_json=as_json)
+                if stop.is_set():
+                    break
+            opened.close()
         except InterruptedRunError as error:
             typer.echo(f"genesis: {error}", err=True)
     return stop.exit_code
 
 
-def _chosen(name: str, sources: SourcesFile, inputs: tuple[str, ...]) -> list[SourceSpec]:
-    from genesis.sources import find_source
+def _populate(
+    options: PopulateOptions,
+    store: Store,
+    stop: threading.Event,
+    key: Ed25519PrivateKey | None,
+    on_publish: Callable[[], None],
+) -> PopulateResult:
+    workers = counted(options.num_workers, "worker")
+    logger.info("populating %s from %s with %s", store.url, options.spec.name, workers)
+    commit_log = CommitLog(store, options.shard_tokens, sign_key=key, on_publish=on_publish, lease_s=options.lease_s)
+    return populate(options, store, stop=stop, commit_log=commit_log)
 
+
+def _report(result: PopulateResult, store: Store, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(canonical_json({"store": store.url, **asdict(result)}).decode())
+        return
+    for line in _lines(result, store.url):
+        typer.echo(line)
+
+
+def _chosen(name: str, sources: SourcesFile, inputs: tuple[str, ...]) -> list[SourceSpec]:
     if name != "all":
         return [find_source(name, sources)]
     if inputs:
         raise UsageError("--source all reads every enabled source from the Hub; --input goes with one --source")
     return sources.enabled()
+
+
+def learn_command(
+    store: StoreOption,
+    all_sources: Annotated[bool, typer.Option("--all", help="Learn from every enabled source.")] = False,
+    source: Annotated[
+        list[str] | None, typer.Option("--source", help="Learn from this source; may be repeated.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="NAME=PATTERN: read the source NAME from these files instead of the Hub."),
+    ] = None,
+    learn_documents: Annotated[
+        int, typer.Option("--learn-documents", help="Documents of each source to learn from.")
+    ] = 10_000,
+    workers: Annotated[int | None, typer.Option("--workers", help="Worker processes. [default: all cores]")] = None,
+    shard_tokens: Annotated[
+        int | None, typer.Option("--shard-tokens", help="Token ids a shard, for a new store.")
+    ] = None,
+    sign_key: Annotated[
+        Path | None, typer.Option("--sign-key", help="Ed25519 private key to sign the manifest with.")
+    ] = None,
+    cloudfront_distribution: Annotated[
+        str | None, typer.Option("--cloudfront-distribution", help="CloudFront distribution to invalidate afterwards.")
+    ] = None,
+    sources_file: SourcesOption = None,
+) -> int:
+    """Learn the vocabulary from several sources, each adding its share of merges."""
+    sources = load_sources(sources_file)
+    if all_sources == bool(source):
+        raise UsageError("give either --all or --source NAME")
+    specs = sources.enabled() if all_sources else [find_source(name, sources) for name in source or ()]
+    files = _by_source(inputs or [])
+    unknown = sorted(set(files) - {spec.name for spec in specs})
+    if unknown:
+        raise UsageError(f"--input {unknown[0]}=…: that source is not among {', '.join(spec.name for spec in specs)}")
+    plans = [(spec, resolve(spec, files.get(spec.name, ()))) for spec in specs]
+    opened = open_store(store)
+    commit_log = CommitLog(opened, store_shard_tokens(opened, shard_tokens), sign_key=read_sign_key(sign_key))
+    with (
+        invalidating(cloudfront_distribution, store) as commit_log.on_publish,
+        held(commit_log),
+        LeaseKeeper(commit_log, on_lost=lambda: None),
+    ):
+        options = LearnOptions(documents=learn_documents)
+        tokenizer = learn_all(commit_log, plans, options, available_cpus() if workers is None else workers)
+    typer.echo(f"vocabulary of {opened.url}: {tokenizer.current_vocab_size:,} ids")
+    for name, merges in tokenizer.sources_contributed.items():
+        typer.echo(f"  {name:<14} {merges:>9,} merges")
+    return 0
+
+
+def _by_source(inputs: list[str]) -> dict[str, tuple[str, ...]]:
+    files: dict[str, tuple[str, ...]] = {}
+    for item in inputs:
+        name, separator, pattern = item.partition("=")
+        if not separator:
+            raise UsageError(f"--input: expected NAME=PATTERN such as 'c4=dir/*.json.gz', found {item!r}")
+        files[name] = (*files.get(name, ()), pattern)
+    return files
+
+
+def read_sign_key(path: Path | None) -> Ed25519PrivateKey | None:
+    """The key in ``path``.
+
+    Raises:
+        UsageError: it cannot be read.
+        SignatureError: it holds no such key.
+    """
+    if path is None:
+        return None
+    try:
+        return load_private_key(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"--sign-key {path}: {error.strerror}; make one with 'genesis keygen'") from None
+
+
+def store_shard_tokens(store: Store, asked: int | None) -> int:
+    """Ids a shard: what was asked for, else what the store has, else 2,500,000."""
+    if asked is not None:
+        return asked
+    try:
+        manifest = Checkpoints.from_json(store.get(CHECKPOINTS_KEY).body).manifest
+    except ObjectNotFoundError:
+        return SHARD_TOKENS
+    return manifest.shard_tokens if manifest else SHARD_TOKENS
+
+
+@contextmanager
+def invalidating(distribution: str | None, store_url: str) -> Iterator[Callable[[], None]]:
+    """What to call after each publication; at the end, one that was held back is sent."""
+    if distribution is None:
+        yield lambda: None
+        return
+    invalidator = Invalidator(distribution, prefix=urlsplit(store_url).path)
+    try:
+        yield invalidator.published
+    finally:
+        invalidator.flush()
+
+
+def _lines(result: PopulateResult, url: str) -> list[str]:
+    name = result.source
+    added = f"{counted(result.shards_added, 'shard')} added, {result.total_shards:,} in {url}"
+    if result.text_bytes:
+        rate = format_size(result.text_bytes / max(result.seconds, 1e-9))
+        added += f"; {format_size(result.text_bytes)} of text in {format_duration(result.seconds)} ({rate}/s)"
+    lines = [f"{name}: {added}"]
+    if result.rows_skipped:
+        lines.append(f"{name}: {counted(result.rows_skipped, 'row')} skipped (null, empty, or not valid text)")
+    if result.ended and result.unsharded_tokens:
+        lines.append(
+            f"{name}: read to its end; {counted(result.unsharded_tokens, 'token')} of "
+            f"{counted(result.unsharded_documents, 'document')} fill no shard and stay behind the checkpoint until "
+            "there is more text"
+        )
+    elif result.ended:
+        lines.append(f"{name}: read to its end")
+    if result.interrupted:
+        lines.append(f"{name}: stopped as asked; the same command goes on from here")
+    return lines

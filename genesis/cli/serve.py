@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genesis.cli.options import StoreOption
-from genesis.cli.running import StopSignal
-from genesis.cli.tables import count
+from genesis.cli.common import StopSignal, StoreOption, count
 from genesis.errors import UsageError
 
 if TYPE_CHECKING:

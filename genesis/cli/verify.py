@@ -1,21 +1,22 @@
-"""``genesis verify``: check a store down to every id, and say what is wrong and where."""
+"""``genesis verify``: what is wrong with a store, down to every id. ``genesis keygen``: keys to sign manifests with."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tqdm import tqdm
 
-from genesis.cli.options import JsonOption, StoreOption
-from genesis.cli.tables import count
+from genesis.cli.common import JsonOption, StoreOption, count
 from genesis.errors import UsageError
 from genesis.populate.progress import format_duration, format_size
-from manifests import load_public_key
+from genesis.store import open_readable
+from manifests import generate_private_key, key_id, load_public_key, private_key_pem, public_key_pem
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -38,25 +39,20 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> int:
     """Check a store: signature, every digest, every id, counts, vocabularies. Ends with 1 if anything is wrong."""
-    from genesis.store import open_readable
     from genesis.verification import EVERY_SHARD, ShardSample, verify_store
 
     key = _read_public_key(public_key)
     chosen = ShardSample.parse(sample) if sample is not None else EVERY_SHARD
-    readable = open_readable(store)
-    try:
-        with _progress() as progress:
-            report = verify_store(
-                readable,
-                public_key=key,
-                sample=chosen,
-                seed=seed,
-                threads=threads,
-                on_problem=None if as_json else _print_problem,
-                on_progress=progress,
-            )
-    finally:
-        readable.close()
+    with closing(open_readable(store)) as readable, _progress() as progress:
+        report = verify_store(
+            readable,
+            public_key=key,
+            sample=chosen,
+            seed=seed,
+            threads=threads,
+            on_problem=None if as_json else _print_problem,
+            on_progress=progress,
+        )
     typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(_lines(report)))
     return 0 if report.ok else 1
 
@@ -115,3 +111,36 @@ def _lines(report: VerifyReport) -> list[str]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+def keygen_command(
+    output: Annotated[
+        Path, typer.Option("--output", help="Where the private key goes; the public one beside it, as PATH.pub.")
+    ] = Path("~/.neuroshard/genesis-key.pem"),
+) -> int:
+    """Make a key pair: the private key for 'genesis populate --sign-key', the public one for 'genesis verify'."""
+    private_path = output.expanduser()
+    public_path = private_path.with_name(private_path.name + ".pub")
+    for path in (private_path, public_path):
+        if path.exists() or path.is_symlink():
+            raise UsageError(f"expected no file {path}, found one; keys are never overwritten: give another --output")
+    key = generate_private_key()
+    _create(private_path, private_key_pem(key), 0o600)
+    _create(public_path, public_key_pem(key.public_key()), 0o644)
+    typer.echo(f"private key: {private_path} (keep it to yourself)")
+    typer.echo(f"public key:  {public_path} (hand it out)")
+    typer.echo(f"key id:      {key_id(key.public_key())}")
+    return 0
+
+
+def _create(path: Path, body: bytes, mode: int) -> None:
+    """Writes a new file that has ``mode`` from the moment it exists, and waits until it is on the disk."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(descriptor)
+    except OSError as error:
+        raise UsageError(f"--output {path}: {error.strerror}") from None

@@ -29,15 +29,14 @@ from genesis.errors import (
     WorkerError,
 )
 from genesis.populate.commit_log import CommitLog
-from genesis.populate.committer import CommitGroup, Committer
+from genesis.populate.committer import CommitGroup, Committer, ShardWriter
 from genesis.populate.crashpoint import crash_point
-from genesis.populate.keeper import LeaseKeeper, held
+from genesis.populate.lease import LeaseKeeper, held
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
+from genesis.populate.planning import ensure_vocabulary
 from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import PopulateProgress, expected_text_bytes
-from genesis.populate.shard_writer import ShardWriter
-from genesis.populate.vocabulary import ensure_vocabulary
 from genesis.sources import resolve, tasks
 from genesis.store import FolderStore, Store, folder_of
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json

@@ -35,8 +35,16 @@ import numpy.typing as npt
 
 import genesis.errors
 from genesis.errors import GenesisError, WorkerError
-from genesis.populate.messages import Assignment, EncodedDocuments, Failed, Finished, Released
-from genesis.populate.ring import RING_IDS, RingReader, anonymous_file
+from genesis.populate.ring import (
+    RING_IDS,
+    Assignment,
+    EncodedDocuments,
+    Failed,
+    Finished,
+    Released,
+    RingReader,
+    anonymous_file,
+)
 from genesis.sources.base import LinesTask, RowGroupTask, Task
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,15 @@
-"""Memory shared by one worker and its parent, through which token ids travel without passing a pipe.
+"""What the populating process and a worker of its share: memory for token ids, and messages over a private socket.
 
-The worker appends blocks of uint32 ids, the parent reads each where it lies and gives the space back in the same
-order. The memory has no name: it is a file descriptor both processes hold, so nothing is left behind when
-either is killed. A pipe costs a copy in, a copy out and two context switches per 64 KiB (0.5 GB/s measured on two
-cores); here a block costs the one copy that puts it there.
+Token ids travel without passing a pipe. The worker appends blocks of uint32 ids, the parent reads each where it lies
+and gives the space back in the same order. The memory has no name: it is a file descriptor both processes hold, so
+nothing is left behind when either is killed. A pipe costs a copy in, a copy out and two context switches per 64 KiB
+(0.5 GB/s measured on two cores); here a block costs the one copy that puts it there.
 
 The trade-off: each worker's ring is a fixed 32 MiB, which is also what bounds how far a worker runs ahead.
+
+Of the messages: both ends run the same program on the same machine, the socket has no name, and the worker is the
+parent's own child: the messages are pickled by `multiprocessing.connection`. Nothing that crosses a machine's border
+goes this way.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from genesis.sources.base import Task
 
 RING_IDS = 8 << 20
 """Capacity in ids: 32 MiB, some eight batches of English text."""
@@ -133,3 +139,55 @@ class RingWriter:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Parent to worker: encode this task."""
+
+    number: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Parent to worker: the ring is free up to here."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDocuments:
+    """Worker to parent: some documents of a task, each followed by EOS."""
+
+    number: int
+    """The assignment's."""
+    position: int
+    """Where in the ring the ids are; −1 if they are in ``ids``, being more than fit there."""
+    num_ids: int
+    ids: npt.NDArray[np.uint32] | None
+    ends: npt.NDArray[np.int64]
+    """int64[D], where each document ends among the ids, its EOS included."""
+    rows: npt.NDArray[np.int64]
+    """int64[D], the row of each document."""
+    text_bytes: npt.NDArray[np.int64]
+    """int64[D], UTF-8 bytes of this batch's documents up to and including each."""
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Worker to parent: the task is read to its end."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Worker to parent: the task cannot be done; doing it again would fail the same way."""
+
+    number: int
+    error: str
+    """Name of the class in `genesis.errors`, or of another exception."""
+    message: str

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genesis.errors import GenesisError
-from genesis.populate.messages import Assignment, EncodedDocuments, Failed, Finished, Released
-from genesis.populate.ring import RingWriter
+from genesis.populate.ring import Assignment, EncodedDocuments, Failed, Finished, Released, RingWriter
 from genesis.sources import read_batches
 from genesis.sources.base import TextBatch
 from genesis.tokenizer import Engine, GigatokenEngine

@@ -22,10 +22,9 @@ from typing import TypeVar
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from genesis.serve.exchange import HttpExchange
-from genesis.serve.files import OpenObject, open_folder, open_object
+from genesis.serve.connections import HttpExchange
 from genesis.serve.metrics import METRICS_MEDIA_TYPE, ServeMetrics
-from genesis.serve.objects import PublicObject, public_object
+from genesis.serve.objects import OpenObject, PublicObject, open_folder, open_object, public_object
 from genesis.serve.preconditions import (
     ByteRange,
     Precondition,

@@ -17,8 +17,7 @@ from genesis.sources.base import (
     TextBatch,
     WholeFilesTask,
 )
-from genesis.sources.planning import find_source, resolve
-from genesis.sources.python_docs import PYTHON_DOCS
+from genesis.sources.planning import PYTHON_DOCS, find_source, resolve
 from genesis.sources.reading import read_batches, tasks
 
 __all__ = [

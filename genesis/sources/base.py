@@ -81,14 +81,22 @@ class InputPlan:
         Raises:
             InputChangedError: the plan has no such file.
         """
-        found = self.fingerprints()
-        if last_file not in found:
-            raise InputChangedError(
-                f"{self.source}: the checkpoint stands in {last_file!r}, which is no longer among the "
-                f"{len(self.files)} input files; give the same --input as before (files may be added after it, "
-                "not removed)"
-            )
-        return found[last_file]
+        self.number_of(last_file)
+        return self.fingerprints()[last_file]
+
+    def number_of(self, name: str) -> int:
+        """The place of the file of that name, where a checkpoint stands.
+
+        Raises:
+            InputChangedError: the plan has no such file.
+        """
+        for number, file in enumerate(self.files):
+            if file.name == name:
+                return number
+        raise InputChangedError(
+            f"{self.source}: the checkpoint stands in {name!r}, which is no longer among the {len(self.files)} "
+            "input files; give the same --input as before (files may be added after it, not removed)"
+        )
 
     @property
     def size_bytes(self) -> int:

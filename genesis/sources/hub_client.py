@@ -12,13 +12,11 @@ rate limit (the Hub counts in windows of five minutes) is worth a quarter of an 
 
 from __future__ import annotations
 
-import email.utils
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers  # type: ignore[attr-defined]
 
 from genesis.errors import InputNotFoundError, SourceError
+from genesis.store.resuming import parse_retry_after_s
 
 logger = logging.getLogger(__name__)
 
@@ -181,20 +180,7 @@ def _server_wait_s(error: BaseException | None) -> float | None:
     limit = parse_ratelimit_headers(headers)
     if error.response.status_code == 429 and limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
-    text = headers.get("retry-after", "").strip()
-    if text.isdigit():
-        return float(text)
-    return _until_http_date_s(text)
-
-
-def _until_http_date_s(text: str) -> float | None:
-    try:
-        moment = email.utils.parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+    return parse_retry_after_s(headers.get("retry-after", ""))
 
 
 def _log_wait(what: str) -> Callable[[tenacity.RetryCallState], None]:

@@ -1,4 +1,4 @@
-"""Files of JSON lines: blocks of whole lines, and the documents in a block.
+"""Files of JSON lines: decompressed piece by piece, cut into blocks of whole lines, and the documents in a block.
 
 A compressed file cannot be entered in the middle, so one reader decompresses and hands out blocks of about 4 MB of
 whole lines; workers parse them. Resuming at a line decompresses what is before it again (at 520 MB/s of text for
@@ -7,20 +7,27 @@ zstd) and counts newlines. Memory is one block, plus one line of at most 64 MiB.
 Lines are parsed by pydantic-core: of the libraries at hand it measured fastest but one (1.7 ms/MB of raw UTF-8, orjson
 1.6, the standard library 2.5), and it is a dependency already. What it refuses goes to the standard library's parser,
 which tells a line that is not JSON (an error, with its number) from one that is JSON but not Unicode (skipped).
+
+Decompression knows whether a stream ended where it should. A ``.zst`` may hold many frames and a ``.gz`` many members
+(both are what appending compressed pieces gives); all are read. The stream readers of `zstandard` end silently on a
+truncated frame, so the frames are followed here: input is fed 16 KiB at a time, which measured fastest (520 MB/s zstd,
+280 MB/s gzip, one core). Text gives some 100 KB for that; the worst a hostile zstd file can do is 512 MB. Both
+libraries release the GIL while they work.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import zstandard
+from isal import igzip_lib, isal_zlib
 from pydantic_core import from_json
 
 from genesis.errors import CorruptInputError, SourceError
 from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, TextBatch
-from genesis.sources.decompression import DamagedStreamError, decompressed
-from genesis.sources.opening import compression_of, stream
+from genesis.sources.opening import Compression, compression_of, stream
 
 MAX_LINE_BYTES = 64 << 20
 _ROWS_TO_FIND_FIELD = 1000
@@ -177,3 +184,89 @@ def _parse_slowly(line: bytes) -> object:
         return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=str)
     except (ValueError, RecursionError):
         return None
+
+
+_FEED_BYTES = 16 << 10
+_PIECE_BYTES = 1 << 20
+_GZIP_WINDOW = 31
+"""zlib's spelling of "gzip header and trailer, any window"."""
+_GZIP_ERROR: type[Exception] = igzip_lib.IsalError  # type: ignore[assignment]  # its stub says an instance, not a class
+_ZSTD_MAX_WINDOW_BYTES = 1 << 31
+"""What ``zstd --long=31`` writes."""
+
+
+class DamagedStreamError(Exception):
+    """The compressed bytes are truncated or damaged; ``offset`` of them were read before that was seen."""
+
+    def __init__(self, reason: str, offset: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.offset = offset
+
+
+def decompressed(pieces: Iterable[bytes | bytearray], compression: Compression) -> Iterator[bytes]:
+    """The plain bytes of a compressed stream, in order.
+
+    Raises:
+        DamagedStreamError: after everything before the damage has been yielded.
+    """
+    if compression is Compression.NONE:
+        yield from map(bytes, pieces)
+    elif compression is Compression.ZSTD:
+        yield from _zstd(pieces)
+    else:
+        yield from _gzip(pieces)
+
+
+def _fed(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _FEED_BYTES):
+            yield bytes(view[start : start + _FEED_BYTES])
+
+
+def _zstd(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    context = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
+    frame = context.decompressobj()
+    inside, offset = False, 0
+    for fed in _fed(pieces):
+        rest = fed
+        while rest:
+            try:
+                plain = frame.decompress(rest)
+            except zstandard.ZstdError as error:
+                raise DamagedStreamError(str(error), offset) from error
+            for start in range(0, len(plain), _PIECE_BYTES):
+                yield plain[start : start + _PIECE_BYTES]
+            rest, inside = (frame.unused_data, False) if frame.eof else (b"", True)
+            if frame.eof:
+                frame = context.decompressobj()
+        offset += len(fed)
+    if inside:
+        raise DamagedStreamError("truncated: the last zstd frame is not complete", offset)
+
+
+def _gzip(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    member = isal_zlib.decompressobj(_GZIP_WINDOW)
+    inside, padding, offset = False, False, 0
+    for fed in _fed(pieces):
+        rest = fed
+        while rest:
+            if not inside:
+                # Tapes and block devices pad with zeros behind the last member; gzip(1) accepts that, so do we.
+                rest = rest.lstrip(b"\0") if padding else rest
+                if not rest:
+                    break
+                member, inside = isal_zlib.decompressobj(_GZIP_WINDOW), True
+            try:
+                plain = member.decompress(rest, _PIECE_BYTES)
+            except _GZIP_ERROR as error:
+                raise DamagedStreamError(str(error), offset) from error
+            if plain:
+                yield plain
+            rest = member.unconsumed_tail
+            if member.eof:
+                rest, inside, padding = member.unused_data, False, True
+        offset += len(fed)
+    if inside:
+        raise DamagedStreamError("truncated: the last gzip member is not complete", offset)

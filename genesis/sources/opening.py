@@ -36,8 +36,8 @@ def open_file(file: InputFile) -> BinaryIO:
         SourceError: it cannot be read.
     """
     if is_remote(file):
+        from genesis.sources.hub import HubFile, HubReader
         from genesis.sources.hub_client import HubRetryPolicy
-        from genesis.sources.hub_file import HubFile, HubReader
 
         return cast("BinaryIO", HubFile(HubReader(file, HubRetryPolicy.from_environment())))
     try:
@@ -56,8 +56,8 @@ def stream(file: InputFile) -> Iterator[bytes | bytearray]:
         SourceError: it cannot be read.
     """
     if is_remote(file):
+        from genesis.sources.hub import HubReader
         from genesis.sources.hub_client import HubRetryPolicy
-        from genesis.sources.hub_file import HubReader
 
         yield from read_ahead(HubReader(file, HubRetryPolicy.from_environment()).windows())
         return

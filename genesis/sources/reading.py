@@ -80,13 +80,7 @@ def _start(plan: InputPlan, cursor: Cursor | None) -> int:
             f"{plan.source}: the checkpoint stands in {_place(cursor.repo, cursor.revision)}, the input is "
             f"{_place(plan.repo, plan.revision)}; give the same input as before"
         )
-    for number, file in enumerate(plan.files):
-        if file.name == cursor.file:
-            return number
-    raise InputChangedError(
-        f"{plan.source}: the checkpoint stands in {cursor.file!r}, which is no longer among the {len(plan.files)} "
-        "input files; give the same --input as before (files may be added after it, not removed)"
-    )
+    return plan.number_of(cursor.file)
 
 
 def _place(repo: str, revision: str) -> str:

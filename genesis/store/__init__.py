@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from genesis.store.base import CachePolicy, ObjectInfo, ReadableStore, Store, StoredObject
 from genesis.store.folder import FolderStore
+from genesis.store.limits import RetryPolicy, Throttle
 from genesis.store.opening import folder_of, open_readable, open_store
-from genesis.store.policy import RetryPolicy
-from genesis.store.throttle import Throttle
 
 __all__ = [
     "CachePolicy",

@@ -25,9 +25,8 @@ from typing_extensions import Buffer
 
 from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreFullError, StoreUnavailableError
 from genesis.file_lock import FileLock, FileLockedError
-from genesis.store.base import CachePolicy, ObjectInfo, StoredObject, WriteCondition, settle
+from genesis.store.base import CachePolicy, ObjectInfo, PerProcess, StoredObject, WriteCondition, settle
 from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers, sync_folder
-from genesis.store.per_process import PerProcess
 from manifests import InvalidDocumentError, check_key
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -20,8 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from genesis.errors import ObjectNotFoundError, StoreError, UsageError
-from genesis.store.base import ObjectInfo, StoredObject
-from genesis.store.download import MAX_OBJECT_BYTES, Download
+from genesis.store.base import ObjectInfo, PerProcess, StoredObject
 from genesis.store.http_transport import (
     BoundedTransport,
     check_encoding,
@@ -30,11 +29,9 @@ from genesis.store.http_transport import (
     is_absent,
     working_for,
 )
-from genesis.store.per_process import PerProcess
-from genesis.store.policy import RetryPolicy, TimeLimit
-from genesis.store.resuming import Answer, opaque_etag, parse_date, parse_size
+from genesis.store.limits import Meter, RetryPolicy, Throttle, TimeLimit
+from genesis.store.resuming import MAX_OBJECT_BYTES, Answer, Download, opaque_etag, parse_date, parse_size
 from genesis.store.retrying import Retrier
-from genesis.store.throttle import Meter, Throttle
 from manifests import check_key
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ import httpcore
 import httpx
 
 from genesis.errors import StoreAccessError, StoreError
-from genesis.store.policy import TimeLimit
+from genesis.store.limits import TimeLimit
 from genesis.store.resuming import parse_retry_after_s
 from genesis.store.retrying import TransientError
 

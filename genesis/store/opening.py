@@ -14,8 +14,7 @@ from urllib.parse import unquote, urlsplit
 from genesis.errors import UsageError
 from genesis.store.base import ReadableStore, Store
 from genesis.store.folder import FolderStore
-from genesis.store.policy import RetryPolicy
-from genesis.store.throttle import Throttle
+from genesis.store.limits import RetryPolicy, Throttle
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?=://)")
 

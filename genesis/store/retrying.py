@@ -21,7 +21,7 @@ from typing import TypeVar
 import tenacity
 
 from genesis.errors import StoreUnavailableError
-from genesis.store.policy import RetryPolicy, TimeLimit
+from genesis.store.limits import RetryPolicy, TimeLimit
 
 T = TypeVar("T")
 

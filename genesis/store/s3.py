@@ -4,7 +4,7 @@ Guarantees, beyond those of every store: a conditional write whose acknowledgeme
 by reading the object back; bodies over 64 MiB go in parts, which are thrown away if it fails; every object carries
 its ``Cache-Control`` and ``Content-Type``.
 
-Some gateways ignore conditions; they are probed (`s3_probe`) and a warning names them. There a conditional write
+Some gateways ignore conditions; they are probed (`s3_uploads`) and a warning names them. There a conditional write
 becomes: look, compare, write, look again. That tells a populator that another is at work, but is **not atomic**: of
 two writers between the looks, both may believe they won.
 """
@@ -21,16 +21,28 @@ from dataclasses import replace
 from typing_extensions import Buffer
 
 from genesis.errors import ObjectNotFoundError, PreconditionFailedError, StoreError, StoreUnavailableError, UsageError
-from genesis.store.base import CachePolicy, ConditionRefused, ObjectInfo, StoredObject, WriteCondition, settle
-from genesis.store.per_process import PerProcess
-from genesis.store.policy import Deadline, RetryPolicy
+from genesis.store.base import (
+    CachePolicy,
+    ConditionRefused,
+    ObjectInfo,
+    PerProcess,
+    StoredObject,
+    WriteCondition,
+    settle,
+)
+from genesis.store.limits import Deadline, Meter, RetryPolicy, Throttle
 from genesis.store.resuming import opaque_etag
 from genesis.store.s3_bucket import S3Bucket
 from genesis.store.s3_client import S3Location
-from genesis.store.s3_probe import put_conditions_hold, upload_conditions_hold
 from genesis.store.s3_reading import NothingRead
-from genesis.store.s3_uploads import MIN_PART_BYTES, PART_BYTES, UploadVanished, put_in_parts
-from genesis.store.throttle import Meter, Throttle
+from genesis.store.s3_uploads import (
+    MIN_PART_BYTES,
+    PART_BYTES,
+    UploadVanished,
+    put_conditions_hold,
+    put_in_parts,
+    upload_conditions_hold,
+)
 from manifests import InvalidDocumentError, check_key
 
 _UPLOADS = 3

@@ -26,12 +26,11 @@ from genesis.store.base import (
     StoredObject,
     WriteCondition,
 )
-from genesis.store.download import Download
-from genesis.store.policy import Deadline, RetryPolicy, TimeLimit
+from genesis.store.limits import Deadline, Meter, RetryPolicy, TimeLimit
+from genesis.store.resuming import Download
 from genesis.store.retrying import Retrier, TransientError
 from genesis.store.s3_client import S3Connection, body_file, error_code, error_status, refuses_checksum, translate
 from genesis.store.s3_reading import NothingRead, S3Read, content_md5, crc32, quoted_etag
-from genesis.store.throttle import Meter
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client

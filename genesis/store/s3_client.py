@@ -40,9 +40,8 @@ from botocore.parsers import ResponseParserError
 from typing_extensions import Buffer
 
 from genesis.errors import StoreAccessError, StoreError, StoreFullError, UsageError
-from genesis.store.base import ConditionRefused
-from genesis.store.per_process import PerProcess
-from genesis.store.policy import Deadline, RetryPolicy
+from genesis.store.base import ConditionRefused, PerProcess
+from genesis.store.limits import Deadline, RetryPolicy
 from genesis.store.resuming import parse_retry_after_s
 from genesis.store.retrying import TransientError
 from manifests import InvalidDocumentError, check_key

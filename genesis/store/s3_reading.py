@@ -23,8 +23,7 @@ from botocore.exceptions import ClientError
 from typing_extensions import Buffer
 
 from genesis.store.base import StoredObject
-from genesis.store.download import Download
-from genesis.store.resuming import Answer, opaque_etag
+from genesis.store.resuming import Answer, Download, opaque_etag
 from genesis.store.retrying import TransientError
 from genesis.store.s3_client import error_status
 

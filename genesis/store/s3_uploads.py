@@ -1,27 +1,31 @@
-"""Multipart uploads to S3: the four requests, and a large body sent in parts.
+"""Multipart uploads to S3, and the probe that tells whether a server honours conditional writes.
 
 Each request is complete in itself: retried until its deadline, its errors translated. Each part is retried by itself,
 and the parts of an upload that fails are deleted. Parts go one after another in order, which every gateway takes and
 some insist on (rclone streams them to its disk); a populator already puts from several threads. A part has 16 MiB, so
 that a cut connection costs at most that; parts are larger only where 10,000 of them, the most S3 allows, would not do.
+
+Of conditional writes: Amazon, MinIO, Ceph and R2 do; some gateways take the headers and ignore them (``rclone serve
+s3`` 1.75), which nothing in their answers shows. The probe writes a one-byte object under a fresh name, tries what must
+be refused, and deletes it: five requests, once a store. Single and multipart writes are probed apart, since servers
+differ there too.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from botocore.exceptions import ClientError
 
 from genesis.errors import StoreError
-from genesis.store.base import CachePolicy, WriteCondition
-from genesis.store.policy import Deadline
+from genesis.store.base import CachePolicy, ConditionRefused, ConditionUnsupported, WriteCondition
+from genesis.store.limits import Deadline
 from genesis.store.s3_bucket import S3Bucket, content_type
 from genesis.store.s3_client import body_file, error_code
 from genesis.store.s3_reading import content_md5, quoted_etag
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
         CompleteMultipartUploadRequestTypeDef,
         UploadPartRequestTypeDef,
     )
+
+logger = logging.getLogger(__name__)
 
 
 class UploadVanished(Exception):  # noqa: N818 - an answer to be judged, not yet an error
@@ -162,3 +168,71 @@ def _abort(bucket: S3Bucket, upload: Upload) -> None:
             upload.id,
             error,
         )
+
+
+_ANYTHING = WriteCondition()
+_ABSENT = WriteCondition(if_absent=True)
+_WRONG_MATCH = WriteCondition(if_match='"00000000000000000000000000000000"')
+
+
+def put_conditions_hold(bucket: S3Bucket, prefix: str, deadline: Deadline) -> bool:
+    """Whether PutObject honours If-None-Match and If-Match."""
+    key = _probe_key(prefix)
+    etag = bucket.put(key, memoryview(b"0"), CachePolicy.NONE, _ANYTHING, deadline)
+    try:
+        return (
+            _put_is_refused(bucket, key, _ABSENT, deadline)
+            and _put_is_refused(bucket, key, _WRONG_MATCH, deadline)
+            and not _put_is_refused(bucket, key, WriteCondition(if_match=etag), deadline)
+        )
+    except ConditionUnsupported:
+        return False
+    finally:
+        _remove(bucket, key, deadline)
+
+
+def upload_conditions_hold(bucket: S3Bucket, prefix: str, deadline: Deadline) -> bool:
+    """Whether CompleteMultipartUpload honours If-None-Match and If-Match."""
+    key = _probe_key(prefix)
+    bucket.put(key, memoryview(b"0"), CachePolicy.NONE, _ANYTHING, deadline)
+    try:
+        return _upload_is_refused(bucket, key, _ABSENT, deadline) and _upload_is_refused(
+            bucket, key, _WRONG_MATCH, deadline
+        )
+    except ConditionUnsupported:
+        return False
+    finally:
+        _remove(bucket, key, deadline)
+
+
+def _probe_key(prefix: str) -> str:
+    return f"{prefix}probe/{secrets.token_hex(8)}"
+
+
+def _put_is_refused(bucket: S3Bucket, key: str, condition: WriteCondition, deadline: Deadline) -> bool:
+    body = memoryview(secrets.token_bytes(8))
+    try:
+        bucket.put(key, body, CachePolicy.NONE, condition, deadline)
+    except ConditionRefused:
+        # A lost acknowledgement looks like a refusal; the object tells them apart.
+        found = bucket.get(key, deadline)
+        return found is None or found.body != body
+    return False
+
+
+def _upload_is_refused(bucket: S3Bucket, key: str, condition: WriteCondition, deadline: Deadline) -> bool:
+    upload = start_upload(bucket, key, CachePolicy.NONE, deadline)
+    part = upload_part(bucket, upload, 1, memoryview(b"1"), deadline)
+    try:
+        complete_upload(bucket, upload, [part], condition, deadline)
+    except ConditionRefused:
+        abort_upload(bucket, upload, deadline)
+        return True
+    return False
+
+
+def _remove(bucket: S3Bucket, key: str, deadline: Deadline) -> None:
+    try:
+        bucket.delete(key, deadline)
+    except StoreError as error:
+        logger.warning("a probe object of one byte stays behind: %s", error)

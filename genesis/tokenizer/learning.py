@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from genesis.errors import UsageError
 from genesis.tokenizer.engines import EncodedBatch, make_engine
+from genesis.tokenizer.export import Pair, token_bytes_of
 from genesis.tokenizer.helper import run_helper
-from genesis.tokenizer.token_bytes import Pair, token_bytes_of
 from genesis.tokenizer.words import count_words
 from manifests.vocabulary import VocabularyFile
 

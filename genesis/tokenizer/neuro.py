@@ -21,8 +21,7 @@ import numpy.typing as npt
 from genesis.errors import InvalidTextError, UsageError, VocabularyMismatchError
 from genesis.store.folder import folder_errors
 from genesis.tokenizer.engines import EncodedBatch, Engine, make_engine
-from genesis.tokenizer.export import write_file
-from genesis.tokenizer.token_bytes import Pair, token_bytes_of
+from genesis.tokenizer.export import Pair, token_bytes_of, write_file
 from manifests import FIRST_MERGE_ID, InvalidDocumentError, VocabularyFile, sha256_hex
 
 logger = logging.getLogger(__name__)

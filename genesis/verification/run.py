@@ -19,11 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from genesis.errors import UsageError
 from genesis.store import ReadableStore
-from genesis.verification.chain import CheckedManifest, check_checkpoints, check_manifest, goes_on_after
-from genesis.verification.index import IndexWalk
-from genesis.verification.listing import Listing, read_listing
+from genesis.verification.index import CheckedManifest, IndexWalk, check_checkpoints, check_manifest, goes_on_after
 from genesis.verification.report import Counts, Findings, Problem, VerifyReport
-from genesis.verification.shards import ShardCheck, ShardVerdict, check_shard
+from genesis.verification.shards import Listing, ShardCheck, ShardVerdict, check_shard, read_listing
 from genesis.verification.vocabularies import check_vocabularies
 from manifests import Manifest
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from genesis.errors import ObjectNotFoundError, StoreError
 from genesis.store import ReadableStore
-from genesis.verification.listing import Listing
 from genesis.verification.report import Findings
+from genesis.verification.shards import Listing
 from manifests import (
     FIRST_MERGE_ID,
     MANIFEST_KEY,

@@ -1,6 +1,6 @@
 """Text for people: tables, counts, runs of shard ids, and how far along a command is.
 
-No colours, so there is nothing for ``NO_COLOR`` to turn off. Beside `genesis.cli.tables`, which the loader may not
+No colours, so there is nothing for ``NO_COLOR`` to turn off. Beside `genesis.cli.common`, which the loader may not
 import.
 """
 

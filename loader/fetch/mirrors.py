@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from genesis.errors import GenesisError, StoreError, StoreUnavailableError
 from genesis.store import ReadableStore, RetryPolicy, open_readable
-from genesis.store.throttle import Throttle
+from genesis.store.limits import Throttle
 from loader.errors import CorruptObjectError, DataUnavailableError, LoaderUsageError
 
 T = TypeVar("T")

@@ -39,9 +39,7 @@ def held_elsewhere(path: Path, kind: str = "alone") -> Iterator[subprocess.Popen
     ("theirs", "ours", "is_free"),
     [("alone", "alone", False), ("alone", "shared", False), ("shared", "alone", False), ("shared", "shared", True)],
 )
-def test_a_lock_of_another_process_excludes_unless_both_are_shared(
-    tmp_path: Path, theirs: str, ours: str, is_free: bool
-) -> None:
+def test_a_lock_of_another_process_excludes_unless_both_are_shared(tmp_path, theirs, ours, is_free):
     lock = FileLock(tmp_path / "lock", shared=ours == "shared")
     with held_elsewhere(tmp_path / "lock", theirs):
         if is_free:
@@ -53,7 +51,7 @@ def test_a_lock_of_another_process_excludes_unless_both_are_shared(
     lock.release()
 
 
-def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_leaves_no_lock(tmp_path):
     lock = FileLock(tmp_path / "lock")
     with held_elsewhere(tmp_path / "lock") as holder:
         holder.send_signal(signal.SIGKILL)
@@ -62,7 +60,7 @@ def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_two_locks_of_one_process_exclude_each_other_unless_the_file_was_removed(tmp_path: Path) -> None:
+def test_two_locks_of_one_process_exclude_each_other_unless_the_file_was_removed(tmp_path):
     first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     with first:
         first.acquire()  # Held already: without effect.
@@ -78,7 +76,7 @@ def test_two_locks_of_one_process_exclude_each_other_unless_the_file_was_removed
             assert path.exists()
 
 
-def test_a_forked_child_keeps_no_lock_that_its_parent_gives_back(tmp_path: Path) -> None:
+def test_a_forked_child_keeps_no_lock_that_its_parent_gives_back(tmp_path):
     lock = FileLock(tmp_path / "lock")
     lock.acquire()
     reading, writing = os.pipe()
@@ -98,9 +96,7 @@ def test_a_forked_child_keeps_no_lock_that_its_parent_gives_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_a_file_system_without_locks_excludes_nobody_where_that_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: bool
-) -> None:
+def test_a_file_system_without_locks_excludes_nobody_where_that_will_do(tmp_path, monkeypatch, required):
     def none_here(descriptor: int, kind: int) -> None:
         raise OSError(95, "Operation not supported")
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from genesis.errors import UsageError
-from genesis.inspection import encode_text, inspect_shard, inspect_vocabulary
+from genesis.inspection import inspect_shard, inspect_vocabulary
 from genesis.snapshot import StoreEmptyError, find_shard, previous_of_source, read_vocabulary
 from genesis.store import FolderStore
-from genesis.tokenizer import NeuroTokenizer
 from manifests import FIRST_MERGE_ID, ContractError, decode_shard, shard_key
 from tests.support.small_store import copy_small_store, manifest_of, segment_of, write_input
 
@@ -30,7 +28,7 @@ def documents_of(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_documents_put_together_are_the_text(folder: Path) -> None:
+def test_all_documents_put_together_are_the_text(folder):
     store, manifest = FolderStore(folder), manifest_of(folder)
     found: dict[str, list[str]] = {"alpha": [], "beta": []}
     for number in range(manifest.total_shards):
@@ -54,7 +52,7 @@ def test_all_documents_put_together_are_the_text(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shard_before_is_the_one_of_the_same_source(folder: Path) -> None:
+def test_the_shard_before_is_the_one_of_the_same_source(folder):
     store, manifest, shards = FolderStore(folder), manifest_of(folder), segment_of(folder).shards
     before = {shard.id: previous_of_source(store, manifest, shard) for shard in shards}
     assert [number for number, found in before.items() if found is None] == [0, 9]
@@ -64,7 +62,7 @@ def test_the_shard_before_is_the_one_of_the_same_source(folder: Path) -> None:
         assert (first.ordinal, first.begins_before) == (0, False)
 
 
-def test_a_document_can_be_cut_and_listed(folder: Path) -> None:
+def test_a_document_can_be_cut_and_listed(folder):
     store, manifest = FolderStore(folder), manifest_of(folder)
     whole = inspect_shard(store, manifest, 2, num_documents=3)
     cut = inspect_shard(store, manifest, 2, num_documents=3, max_tokens=5, with_tokens=True)
@@ -79,13 +77,7 @@ def test_a_document_can_be_cut_and_listed(folder: Path) -> None:
     assert inspect_shard(store, manifest, 0, num_documents=0).documents == ()
 
 
-@pytest.mark.parametrize("number", [-1, 23, 10**12])
-def test_a_shard_that_is_not_there(folder: Path, number: int) -> None:
-    with pytest.raises(UsageError, match="shards 0 to 22"):
-        find_shard(FolderStore(folder), manifest_of(folder), number)
-
-
-def test_what_is_not_the_manifests(tmp_path: Path) -> None:
+def test_what_is_not_the_manifests(tmp_path):
     folder = tmp_path / "store"
     store, manifest = copy_small_store(folder), manifest_of(folder)
     (folder / shard_key(1)).write_bytes((folder / shard_key(2)).read_bytes())
@@ -101,7 +93,7 @@ def test_what_is_not_the_manifests(tmp_path: Path) -> None:
         inspect_shard(store, manifest, 0)
 
 
-def test_vocabulary_in_numbers(folder: Path, tmp_path: Path) -> None:
+def test_vocabulary_in_numbers_and_what_is_not_there(folder, tmp_path):
     found = inspect_vocabulary(FolderStore(folder), manifest_of(folder))
     assert found.ids == FIRST_MERGE_ID + found.merges == 606
     lengths = [len(token.text) for token in found.longest]
@@ -111,13 +103,6 @@ def test_vocabulary_in_numbers(folder: Path, tmp_path: Path) -> None:
     assert found.sha256.startswith(Path(found.key).stem)
     with pytest.raises(StoreEmptyError, match="genesis learn"):
         read_vocabulary(FolderStore(tmp_path), None)
-
-
-def test_encoding_a_text_spells_it(folder: Path) -> None:
-    vocabulary = read_vocabulary(FolderStore(folder), manifest_of(folder))
-    encoded = encode_text(vocabulary, "the list of items")
-    assert "".join(token.text for token in encoded.tokens) == "the list of items"
-    tokenizer = NeuroTokenizer.from_file(vocabulary)
-    assert [token.id for token in encoded.tokens] == np.asarray(tokenizer.encode("the list of items")).tolist()
-    with pytest.raises(UsageError):
-        encode_text(vocabulary, "")
+    for number in (-1, 23, 10**12):
+        with pytest.raises(UsageError, match="shards 0 to 22"):
+            find_shard(FolderStore(folder), manifest_of(folder), number)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from genesis.errors import GenesisError
+from genesis.errors import GenesisError, StoreAccessError
 from genesis.snapshot import StoreEmptyError
 from genesis.status import StoreStatus, read_status
-from genesis.store import FolderStore, open_readable
+from genesis.store import FolderStore, StoredObject, open_readable
 from manifests import CHECKPOINTS_KEY, MANIFEST_KEY, ContractError, SourcesFile, Writer, format_time, shard_file_bytes
 from tests.support.small_store import SHARD_TOKENS, checkpoints_of, copy_small_store, manifest_of, spec
 
@@ -47,7 +43,7 @@ def set_ended(folder: Path, name: str, ended: bool) -> None:
     (folder / CHECKPOINTS_KEY).write_bytes(changed.to_json())
 
 
-def test_figures_are_the_stores(folder: Path) -> None:
+def test_figures_are_the_stores(folder):
     manifest, checkpoints = manifest_of(folder), checkpoints_of(folder)
     status = status_of(folder)
     assert [row.name for row in status.sources] == ["alpha", "beta"]
@@ -74,7 +70,7 @@ def test_figures_are_the_stores(folder: Path) -> None:
     assert [row.last_commit_age_s for row in status_of(folder, datetime(2020, 1, 1, tzinfo=UTC)).sources] == [0, 0]
 
 
-def test_a_writer_at_work_gives_speed_and_time_left(folder: Path) -> None:
+def test_a_writer_at_work_gives_speed_and_time_left(folder):
     writer = Writer(
         id="elsewhere:1:1:boot",
         token=9,
@@ -98,14 +94,23 @@ def test_a_writer_at_work_gives_speed_and_time_left(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("expires_at", "state"), [(None, "released"), (NOW, "stale"), (NOW + timedelta(seconds=1), "alive")]
 )
-def test_lease_states(folder: Path, expires_at: datetime | None, state: str) -> None:
+def test_lease_states(folder, expires_at, state):
     change_writer(folder, Writer(id="w", token=1, expires_at=format_time(expires_at) if expires_at else None))
     writer = status_of(folder, NOW).writer
     assert writer is not None
     assert writer.state == state
 
 
-def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder: Path) -> None:
+class PrivateCheckpoints(FolderStore):
+    """A store that does not give checkpoints.json out."""
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
+        if key == CHECKPOINTS_KEY:
+            raise StoreAccessError("403")
+        return super().get(key, max_bytes=max_bytes)
+
+
+def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder):
     whole = status_of(folder)
     (folder / CHECKPOINTS_KEY).write_bytes(b"{")
     assert "checkpoints.json" in status_of(folder).notes[0]
@@ -116,9 +121,12 @@ def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder: Path) -> No
     assert status.totals.text_bytes is None
     assert status.sources[0].leftover_tokens is None
     assert "checkpoints.json" in status.notes[0]
+    status = read_status(PrivateCheckpoints(folder), SOURCES)
+    assert status.totals.tokens == whole.totals.tokens
+    assert "403" in status.notes[0]
 
 
-def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder: Path) -> None:
+def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder):
     manifest = manifest_of(folder)
     (folder / MANIFEST_KEY).write_bytes(manifest.model_copy(update={"sequence": manifest.sequence - 1}).to_json())
     status = status_of(folder)
@@ -128,7 +136,7 @@ def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder: P
     assert status_of(folder).sequence == manifest.sequence + 5
 
 
-def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path: Path) -> None:
+def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path):
     store = tmp_path / "store"
     store.mkdir()
     writer = {"id": "host:1:1:b", "token": 1, "expires_at": format_time(NOW), "source": "alpha"}
@@ -140,7 +148,7 @@ def test_a_populator_that_has_not_committed_yet_is_shown(tmp_path: Path) -> None
     assert status.vocabulary is None
 
 
-def test_a_store_that_is_empty_or_damaged(tmp_path: Path, folder: Path) -> None:
+def test_a_store_that_is_empty_or_damaged(tmp_path, folder):
     with pytest.raises(StoreEmptyError, match="genesis populate"):
         status_of(tmp_path / "store" / "index")
     with pytest.raises(GenesisError, match="no such folder"):
@@ -150,7 +158,7 @@ def test_a_store_that_is_empty_or_damaged(tmp_path: Path, folder: Path) -> None:
         status_of(folder)
 
 
-def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder: Path) -> None:
+def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder):
     first = status_of(folder)
     reference = manifest_of(folder).tokenizer
     assert reference is not None
@@ -166,41 +174,7 @@ def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder: Path
     assert "vocabulary" in status.notes[0]
 
 
-class _PrivateCheckpoints(SimpleHTTPRequestHandler):
-    """A web server that does not give checkpoints.json out."""
-
-    def do_GET(self) -> None:
-        if self.path.endswith(CHECKPOINTS_KEY):
-            self.send_error(403)
-        else:
-            super().do_GET()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
-
-
-@pytest.fixture
-def address(folder: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_PrivateCheckpoints, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join(30)
-
-
-@pytest.mark.slow
-def test_over_http_where_checkpoints_are_private(folder: Path, address: str) -> None:
-    store = open_readable(address)
-    status = read_status(store, SOURCES)
-    store.close()
-    assert status.url == address
-    assert status.totals.tokens == manifest_of(folder).total_tokens
-    assert status.vocabulary is not None
-    assert "403" in status.notes[0]
-
-
-def test_the_page_describes_every_field_and_its_example_has_them(folder: Path) -> None:
+def test_the_page_describes_every_field_and_its_example_has_them(folder):
     page = PAGE.read_text(encoding="utf-8")
     example = re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0]
     documented = StoreStatus.model_validate_json(example)

@@ -25,7 +25,6 @@ from manifests import (
     format_time,
     parse_time,
 )
-from manifests.documents import Document
 from tests.support.contract_strategies import CHECKPOINTS, SOURCES, manifests, segments, vocabularies
 
 DOCUMENTS = st.one_of(manifests(), segments(), vocabularies(), CHECKPOINTS, SOURCES)
@@ -58,22 +57,16 @@ ENTRY: dict[str, Any] = {
 
 @RELAXED
 @given(DOCUMENTS)
-def test_what_was_written_is_read_back(document: Document) -> None:
-    assert type(document).from_json(document.to_json()) == document
-
-
-@pytest.mark.slow
-@RELAXED
-@given(DOCUMENTS)
-def test_equal_values_give_equal_bytes(document: Document) -> None:
+def test_what_was_written_is_read_back_and_equal_values_give_equal_bytes(document):
     body = document.to_json()
+    assert type(document).from_json(body) == document
     assert type(document).from_json(body).to_json() == body == canonical_json(json.loads(body))
 
 
 @pytest.mark.slow
 @RELAXED
 @given(DOCUMENTS, st.integers(-5, 100).filter(lambda number: number != 1) | st.text(max_size=3) | st.none())
-def test_a_format_that_is_not_known_is_refused(document: Document, found: object) -> None:
+def test_a_format_that_is_not_known_is_refused(document, found):
     value = {**json.loads(document.to_json()), "format": found}
     with pytest.raises(UnsupportedFormatError, match="newer release"):
         type(document).from_json(canonical_json(value))
@@ -81,16 +74,8 @@ def test_a_format_that_is_not_known_is_refused(document: Document, found: object
 
 @pytest.mark.slow
 @RELAXED
-@given(DOCUMENTS, st.binary(max_size=200))
-def test_bytes_that_are_no_document_are_refused(document: Document, data: bytes) -> None:
-    with pytest.raises(ContractError):
-        type(document).from_json(b"\xff" + data)
-
-
-@pytest.mark.slow
-@RELAXED
 @given(st.data(), DOCUMENTS)
-def test_a_truncated_document_is_refused(data: st.DataObject, document: Document) -> None:
+def test_a_truncated_document_is_refused(data, document):
     body = document.to_json()
     with pytest.raises(InvalidDocumentError):
         type(document).from_json(body[: data.draw(st.integers(0, len(body) - 1))])
@@ -106,9 +91,7 @@ JSON_VALUES = st.recursive(
 @pytest.mark.slow
 @RELAXED
 @given(st.data(), DOCUMENTS, JSON_VALUES)
-def test_any_value_in_any_place_is_read_or_refused_in_a_line(
-    data: st.DataObject, document: Document, value: object
-) -> None:
+def test_any_value_in_any_place_is_read_or_refused_in_a_line(data, document, value):
     whole = json.loads(document.to_json())
     place = whole
     while True:
@@ -128,7 +111,7 @@ def test_any_value_in_any_place_is_read_or_refused_in_a_line(
 
 
 @pytest.mark.parametrize("kind", [Manifest, Segment, VocabularyFile, Checkpoints, SourcesFile])
-def test_what_is_no_json_object_or_no_utf_8_can_spell_is_refused(kind: type[Document]) -> None:
+def test_what_is_no_json_object_or_no_utf_8_can_spell_is_refused(kind):
     for body in (b"", b"[]", b"3", b'"x"', b"null", b"{", b"\xff\xfe", b"{]", b"NaN", "{}".encode("utf-16-le")):
         with pytest.raises(InvalidDocumentError, match="expected a JSON object"):
             kind.from_json(body)
@@ -143,7 +126,7 @@ def test_what_is_no_json_object_or_no_utf_8_can_spell_is_refused(kind: type[Docu
         kind.from_json(b'{"total_shards": ' + b"9" * 10_000 + b"}")
 
 
-def test_surrogates_byte_order_marks_and_no_nan() -> None:
+def test_surrogates_byte_order_marks_and_no_nan():
     assert SourcesFile.from_json(b'\xef\xbb\xbf{"sources": []}').sources == ()
     spelled = json.dumps({**MANIFEST, "tokenizer_version": "\N{GRINNING FACE}"}).encode()
     assert b"\\ud83d\\ude00" in spelled
@@ -153,7 +136,7 @@ def test_surrogates_byte_order_marks_and_no_nan() -> None:
 
 
 @pytest.mark.parametrize("surplus", ["NaN", "-Infinity", "1e999", "[" * 200 + "]" * 200])
-def test_escapes_beside_what_cannot_be_spelled_again(surplus: str) -> None:
+def test_escapes_beside_what_cannot_be_spelled_again(surplus):
     """It is in a field that a later revision may add, so it is read over, or refused: never another error."""
     body = json.dumps({**MANIFEST, "tokenizer_version": "\u00fc", "surplus": "X"}).replace('"X"', surplus).encode()
     assert b"\\u00fc" in body
@@ -189,7 +172,7 @@ HOSTILE: dict[tuple[str | int, ...], list[object]] = {
 
 
 @pytest.mark.parametrize(("place", "value"), [(place, value) for place, values in HOSTILE.items() for value in values])
-def test_hostile_manifests_are_refused(place: tuple[str | int, ...], value: object) -> None:
+def test_hostile_manifests_are_refused(place, value):
     assert Manifest.from_json(canonical_json(MANIFEST)).total_shards == 2
     whole = json.loads(canonical_json(MANIFEST))
     inner = whole
@@ -201,12 +184,12 @@ def test_hostile_manifests_are_refused(place: tuple[str | int, ...], value: obje
 
 
 @pytest.mark.parametrize("missing", ["total_shards", "total_tokens", "sources", "created_at", "updated_at"])
-def test_fields_of_the_specification_must_be_there(missing: str) -> None:
+def test_fields_of_the_specification_must_be_there(missing):
     with pytest.raises(InvalidDocumentError, match=missing):
         Manifest.from_object({name: value for name, value in MANIFEST.items() if name != missing})
 
 
-def test_the_specifications_own_documents_are_read() -> None:
+def test_the_specifications_own_documents_are_read():
     body = b"""{
       "total_shards": 128, "total_tokens": 320000000, "total_size_bytes": 2560000000, "tokenizer_version": "bpe_v1",
       "sources": {"fineweb-edu": {
@@ -238,19 +221,19 @@ HOSTILE_FIELDS: dict[str, list[object]] = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name in HOSTILE_FIELDS for value in HOSTILE_FIELDS[name]]
 )
-def test_hostile_entries_are_refused(name: str, value: object) -> None:
+def test_hostile_entries_are_refused(name, value):
     Segment.from_object({"shards": [ENTRY]})
     with pytest.raises(InvalidDocumentError, match="index segment"):
         Segment.from_object({"shards": [{**ENTRY, name: value}]})
 
 
-def test_a_segments_ids_run_on_from_a_thousand() -> None:
+def test_a_segments_ids_run_on_from_a_thousand():
     for ids in ([], [1], [1000, 1002], [0, 0], [1, 0], list(range(1001))):
         with pytest.raises(InvalidDocumentError):
             Segment.from_object({"shards": [{**ENTRY, "id": number} for number in ids]})
 
 
-def test_a_full_segment_is_as_small_as_it_is_said_to_be() -> None:
+def test_a_full_segment_is_as_small_as_it_is_said_to_be():
     shards = tuple(
         ShardEntry(
             **{**ENTRY, "id": number, "size_bytes": 20_001_577, "source": "fineweb-edu", "next_merge_id": 32_000}
@@ -261,14 +244,14 @@ def test_a_full_segment_is_as_small_as_it_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("name", ["format", "writer", "manifest"])
-def test_a_source_may_not_take_a_reserved_name(name: str) -> None:
+def test_a_source_may_not_take_a_reserved_name(name):
     position = {"documents_processed": 0, "last_shard_id": -1, "leftover_tokens": [], "timestamp": TIME}
     whole = Checkpoints.from_object({"alpha": position})
     with pytest.raises(InvalidDocumentError, match="may not be called"):
         whole.model_copy(update={"sources": {name: whole.sources["alpha"]}}).to_json()
 
 
-def test_the_built_in_sources_are_the_specifications_and_none_is_named_twice() -> None:
+def test_the_built_in_sources_are_the_specifications_and_none_is_named_twice():
     sources = builtin_sources()
     assert [spec.name for spec in sources.enabled()] == ["fineweb-edu", "fineweb", "redpajama", "slimpajama", "c4"]
     assert sum(spec.merges for spec in sources.sources) == 31_734
@@ -278,28 +261,21 @@ def test_the_built_in_sources_are_the_specifications_and_none_is_named_twice() -
         SourcesFile.from_object({"sources": [{"name": "a"}, {"name": "a"}]})
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        {"name": "a", "hf_path": "owner/name"},
-        {"name": "a", "data_file": ["x"]},
-        {"name": "a b"},
-        {"name": "a", "merges": 31_735},
-        {"name": "a", "text_field": ""},
-        {"name": "a", "target_shards": -1},
-    ],
-)
-def test_sources_that_make_no_sense_are_refused(source: dict[str, object]) -> None:
+NO_SOURCES = ({"hf_path": "owner/name"}, {"data_file": ["x"]}, {"name": "a b"}, {"merges": 31_735}, {"text_field": ""})
+
+
+@pytest.mark.parametrize("fields", [*NO_SOURCES, {"target_shards": -1}], ids=str)
+def test_sources_that_make_no_sense_are_refused(fields):
     with pytest.raises(InvalidDocumentError, match=r"sources\.json"):
-        SourcesFile.from_object({"sources": [source]})
+        SourcesFile.from_object({"sources": [{"name": "a", **fields}]})
 
 
 @given(st.datetimes(datetime(1970, 1, 1), datetime(2999, 1, 1), timezones=st.just(UTC)))
-def test_times_are_whole_seconds_of_utc(moment: datetime) -> None:
+def test_times_are_whole_seconds_of_utc(moment):
     assert parse_time(format_time(moment)) == moment.replace(microsecond=0)
 
 
 @pytest.mark.parametrize("text", ["", "2026-11-20", "2026-11-20T17:32:03", "2026-13-20T17:32:03Z", "1e9"])
-def test_other_spellings_of_times_are_refused(text: str) -> None:
+def test_other_spellings_of_times_are_refused(text):
     with pytest.raises(InvalidDocumentError, match="expected a time"):
         parse_time(text)

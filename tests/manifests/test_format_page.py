@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_example_is_what_the_code_makes() -> None:
+def test_the_example_is_what_the_code_makes():
     shown = dict(re.findall(r"^`([^`\n]+\.json)`\n\n```json\n(.*?)\n```$", PAGE, re.DOTALL | re.MULTILINE))
     expected = {key for key in example_files() if key.endswith(".json") and not key.startswith("vocabulary/")}
     assert shown.keys() == expected
@@ -69,7 +69,7 @@ def test_the_example_is_what_the_code_makes() -> None:
     assert PEM.decode() in PAGE
 
 
-def test_the_example_is_true_and_a_sound_store(folder: Path) -> None:
+def test_the_example_is_true_and_a_sound_store(folder):
     tokenizer = NeuroTokenizer.from_bytes(example_files()[TOKENIZER_KEY])
     ids = [number for text in DOCUMENTS for number in [*tokenizer.encode(text).tolist(), 2]]
     assert tuple(ids) == IDS + LEFTOVER
@@ -88,7 +88,7 @@ def programs() -> dict[str, Callable[..., Any]]:
     return namespace
 
 
-def test_the_pages_readers_read_a_shard_and_a_packed_one(folder: Path) -> None:
+def test_the_pages_readers_read_a_shard_and_a_packed_one(folder):
     assert tuple(programs()["read_shard"](str(folder / shard_key(0)))) == IDS
     read = programs()["read_packed"]
     assert tuple(read(example_files()[packed_key(0)], len(IDS), 270)) == IDS
@@ -99,7 +99,7 @@ def test_the_pages_readers_read_a_shard_and_a_packed_one(folder: Path) -> None:
             read(pack_ids(ids, 70_000), tokens, next_merge_id)
 
 
-def test_the_pages_bound_is_the_codes() -> None:
+def test_the_pages_bound_is_the_codes():
     """As the page spells it: n + n/256, plus (131072 - n)/2048 while n is below 131,072."""
     for tokens in (1, 8, 255, 256, 65_535, 65_536, 65_537, 2_500_000):
         for next_merge_id, width in ((65_536, 2), (65_537, 4)):
@@ -108,7 +108,7 @@ def test_the_pages_bound_is_the_codes() -> None:
             assert max_packed_bytes(tokens, next_merge_id) == bound
 
 
-def test_the_pages_verifier_verifies(folder: Path) -> None:
+def test_the_pages_verifier_verifies(folder):
     verify = programs()["verify_store"]
     assert verify(folder, PEM) == 1
     (folder / packed_key(0)).write_bytes(b"another")
@@ -130,11 +130,11 @@ OTHERS = [VocabularyFile, Cursor, SourceCheckpoint, Writer, SourcesFile, SourceS
 
 
 @pytest.mark.parametrize("model", [*MANIFEST_PARTS, *INDEX_PARTS, *OTHERS])
-def test_every_field_is_described(model: type[Any]) -> None:
+def test_every_field_is_described(model):
     for name in model.model_fields:
         assert re.search(rf"`[^`]*\b{name}`", PAGE), f"{model.__name__}.{name} is not on the format page"
 
 
-def test_every_field_of_the_packed_form_is_described_as_such() -> None:
+def test_every_field_of_the_packed_form_is_described_as_such():
     for name in PackedEntry.model_fields:
         assert f"| `shards[].packed.{name}` |" in PAGE

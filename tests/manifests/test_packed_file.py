@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +53,7 @@ CONTENT = SOUND_IDS.astype("<u2").tobytes()
     repeat=st.integers(1, 40),
     level=st.none() | st.integers(1, 9) | st.just(19),
 )
-def test_what_was_packed_is_unpacked(length: int, vocabulary: int, seed: int, repeat: int, level: int | None) -> None:
+def test_what_was_packed_is_unpacked(length, vocabulary, seed, repeat, level):
     ids = some_ids(length, vocabulary, seed, repeat)
     packed = pack_ids(ids, vocabulary, level=level)
     assert len(packed) <= max_packed_bytes(length, vocabulary)
@@ -64,7 +63,7 @@ def test_what_was_packed_is_unpacked(length: int, vocabulary: int, seed: int, re
 @pytest.mark.slow
 @settings(deadline=None)
 @given(length=LENGTHS, vocabulary=VOCABULARIES, seed=st.integers(0, 2**32 - 1))
-def test_it_is_one_plain_zstd_frame_around_little_endian_ids(length: int, vocabulary: int, seed: int) -> None:
+def test_it_is_one_plain_zstd_frame_around_little_endian_ids(length, vocabulary, seed):
     ids = some_ids(length, vocabulary, seed)
     packed = pack_ids(ids, vocabulary)
     width = 2 if vocabulary <= 65_536 else 4
@@ -76,15 +75,8 @@ def test_it_is_one_plain_zstd_frame_around_little_endian_ids(length: int, vocabu
     assert zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False) == content
 
 
-@pytest.mark.skipif(shutil.which("zstd") is None, reason="no zstd command on this machine")
-def test_the_zstd_command_expands_it(tmp_path: Path) -> None:
-    (tmp_path / "shard_0.zst").write_bytes(SOUND)
-    done = subprocess.run(["zstd", "-dc", tmp_path / "shard_0.zst"], capture_output=True, check=True, timeout=30)
-    assert done.stdout == CONTENT
-
-
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint16, np.dtype(">i4")])
-def test_any_integer_type_gives_the_same_file_which_expands_to_the_very_shard(dtype: type) -> None:
+def test_any_integer_type_gives_the_same_file_which_expands_to_the_very_shard(dtype):
     assert pack_ids(SOUND_IDS.astype(dtype), 32_000) == SOUND
     assert pack_ids(np.repeat(SOUND_IDS, 3).astype(dtype)[::3], 32_000) == SOUND
     image = ShardImage.empty(COUNT)
@@ -93,7 +85,7 @@ def test_any_integer_type_gives_the_same_file_which_expands_to_the_very_shard(dt
     assert image.buffer == encode_shard(SOUND_IDS)
 
 
-def test_the_width_changes_behind_65536_ids_and_some_ids_have_no_packed_form() -> None:
+def test_the_width_changes_behind_65536_ids_and_some_ids_have_no_packed_form():
     assert packed_dtype(65_536) == np.dtype("<u2")
     assert packed_dtype(65_537) == np.dtype("<u4")
     assert max_packed_bytes(2_500_000, 65_536) == 5_019_531
@@ -118,37 +110,46 @@ def relabelled(packed: bytes, content_bytes: int = 2 * COUNT, window_byte: int |
     return packed[:4] + descriptor + content_bytes.to_bytes(8, "little") + blocks
 
 
-HOSTILE = {
+HOSTILE: dict[str, bytes | tuple[bytes, str]] = {
     "nothing": b"",
-    "not zstd": b"PK\3\4" + SOUND[4:],
+    "not zstd": (b"PK\3\4" + SOUND[4:], r"expected a zstd frame \(28b52ffd…\), found 504b0304"),
     "only the magic": SOUND[:4],
     "half a header": SOUND[:6],
     "a legacy frame": b"\x27\xb5\x2f\xfd" + SOUND[4:],
     "cut short": SOUND[:-1],
     "cut in half": SOUND[: len(SOUND) // 2],
     "a byte behind it": SOUND + b"\0",
-    "two frames": SOUND + SOUND,
+    "two frames": (SOUND + SOUND, "one zstd frame of 5000 ids.*unused data"),
     "an empty frame behind it": SOUND + frame(b"", write_content_size=True),
     "two frames of half the content": frame(CONTENT[:5000]) + frame(CONTENT[5000:]),
     "a skippable frame before it": b"\x50\x2a\x4d\x18\4\0\0\0abcd" + SOUND,
     "a skippable frame behind it": SOUND + b"\x50\x2a\x4d\x18\4\0\0\0abcd",
-    "no content size": frame(CONTENT, write_content_size=False),
+    "no content size": (frame(CONTENT, write_content_size=False), "content size of 10000 bytes, found none"),
     "an id too few": frame(CONTENT[:-2]),
-    "an id too many": frame(CONTENT + b"\1\0"),
+    "an id too many": (frame(CONTENT + b"\1\0"), "content size of 10000 bytes, found 10002 bytes"),
     "a byte too many": frame(CONTENT + b"\1"),
     "the wrong width": frame(SOUND_IDS.astype("<u4").tobytes()),
     "less than its content size": relabelled(frame(CONTENT[:-2])),
     "more than its content size": relabelled(frame(CONTENT + b"\1\0")),
     "a content size of 2^64 - 1": relabelled(SOUND, 2**64 - 1),
     "a window of 16 KB": relabelled(SOUND, window_byte=0x20),
-    "a window of 128 MB": relabelled(SOUND, window_byte=0x88),
+    "a window of 128 MB": (
+        relabelled(SOUND, window_byte=0x88),
+        "window of at most 10000 bytes, the content's size, found 134217728",
+    ),
     "the largest window there is": relabelled(SOUND, window_byte=0xFF),
-    "an id beyond the vocabulary": frame(np.full(COUNT, 32_000, "<u2").tobytes()),
-    "far too large": bytes(SOUND[:18]) + bytes(max_packed_bytes(COUNT, 32_000)),
+    "an id beyond the vocabulary": (
+        frame(np.full(COUNT, 32_000, "<u2").tobytes()),
+        "ids below 32000, found 32000 at position 0",
+    ),
+    "far too large": (
+        bytes(SOUND[:18]) + bytes(max_packed_bytes(COUNT, 32_000)),
+        "at most 10098 bytes for 10000 bytes of ids, found 10116",
+    ),
 }
 
 
-def test_other_writers_frames_are_read_but_none_that_needs_a_dictionary() -> None:
+def test_other_writers_frames_are_read_but_none_that_needs_a_dictionary():
     # Else the frames above would be refused for another reason.
     assert np.array_equal(unpacked(relabelled(SOUND)), SOUND_IDS)
     assert np.array_equal(unpacked(relabelled(SOUND, window_byte=0x19)), SOUND_IDS)
@@ -161,34 +162,19 @@ def test_other_writers_frames_are_read_but_none_that_needs_a_dictionary() -> Non
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_files_are_refused(what: str) -> None:
+def test_hostile_files_are_refused(what):
+    found = HOSTILE[what]
+    data, message = found if isinstance(found, tuple) else (found, None)
     out = np.full(COUNT, -7, dtype=np.int64)
-    with pytest.raises(ShardFormatError):
-        unpack_ids(HOSTILE[what], out, 32_000)
-    assert (out == -7).all()
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("not zstd", r"expected a zstd frame \(28b52ffd…\), found 504b0304"),
-        ("two frames", "one zstd frame of 5000 ids.*unused data"),
-        ("no content size", "content size of 10000 bytes, found none"),
-        ("an id too many", "content size of 10000 bytes, found 10002 bytes"),
-        ("a window of 128 MB", "window of at most 10000 bytes, the content's size, found 134217728"),
-        ("an id beyond the vocabulary", "ids below 32000, found 32000 at position 0"),
-        ("far too large", "at most 10098 bytes for 10000 bytes of ids, found 10116"),
-    ],
-)
-def test_a_refusal_says_why(what: str, message: str) -> None:
     with pytest.raises(ShardFormatError, match=message):
-        unpacked(HOSTILE[what])
+        unpack_ids(data, out, 32_000)
+    assert (out == -7).all()
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(position=st.integers(0, len(SOUND) - 1), change=st.integers(1, 255))
-def test_a_changed_byte_gives_a_refusal_or_sound_ids(position: int, change: int) -> None:
+def test_a_changed_byte_gives_a_refusal_or_sound_ids(position, change):
     """Without a checksum some changes go unnoticed here; sha256 is there for that. None may do any other harm."""
     body = bytearray(SOUND)
     body[position] ^= change
@@ -204,7 +190,7 @@ def test_a_changed_byte_gives_a_refusal_or_sound_ids(position: int, change: int)
 
 @settings(deadline=None)
 @given(st.binary(max_size=3000), st.booleans())
-def test_any_other_bytes_are_refused(data: bytes, framed: bool) -> None:
+def test_any_other_bytes_are_refused(data, framed):
     with pytest.raises(ShardFormatError):
         unpacked(SOUND[:7] + data if framed and data != SOUND[7:] else data)
 
@@ -229,7 +215,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.slow
-def test_bombs_cost_no_memory(tmp_path: Path) -> None:
+def test_bombs_cost_no_memory(tmp_path):
     """A gigabyte of zeros in 32 KB, whose header says so, claims what is expected, or asks for a window of 1 GB."""
     packer = zstandard.ZstdCompressor(level=1).compressobj(size=2**30)
     chunk = bytes(2**22)

@@ -40,13 +40,13 @@ def saved_by_torch(ids: np.ndarray) -> bytes:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(length=LENGTHS, seed=st.integers(0, 2**32 - 1), bits=st.integers(1, 63))
-def test_equal_to_torch_save(length: int, seed: int, bits: int) -> None:
+def test_equal_to_torch_save(length, seed, bits):
     ids = np.random.default_rng(seed).integers(-(2**bits), 2**bits, size=length, dtype=np.int64)
     assert bytes(encode_shard(ids)) == saved_by_torch(ids)
 
 
 @pytest.mark.slow
-def test_equal_to_torch_save_for_every_small_length() -> None:
+def test_equal_to_torch_save_for_every_small_length():
     for length in range(1, 700):
         ids = np.arange(length)
         assert bytes(encode_shard(ids)) == saved_by_torch(ids), length
@@ -55,7 +55,7 @@ def test_equal_to_torch_save_for_every_small_length() -> None:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(length=LENGTHS, seed=st.integers(0, 2**32 - 1))
-def test_what_was_encoded_is_decoded(length: int, seed: int) -> None:
+def test_what_was_encoded_is_decoded(length, seed):
     ids = np.random.default_rng(seed).integers(0, 32_000, size=length)
     image = encode_shard(ids)
     assert len(image) == shard_file_bytes(length)
@@ -67,12 +67,12 @@ def test_what_was_encoded_is_decoded(length: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32, np.int64])
-def test_any_integer_type_gives_the_same_file(dtype: type) -> None:
+def test_any_integer_type_gives_the_same_file(dtype):
     ids = np.arange(1000)
     assert encode_shard(ids.astype(dtype)) == encode_shard(ids)
 
 
-def test_torch_and_zip_read_it(tmp_path: Path) -> None:
+def test_torch_and_zip_read_it(tmp_path):
     ids = np.arange(5_000)
     (tmp_path / "shard_0.pt").write_bytes(encode_shard(ids))
     tensor = torch.load(tmp_path / "shard_0.pt", weights_only=True)
@@ -85,7 +85,7 @@ def test_torch_and_zip_read_it(tmp_path: Path) -> None:
         assert len(archive.namelist()) == 7
 
 
-def test_an_image_may_be_filled_and_sealed_again() -> None:
+def test_an_image_may_be_filled_and_sealed_again():
     image = ShardImage.empty(500)
     for seed in range(3):
         image.ids[:] = np.random.default_rng(seed).integers(0, 32_000, 500)
@@ -93,23 +93,9 @@ def test_an_image_may_be_filled_and_sealed_again() -> None:
         assert bytes(image.buffer) == saved_by_torch(image.ids)
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=300)
-@given(data=st.data())
-def test_no_changed_byte_is_accepted(data: st.DataObject) -> None:
-    length = data.draw(st.sampled_from([1, 7, 255, 256, 300]))
-    body = encode_shard(np.arange(length) * 31)
-    position = data.draw(st.integers(0, len(body) - 1))
-    body[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(ShardFormatError):
-        decode_shard(body, expected_tokens=length)
-    with pytest.raises(ShardFormatError):
-        decode_shard(body)
-
-
 @settings(deadline=None)
 @given(cut=st.integers(1, 3000), length=st.integers(1, 300))
-def test_another_length_is_refused(cut: int, length: int) -> None:
+def test_another_length_is_refused(cut, length):
     body = bytes(encode_shard(np.arange(length)))
     for damaged in (body[: max(len(body) - cut, 0)], body + b"\0" * cut):
         with pytest.raises(ShardFormatError):
@@ -120,7 +106,7 @@ def test_another_length_is_refused(cut: int, length: int) -> None:
 
 @settings(deadline=None)
 @given(length=LENGTHS, seed=st.integers(0, 2**32 - 1))
-def test_a_view_shows_the_ids_where_they_are(length: int, seed: int) -> None:
+def test_a_view_shows_the_ids_where_they_are(length, seed):
     ids = np.random.default_rng(seed).integers(0, 32_000, size=length)
     body = bytearray(encode_shard(ids))
     view = view_shard(body, length)
@@ -130,7 +116,7 @@ def test_a_view_shows_the_ids_where_they_are(length: int, seed: int) -> None:
     assert view[0] == ids[0] ^ 1
 
 
-def test_a_view_may_be_written_to_exactly_if_its_buffer_may(tmp_path: Path) -> None:
+def test_a_view_may_be_written_to_exactly_if_its_buffer_may(tmp_path):
     path = tmp_path / "shard_0.pt"
     path.write_bytes(encode_shard(np.arange(5_000)))
     body = path.read_bytes()
@@ -146,14 +132,15 @@ def test_a_view_may_be_written_to_exactly_if_its_buffer_may(tmp_path: Path) -> N
     assert torch.from_numpy(ids)[7] == 1
 
 
-def test_every_changed_byte_is_refused_but_by_a_view_those_of_ids_and_their_crc() -> None:
+def test_every_changed_byte_is_refused_but_by_a_view_those_of_ids_and_their_crc():
     sound, length = bytes(encode_shard(np.arange(20))), 20
     behind = SHARD_DATA_OFFSET + 8 * length
     for position in range(len(sound)):
         body = bytearray(sound)
         body[position] ^= 0x01
-        with pytest.raises(ShardFormatError):
-            decode_shard(body)
+        for expected_tokens in (None, length):
+            with pytest.raises(ShardFormatError):
+                decode_shard(body, expected_tokens=expected_tokens)
         if SHARD_DATA_OFFSET <= position < behind:
             assert view_shard(body, length)[(position - SHARD_DATA_OFFSET) // 8] != (position - SHARD_DATA_OFFSET) // 8
         else:
@@ -162,7 +149,7 @@ def test_every_changed_byte_is_refused_but_by_a_view_those_of_ids_and_their_crc(
 
 
 @pytest.mark.parametrize("length", [-1, 0, 19, 21, 2**28, 2**70])
-def test_a_view_of_another_length_is_refused(length: int) -> None:
+def test_a_view_of_another_length_is_refused(length):
     """Also where the padding to 64 bytes makes the file the same size: its own pickle tells."""
     with pytest.raises(ShardFormatError):
         view_shard(encode_shard(np.arange(20)), length)
@@ -170,7 +157,7 @@ def test_a_view_of_another_length_is_refused(length: int) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=4000), st.integers(1, 300))
-def test_any_other_bytes_are_refused(data: bytes, length: int) -> None:
+def test_any_other_bytes_are_refused(data, length):
     with pytest.raises(ShardFormatError):
         decode_shard(data)
     with pytest.raises(ShardFormatError):
@@ -179,37 +166,28 @@ def test_any_other_bytes_are_refused(data: bytes, length: int) -> None:
         view_shard(data.ljust(shard_file_bytes(length), b"P")[: shard_file_bytes(length)], length)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(10, dtype=torch.int32),
-        torch.arange(10).reshape(2, 5),
-        torch.arange(20)[::2],
-        torch.arange(10, dtype=torch.float64),
-        {"ids": torch.arange(10)},
-        torch.nn.Parameter(torch.zeros(10)),
-    ],
-)
-def test_other_things_that_torch_saves_are_refused(value: object) -> None:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    with pytest.raises(ShardFormatError):
-        decode_shard(buffer.getvalue())
+class Bomb:
+    """Touches a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
 
 
-def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> tuple[object, ...]:
-            return Path.touch, (tmp_path / "executed",)
-
-    buffer = io.BytesIO()
-    torch.save(Bomb(), buffer)
-    with pytest.raises(ShardFormatError):
-        decode_shard(buffer.getvalue())
+def test_other_things_that_torch_saves_are_refused_and_no_pickle_is_executed(tmp_path):
+    ids = torch.arange(20)
+    others = (ids.to(torch.int32), ids.reshape(4, 5), ids[::2], ids.to(torch.float64), {"ids": ids})
+    for value in (*others, torch.nn.Parameter(torch.zeros(10)), Bomb(tmp_path / "executed")):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        with pytest.raises(ShardFormatError):
+            decode_shard(buffer.getvalue())
     assert not (tmp_path / "executed").exists()
 
 
-def test_golden_digests_and_lengths_that_have_no_form() -> None:
+def test_golden_digests_and_lengths_that_have_no_form():
     for length in (0, -1, 2**28):
         with pytest.raises(ValueError, match="ids in a shard"):
             ShardImage.empty(length)

@@ -48,7 +48,7 @@ MANIFEST = Manifest(
 @pytest.mark.slow
 @settings(deadline=None)
 @given(manifests())
-def test_what_was_signed_is_verified(manifest: Manifest) -> None:
+def test_what_was_signed_is_verified(manifest):
     signed = sign_manifest(manifest, KEY)
     found = verify_manifest(signed.to_json(), KEY.public_key())
     assert found == signed
@@ -58,7 +58,7 @@ def test_what_was_signed_is_verified(manifest: Manifest) -> None:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_no_changed_byte_is_verified(data: st.DataObject) -> None:
+def test_no_changed_byte_is_verified(data):
     signed = sign_manifest(MANIFEST, KEY)
     body = bytearray(signed.to_json())
     position = data.draw(st.integers(0, len(body) - 1))
@@ -70,7 +70,7 @@ def test_no_changed_byte_is_verified(data: st.DataObject) -> None:
     assert found == signed
 
 
-def test_fields_that_this_release_does_not_know_are_vouched_for_too() -> None:
+def test_fields_that_this_release_does_not_know_are_vouched_for_too():
     unsigned = {**MANIFEST.to_object(), "later": [1]}
     extended = {**unsigned, "signature": sign_object(unsigned)}
     assert verify_manifest(canonical_json(extended), KEY.public_key())
@@ -83,7 +83,7 @@ def sign_object(value: dict[str, object]) -> dict[str, str]:
     return {"algorithm": "ed25519", "key_id": key_id(KEY.public_key()), "value": signature}
 
 
-def test_white_space_signing_again_and_keys_as_pem() -> None:
+def test_white_space_signing_again_and_keys_as_pem():
     value = json.loads(sign_manifest(MANIFEST, KEY).to_json())
     assert verify_manifest(json.dumps(value, indent=4).encode(), KEY.public_key()).signature
     again = sign_manifest(sign_manifest(MANIFEST, KEY), OTHER)
@@ -93,7 +93,7 @@ def test_white_space_signing_again_and_keys_as_pem() -> None:
     assert len(key_id(KEY.public_key())) == 16
 
 
-def test_an_unsigned_manifest_and_another_key_are_refused() -> None:
+def test_an_unsigned_manifest_and_another_key_are_refused():
     with pytest.raises(SignatureError, match="not signed"):
         verify_manifest(MANIFEST.to_json(), KEY.public_key())
     with pytest.raises(SignatureError, match=key_id(OTHER.public_key())):
@@ -106,7 +106,7 @@ def test_an_unsigned_manifest_and_another_key_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "!", "AAAA", "é", "A" * 88])
-def test_a_signature_that_is_none_is_refused(value: str) -> None:
+def test_a_signature_that_is_none_is_refused(value):
     signed = sign_manifest(MANIFEST, KEY)
     assert signed.signature is not None
     broken = signed.signature.model_copy(update={"value": value})
@@ -118,34 +118,24 @@ def pem_of_private(key: object, encryption: object = None) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
 
 
-@pytest.mark.parametrize(
-    "pem",
-    [
-        b"",
-        b"not a key",
-        public_key_pem(KEY.public_key()),
-        private_key_pem(KEY)[:60],
-        pem_of_private(x25519.X25519PrivateKey.generate()),
-        pem_of_private(ec.generate_private_key(ec.SECP256R1())),
-        pem_of_private(rsa.generate_private_key(65537, 2048)),
-        pem_of_private(KEY, BestAvailableEncryption(b"secret")),
-    ],
-    ids=["empty", "text", "public", "cut", "x25519", "ec", "rsa", "encrypted"],
-)
-def test_what_is_no_private_key(pem: bytes) -> None:
+X25519 = x25519.X25519PrivateKey.generate()
+NO_PRIVATE_KEYS = {
+    "empty": b"",
+    "text": b"not a key",
+    "public": public_key_pem(KEY.public_key()),
+    "cut": private_key_pem(KEY)[:60],
+    "x25519": pem_of_private(X25519),
+    "ec": pem_of_private(ec.generate_private_key(ec.SECP256R1())),
+    "rsa": pem_of_private(rsa.generate_private_key(65537, 2048)),
+    "encrypted": pem_of_private(KEY, BestAvailableEncryption(b"secret")),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PRIVATE_KEYS)
+def test_what_is_no_key(kind):
     with pytest.raises(SignatureError, match="expected an Ed25519 private key"):
-        load_private_key(pem)
-
-
-@pytest.mark.parametrize(
-    "pem",
-    [
-        b"",
-        private_key_pem(KEY),
-        x25519.X25519PrivateKey.generate().public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
-    ],
-    ids=["empty", "private", "x25519"],
-)
-def test_what_is_no_public_key(pem: bytes) -> None:
-    with pytest.raises(SignatureError, match="expected an Ed25519 public key"):
-        load_public_key(pem)
+        load_private_key(NO_PRIVATE_KEYS[kind])
+    other = X25519.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    for pem in (b"", private_key_pem(KEY), other):
+        with pytest.raises(SignatureError, match="expected an Ed25519 public key"):
+            load_public_key(pem)

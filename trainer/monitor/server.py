@@ -19,8 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genesis.serve import ServeLimits
-from genesis.serve.connections import Uncounted, bounded_connections, expire_connections
-from genesis.serve.exchange import CONNECTION
+from genesis.serve.connections import CONNECTION, Uncounted, bounded_connections, expire_connections
 from trainer.errors import TrainerUsageError
 from trainer.monitor.config import ApiConfig
 

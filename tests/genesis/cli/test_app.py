@@ -1,25 +1,26 @@
-"""The command line: how it ends, what its commands print and write, and commands that other packages bring."""
+"""The command line: how it ends, what its commands print and write, plug-ins, and missing extras."""
 
 from __future__ import annotations
 
 import json
 import os
 import pty
+import re
 import signal
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import typer
 from tokenizers import Tokenizer
 
-from genesis.cli.app import app, run
-from genesis.cli.app import app as genesis_app
-from genesis.cli.plugins import GROUP, add_plugins
+from genesis.cli.app import GROUP, add_plugins, app, run
+from genesis.cli.common import compact, printable, table
 from genesis.cli.status import render
-from genesis.cli.tables import compact, printable, table
+from genesis.extras import EXTRA_OF, with_extra
 from genesis.snapshot import read_vocabulary
 from genesis.status import StoreStatus
 from genesis.store import FolderStore
@@ -35,8 +36,10 @@ from manifests import (
     public_key_pem,
     shard_key,
 )
-from tests.support.populating import ROOT, command, genesis
+from tests.support.populating import ROOT, command
 from tests.support.small_store import PRIVATE_KEY, copy_small_store, manifest_of
+
+OUT_OF_RANGE = ("--workers 0", "--shard-tokens 0", "--merges -1", "--lease-s nan", "--sign-key /nowhere/key")
 
 
 @pytest.mark.parametrize(
@@ -52,10 +55,11 @@ from tests.support.small_store import PRIVATE_KEY, copy_small_store, manifest_of
         ("learn --all --input nowhere", "NAME=PATTERN"),
         ("populate --source all --input x", "--source all"),
         ("populate --source fineweb-edo", "no source is named 'fineweb-edo'; known: c4"),
+        *((f"populate --source c4 {option}", option.split()[0]) for option in (*OUT_OF_RANGE, "--input ")),
     ],
 )
 def test_wrong_usage_ends_with_two(line, said, capsys, tmp_path):
-    arguments = line.split()
+    arguments = line.split(" ") if line else []
     if arguments and arguments[0] in ("populate", "learn"):
         arguments += ["--store", str(tmp_path / "store")]
     assert run(arguments) == 2
@@ -71,20 +75,14 @@ def test_help_is_there(words, capsys):
 
 
 @pytest.mark.slow
-def test_what_a_user_can_mend_and_readers_that_close_early(tmp_path):
-    done = genesis("status", "--store", tmp_path / "absent", expect=1)
-    assert done.stdout == ""
-    assert done.stderr.startswith("genesis: ")
-    assert len(done.stderr.splitlines()) == 1
+def test_a_reader_that_closes_early_is_no_error():
     line = f"{' '.join(command('sources'))} | head -n 1"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stderr == ""
 
 
-def test_keygen_makes_a_pair_private_from_the_start_whatever_the_umask(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keygen_makes_a_pair_private_from_the_start_whatever_the_umask(tmp_path, capsys, monkeypatch):
     modes: list[int] = []
     opened = os.open
 
@@ -109,7 +107,7 @@ def test_keygen_makes_a_pair_private_from_the_start_whatever_the_umask(
 
 
 @pytest.mark.parametrize("there", ["k", "k.pub"])
-def test_keygen_overwrites_nothing(tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_overwrites_nothing(tmp_path, there, capsys):
     (tmp_path / there).write_text("precious")
     assert run(["keygen", "--output", str(tmp_path / "k")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == [there]
@@ -120,9 +118,7 @@ def test_keygen_overwrites_nothing(tmp_path: Path, there: str, capsys: pytest.Ca
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_export_to_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_to_a_folder(tmp_path, capsys, monkeypatch):
     store = copy_small_store(tmp_path / "store")
     target = tmp_path / "out"
     assert run(["export", "tokenizer", "--to", "hf", "--store", store.url, "--output", str(target)]) == 0
@@ -139,7 +135,7 @@ def test_export_to_a_folder(
     assert all(path.parent == Path("tokenizer-tiktoken") and path.is_file() for path in written)
 
 
-def test_export_into_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_into_a_store(tmp_path, capsys):
     store = copy_small_store(tmp_path / "store")
     for target in ("hf", "tiktoken"):
         assert run(["export", "tokenizer", "--to", target, "--store", store.url, "--publish"]) == 0
@@ -178,7 +174,7 @@ BROKEN = {
 def install(tmp_path, monkeypatch):
     """Makes a distribution with a plug-in, as pip would."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    groups, commands = list(genesis_app.registered_groups), list(genesis_app.registered_commands)
+    groups, commands = list(app.registered_groups), list(app.registered_commands)
 
     def distribution(name, source):
         module = f"plugin_of_test_{name}"
@@ -190,7 +186,7 @@ def install(tmp_path, monkeypatch):
         return module
 
     yield distribution
-    genesis_app.registered_groups[:], genesis_app.registered_commands[:] = groups, commands
+    app.registered_groups[:], app.registered_commands[:] = groups, commands
     for module in [module for module in sys.modules if module.startswith("plugin_of_test_")]:
         del sys.modules[module]
 
@@ -260,7 +256,7 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, expected: int
     return captured.out
 
 
-def test_status(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_status(folder, capsys, tmp_path):
     text = output_of(capsys, "status", "--store", str(folder))
     lines = text.splitlines()
     assert lines[0] == str(folder)
@@ -278,7 +274,7 @@ def test_status(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert str(path) in captured.err
 
 
-def test_status_of_large_figures_fits_the_screen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_large_figures_fits_the_screen(folder, capsys):
     status = StoreStatus.model_validate_json(output_of(capsys, "status", "--store", str(folder), "--json"))
     large = {
         "name": "a-source-with-a-very-long-name",
@@ -301,7 +297,7 @@ def test_status_of_large_figures_fits_the_screen(folder: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_watch_prints_again_and_ends_well_with_ctrl_c(folder: Path) -> None:
+def test_watch_prints_again_and_ends_well_with_ctrl_c(folder):
     command = [*GENESIS, "status", "--store", str(folder), "--watch", "--json", "--interval-s", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -315,7 +311,7 @@ def test_watch_prints_again_and_ends_well_with_ctrl_c(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_watch_redraws_on_a_terminal_and_survives_a_store_that_is_gone(folder: Path) -> None:
+def test_watch_redraws_on_a_terminal_and_survives_a_store_that_is_gone(folder):
     ours, theirs = pty.openpty()
     command = [*GENESIS, "status", "--store", str(folder), "--watch", "--interval-s", "0.1"]
     environment = {**os.environ, "TERM": "xterm"}
@@ -339,7 +335,7 @@ def read_until(descriptor: int, wanted: bytes) -> bytes:
     return shown
 
 
-def test_verify(folder: Path, key_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify(folder, key_file, capsys, tmp_path):
     text = output_of(capsys, "verify", "--store", str(folder), "--public-key", key_file)
     assert "verified" in text
     assert "23 of 23 shards sound" in text
@@ -363,14 +359,12 @@ def test_verify(folder: Path, key_file: str, capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("option", "value"), [("--sample", "half"), ("--public-key", "/nowhere/key.pub"), ("--sample", "0%")]
 )
-def test_verify_with_options_that_make_no_sense(
-    folder: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_with_options_that_make_no_sense(folder, option, value, capsys):
     assert run(["verify", "--store", str(folder), option, value]) == 2
     assert option in capsys.readouterr().err
 
 
-def test_inspect_shard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shard(folder, capsys):
     text = output_of(capsys, "inspect", "shard", "4", "--store", str(folder), "--documents", "2", "--tokens")
     assert text.startswith(f"{folder}/shard_4.pt\nsource alpha")
     assert text.count("--- document ") == 2
@@ -384,7 +378,7 @@ def test_inspect_shard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(found["documents"]) == 1
 
 
-def test_inspect_others(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_others(folder, tmp_path, capsys):
     for what, expected in {
         "manifest": "23 shards of 2,000 int64 ids",
         "checkpoint": "stands for manifest",
@@ -399,9 +393,13 @@ def test_inspect_others(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "".join(token["text"] for token in encoded["tokens"]) == "a list"
     pieces = [f"{token['id']}:{token['text']!r}" for token in encoded["tokens"]]
     assert output_of(capsys, *command) == " ".join(pieces) + "\n"
+    vocabulary = read_vocabulary(FolderStore(folder), manifest_of(folder))
+    ids = NeuroTokenizer.from_file(vocabulary).encode("a list").tolist()
+    assert [token["id"] for token in encoded["tokens"]] == ids
+    assert run([*command[:-1], ""]) == 2
 
 
-def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_sources(capsys, tmp_path):
     text = output_of(capsys, "sources")
     for spec in builtin_sources().sources:
         assert any(line.startswith(spec.name) and str(spec.hf_path) in line for line in text.splitlines())
@@ -413,7 +411,7 @@ def test_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert listed["file"] == str(own)
 
 
-def test_figures_tables_and_control_characters() -> None:
+def test_figures_tables_and_control_characters():
     assert [compact(number) for number in (None, 0, 999_999, 1e6, 320e6, 1.5e12)] == [
         "-",
         "0",
@@ -424,3 +422,46 @@ def test_figures_tables_and_control_characters() -> None:
     ]
     assert table(("a", "b"), [("xx", "1"), ("y", "22")]) == ["a    b", "xx   1", "y   22"]
     assert printable("a\x1b[2J\x07b\r\n\tc\x00é漢\x9b") == "a\\x1b[2J\\x07b\\r\n\tc\\x00é漢\\x9b"
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTION_OF = {"grpc": "grpcio", "yaml": "pyyaml"}
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=!~ ]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
+
+
+@pytest.mark.parametrize("module", EXTRA_OF)
+def test_the_extra_that_is_named_brings_the_module_and_the_base_does_not(module):
+    distribution = DISTRIBUTION_OF.get(module, module)
+    assert distribution in distributions(PROJECT["optional-dependencies"][EXTRA_OF[module]])
+    assert distribution not in distributions(PROJECT["dependencies"])
+
+
+def test_other_errors_are_left_alone():
+    error = ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
+    assert with_extra(error) is error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "command", "extra"),
+    [
+        ("torch", "import loader; loader.GenesisDataset", "loader"),
+        ("torch", "import loader.cli; sys.argv = ['loader', 'bench', '--help']; loader.cli.main()", ""),
+        ("torch", "import genesis.cli; sys.argv = ['genesis', 'sources']; genesis.cli.main()", ""),
+        (
+            "yaml",
+            "import runpy; sys.argv = ['t', '--node-id', 'n']; runpy.run_module('trainer', None, '__main__')",
+            "train",
+        ),
+    ],
+)
+def test_whoever_needs_a_missing_module_is_told_which_extra_brings_it(missing, command, extra):
+    code = f"import sys; sys.modules[{missing!r}] = None; {command}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == bool(extra), done.stderr
+    assert not extra or f"pip install 'genesis-training[{extra}]'" in done.stderr
+    assert not extra or "loader" not in extra or "ModuleNotFoundError" in done.stderr
+    assert "trainer" not in command or "Traceback" not in done.stderr

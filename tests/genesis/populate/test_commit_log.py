@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -141,8 +140,8 @@ def test_the_second_populator_is_told_who_the_first_is_and_the_token_only_grows(
     assert tokens == [1, 2, 3]
 
 
-def test_an_ousted_writer_changes_nothing(store):
-    ousted = opened(store)
+def test_an_ousted_writer_changes_and_deletes_nothing(store):
+    ousted = opened(store, superseded_keep_s=0.0)
     ousted.commit_shards([entry(0)], "s", checkpoint(0))
     expire(store)
     successor = opened(store)
@@ -155,9 +154,8 @@ def test_an_ousted_writer_changes_nothing(store):
     with pytest.raises(LeaseLostError):
         ousted.close()
     after = {info.key: store.get(info.key).body for info in store.list("")}
-    assert {key: body for key, body in after.items() if not key.startswith("index/")} == {
-        key: body for key, body in before.items() if not key.startswith("index/")
-    }
+    assert before.items() <= after.items()
+    assert all(key.startswith("index/") for key in after.keys() - before.keys())
     successor.close()
 
 
@@ -235,29 +233,6 @@ def test_a_segment_made_again_after_a_kill_is_not_taken_for_a_leftover(store):
     again.close()
     assert [shard.id for shard in read_tail(store, published(store))] == [0, 1]
     assert len(list(store.list("index/"))) == 1
-
-
-def test_a_failed_commit_deletes_nothing(store):
-    ousted = opened(store, superseded_keep_s=0.0)
-    ousted.commit_shards([entry(0)], "s", checkpoint(0))
-    expire(store)
-    with pytest.raises(LeaseLostError):
-        ousted.commit_shards([entry(1)], "s", checkpoint(1))
-    with pytest.raises(LeaseLostError):
-        ousted.close()
-    assert [shard.id for shard in read_tail(store, published(store))] == [0]
-
-
-def test_a_superseded_segment_is_kept_a_while_however_old_it_is(store, tmp_path):
-    commit_log = opened(store)
-    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
-    old = published(store).index[0].key
-    yesterday = time.time() - 86_400
-    os.utime(tmp_path / "store" / old, (yesterday, yesterday))
-    commit_log.commit_shards([entry(1)], "s", checkpoint(1))
-    commit_log.close()
-    opened(store).close()
-    assert store.head(old) is not None
 
 
 def test_a_renewal_whose_acknowledgement_was_lost_does_not_end_the_run(store):

@@ -1,6 +1,5 @@
 """What a user can cause ends with one line and a non-zero exit, loses nothing, and goes on once it is mended."""
 
-import json
 import shutil
 import subprocess
 
@@ -10,7 +9,6 @@ from genesis.store import open_readable
 from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.mounts import mounted
 from tests.support.populating import ROOT, command, entries, genesis, populate_arguments, snapshot, stray_objects
-from tests.support.s3_servers import Server, free_port, moto_s3
 
 
 def failure(*arguments, expect=1, **environment):
@@ -20,32 +18,6 @@ def failure(*arguments, expect=1, **environment):
     assert len(lines) == 1, done.stderr
     assert lines[0] == done.stderr.splitlines()[-1]
     return lines[0]
-
-
-@pytest.mark.slow
-def test_sources_inputs_and_stores_that_are_not_there(tmp_path, small_input):
-    line = failure("populate", "--source", "finewebedu", "--store", tmp_path / "store", expect=2)
-    assert "finewebedu" in line
-    assert "fineweb-edu" in line
-    assert "*.parquet" in failure(*populate_arguments(tmp_path / "store", tmp_path / "*.parquet"))
-    (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in failure(*populate_arguments(tmp_path / "file" / "store", small_input))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--workers", "0"], "--workers"),
-        (["--shard-tokens", "0"], "--shard-tokens"),
-        (["--merges", "-1"], "--merges"),
-        (["--lease-s", "nan"], "--lease-s"),
-        (["--input", ""], "--input"),
-        (["--sign-key", "/nowhere/key"], "--sign-key"),
-    ],
-)
-def test_options_out_of_range_are_named(options, said, small_input, tmp_path):
-    assert said in failure(*populate_arguments(tmp_path / "store", small_input), *options, expect=2)
 
 
 @pytest.mark.slow
@@ -80,27 +52,6 @@ def test_a_truncated_file_stops_with_its_name_and_keeps_what_was_committed(tmp_p
     genesis(*arguments, "--mended-input")
     assert snapshot(tmp_path / "store") == snapshot(tmp_path / "peace")
     assert stray_objects(tmp_path / "store") == []
-
-
-@pytest.mark.slow
-def test_a_damaged_vocabulary_or_checkpoint(small_input, undisturbed, tmp_path):
-    store = tmp_path / "store"
-    arguments = populate_arguments(store, small_input)
-    genesis(*arguments, "--max-shards", "3")
-    good, checkpoints = ((store / name).read_bytes() for name in ("tokenizer.json", "checkpoints.json"))
-    unknown_id = json.loads(good)
-    unknown_id["merges"]["999999_10"] = unknown_id["merges"].pop(next(iter(unknown_id["merges"])))
-    for bad in (good[:1000], json.dumps(unknown_id).encode()):
-        (store / "tokenizer.json").write_bytes(bad)
-        line = failure(*arguments)
-        assert "tokenizer.json" in line
-        assert "vocabulary/" in line
-    (store / "tokenizer.json").write_bytes(good)
-    (store / "checkpoints.json").write_bytes(checkpoints[:-40])
-    assert "checkpoints.json" in failure(*arguments)
-    (store / "checkpoints.json").write_bytes(checkpoints)
-    genesis(*arguments)
-    assert snapshot(store) == undisturbed
 
 
 @pytest.mark.slow
@@ -197,14 +148,3 @@ def test_a_full_disk(small_disk, small_input, undisturbed):
     genesis(*arguments)
     assert snapshot(folder / "store") == undisturbed
     assert stray_objects(folder / "store") == []
-
-
-@pytest.mark.slow
-def test_buckets_credentials_and_hosts(small_input):
-    with moto_s3("bucket") as moto:
-        environment = moto.environment()
-        assert "absent" in failure(*populate_arguments("s3://absent/s", small_input), **environment)
-        none = {**environment, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-        assert "credentials" in failure(*populate_arguments("s3://bucket/s", small_input), **none)
-    nobody = Server(port=free_port(), pid=0).environment()
-    assert nobody["AWS_ENDPOINT_URL"] in failure(*populate_arguments("s3://bucket/s", small_input), **nobody)

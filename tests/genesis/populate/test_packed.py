@@ -7,11 +7,11 @@ import pytest
 
 from genesis.errors import LeaseLostError
 from genesis.populate.commit_log import CommitLog, read_checkpoints
+from genesis.populate.committer import ShardWriter
 from genesis.populate.packer import FilledShard, Position
-from genesis.populate.shard_writer import ShardWriter
 from genesis.store import CachePolicy, FolderStore, open_store
 from genesis.verification import verify_store
-from manifests import ShardImage, Writer, decode_shard, pack_ids, packed_key, sha256_hex, shard_key
+from manifests import ShardImage, Writer, pack_ids, packed_key, sha256_hex, shard_key
 from tests.support.populating import check_packed, entries, genesis, populate_arguments, snapshot, stray_objects
 
 TOKENS = 3_000
@@ -43,29 +43,6 @@ def test_a_store_may_be_mixed(small_input, undisturbed, tmp_path):
     assert snapshot(tmp_path)["shards"] == undisturbed["shards"]
     assert stray_objects(tmp_path) == []
     assert verify_store(store).ok
-
-
-@pytest.mark.slow
-def test_going_on_with_another_zstd_keeps_what_the_first_left(small_input, undisturbed, tmp_path):
-    """Killed between the packed form and the commit; what lies there then is as another version packs those ids."""
-    arguments = [*populate_arguments(tmp_path, small_input), "--workers", "1"]
-    genesis(*arguments, expect=-9, GENESIS_CRASH_AT="packed-stored:3")
-    committed = read_checkpoints(FolderStore(tmp_path))[0].manifest.total_shards
-    others = {}
-    for path in tmp_path.glob("packed/shard_*.zst"):  # Only whole ones: another may have been on its way.
-        shard_id = int(path.stem.removeprefix("shard_"))
-        if shard_id >= committed:
-            ids = decode_shard((tmp_path / shard_key(shard_id)).read_bytes())
-            others[packed_key(shard_id)] = pack_ids(ids, VOCABULARY, level=19)
-            assert others[packed_key(shard_id)] != path.read_bytes()
-            path.write_bytes(others[packed_key(shard_id)])
-    assert others
-    genesis(*arguments)
-    facts = snapshot(tmp_path)
-    assert facts["shards"] == undisturbed["shards"]
-    assert {key: facts["packed"][key] for key in others} == {key: sha256_hex(body) for key, body in others.items()}
-    assert stray_objects(tmp_path) == []
-    assert verify_store(FolderStore(tmp_path)).ok
 
 
 @pytest.mark.slow

@@ -202,7 +202,6 @@ def test_requests_and_bytes(fresh, contents):
     assert fresh.metric("genesis_serve_sent_bytes_total", kind="manifest") == len(contents["manifest.json"])
     assert fresh.metric("genesis_serve_sent_bytes_total", kind="shard") >= len(contents["shard_7.pt"]) + 10
     assert fresh.metric("genesis_serve_request_seconds_count", kind="shard") == 5
-    assert fresh.metric("genesis_serve_request_seconds_bucket", kind="shard", le="+Inf") == 5
     assert fresh.metric("genesis_serve_requests_in_flight") == 1  # The one that asks.
     assert fresh.metric("genesis_serve_connections") >= 1
     page = fresh.get("/metrics")

@@ -59,7 +59,7 @@ def write(path: Path, data: bytes) -> Path:
 
 
 @every_format
-def test_documents_are_those_of_a_plain_reading(tmp_path: Path, suffix: str):
+def test_documents_are_those_of_a_plain_reading(tmp_path, suffix):
     texts = ["plain", "äöü 三 \U0001f600", 'quo"te\\ \n newline', "\0", " "]
     lines = [
         *(json.dumps({"text": text, "n": 1}) for text in texts),
@@ -88,7 +88,7 @@ def test_documents_are_those_of_a_plain_reading(tmp_path: Path, suffix: str):
 
 
 @compressed
-def test_all_frames_and_members_of_a_file_are_read(tmp_path: Path, suffix: str):
+def test_all_frames_and_members_of_a_file_are_read(tmp_path, suffix):
     texts = noise(200, seed=1)
     data = as_lines(texts)
     cuts = [0, 10, 5000, 5001, 70_000, len(data)]
@@ -97,7 +97,7 @@ def test_all_frames_and_members_of_a_file_are_read(tmp_path: Path, suffix: str):
     assert read_on(plan_of(path)).documents == [text.encode() for text in texts]
 
 
-def test_padding_behind_gzip_and_a_field_that_no_row_has(tmp_path: Path):
+def test_padding_behind_gzip_and_a_field_that_no_row_has(tmp_path):
     data = gzip.compress(as_lines(["a", "b"]))
     path = write(tmp_path / "a.json.gz", data + bytes(1024))
     assert read_on(plan_of(path)).documents == [b"a", b"b"]
@@ -112,7 +112,7 @@ def test_padding_behind_gzip_and_a_field_that_no_row_has(tmp_path: Path):
 
 @compressed
 @pytest.mark.parametrize("kept", [0.999, 0.7, 0.05])
-def test_a_truncated_file_gives_every_whole_line_before_the_cut(tmp_path: Path, suffix: str, kept: float):
+def test_a_truncated_file_gives_every_whole_line_before_the_cut(tmp_path, suffix, kept):
     texts = noise(2000, seed=2)
     whole = COMPRESS[suffix](as_lines(texts))
     path = write(tmp_path / f"a.{suffix}", whole[: int(len(whole) * kept)])
@@ -125,21 +125,19 @@ def test_a_truncated_file_gives_every_whole_line_before_the_cut(tmp_path: Path, 
 
 
 @compressed
-def test_a_flipped_bit_is_an_error_and_what_is_before_it_is_kept(tmp_path: Path, suffix: str):
+def test_a_flipped_bit_is_an_error_and_what_is_before_it_is_kept(tmp_path, suffix):
     texts = noise(2000, seed=3)
     data = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(as_lines(texts)))
     if suffix.endswith("gz"):
         data = bytearray(gzip.compress(as_lines(texts)))
     data[len(data) // 2] ^= 0x10
     reading = read_until_error(plan_of(write(tmp_path / f"a.{suffix}", data)), CorruptInputError)
-    good = 0
-    while good < len(reading.documents) and reading.documents[good] == texts[good].encode():
-        good += 1
-    assert good > len(texts) // 4
+    same = (found == text.encode() for found, text in zip(reading.documents, texts, strict=False))
+    assert len(list(itertools.takewhile(bool, same))) > len(texts) // 4
 
 
 @every_format
-def test_a_line_that_is_not_an_object_stops_with_its_number(tmp_path: Path, suffix: str):
+def test_a_line_that_is_not_an_object_stops_with_its_number(tmp_path, suffix):
     for bad in (b'{"text": "cut', b"[1, 2]", b'"text"', b"not json", b'{"text": "a"} {"text": "b"}', b"[" * 5000):
         data = as_lines(["one", "two"]) + b"\n" + bad + b"\n" + as_lines(["after"])
         reading = read_until_error(plan_of(write(tmp_path / f"a.{suffix}", COMPRESS[suffix](data))), CorruptInputError)
@@ -148,7 +146,7 @@ def test_a_line_that_is_not_an_object_stops_with_its_number(tmp_path: Path, suff
         assert reading.batch_ends[-1][1].row == 3
 
 
-def test_bytes_that_are_not_utf8_byte_order_marks_and_files_without_text(tmp_path: Path):
+def test_bytes_that_are_not_utf8_byte_order_marks_and_files_without_text(tmp_path):
     write(tmp_path / "a.jsonl", b"")
     write(tmp_path / "b.jsonl", b"\n\n  \n")
     write(tmp_path / "c.jsonl.gz", gzip.compress(b""))
@@ -162,7 +160,7 @@ def test_bytes_that_are_not_utf8_byte_order_marks_and_files_without_text(tmp_pat
 
 
 @every_format
-def test_a_line_too_long_to_hold_stops_with_its_number(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_too_long_to_hold_stops_with_its_number(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 2 << 20)
     data = as_lines(["one", "x" * (1 << 20), "y" * (5 << 20), "after"])
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](data))
@@ -180,14 +178,7 @@ def test_a_line_too_long_to_hold_stops_with_its_number(tmp_path: Path, suffix: s
     terminated=st.booleans(),
     data=st.data(),
 )
-def test_reading_on_from_any_cursor_is_skipping(
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[str],
-    suffix: str,
-    block_bytes: int,
-    terminated: bool,
-    data: st.DataObject,
-):
+def test_reading_on_from_any_cursor_is_skipping(tmp_path_factory, texts, suffix, block_bytes, terminated, data):
     folder = tmp_path_factory.mktemp("lines")
     half = len(texts) // 2
     for name, part in (("1", texts[:half]), ("2", texts[half:])):
@@ -209,15 +200,14 @@ def test_reading_on_from_any_cursor_is_skipping(
 
 @pytest.mark.slow
 @every_format
-def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path: Path, suffix: str):
+def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path, suffix):
     data = as_lines(noise(20_000, seed=6))
     found = list(tasks(plan_of(write(tmp_path / f"a.{suffix}", COMPRESS[suffix](data)))))
-    blocks = [task for task in found if isinstance(task, LinesTask)]
-    assert b"".join(task.data for task in blocks) == data
-    assert all(task.data.endswith(b"\n") for task in blocks)
-    assert [task.first_row for task in blocks[1:]] == [
-        sum(block.data.count(b"\n") for block in blocks[: number + 1]) for number in range(len(blocks) - 1)
-    ]
+    blocks = [task.data for task in found if isinstance(task, LinesTask)]
+    assert b"".join(blocks) == data
+    assert all(block.endswith(b"\n") for block in blocks)
+    lines = itertools.accumulate((block.count(b"\n") for block in blocks[:-1]), initial=0)
+    assert [task.first_row for task in found] == list(lines)
     assert 3 <= len(blocks) <= 4
 
 
@@ -247,7 +237,7 @@ def test_pieces_come_in_order_with_one_fetched_ahead_and_the_error_last():
     assert closed.wait(timeout=30)
 
 
-def test_every_file_is_one_document_and_every_cursor_resumes(tmp_path: Path):
+def test_every_file_is_one_document_and_every_cursor_resumes(tmp_path):
     contents = [b"one\r\ntwo", b"", b"\xff\xfe not utf-8", "ünï".encode(), b"x" * 3_000_000, b"y" * 3_000_000, b"end"]
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.txt").write_bytes(content)
@@ -270,7 +260,7 @@ def _documents_before(contents: list[bytes], name: str) -> int:
     return sum(1 for number in range(int(name.removesuffix(".txt"))) if number not in (1, 2) and contents[number])
 
 
-def test_mixed_formats_are_read_in_the_order_of_the_plan(tmp_path: Path):
+def test_mixed_formats_are_read_in_the_order_of_the_plan(tmp_path):
     (tmp_path / "1.txt").write_text("one")
     (tmp_path / "2.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
     (tmp_path / "3.txt").write_text("four")
@@ -282,7 +272,7 @@ def test_mixed_formats_are_read_in_the_order_of_the_plan(tmp_path: Path):
         assert read_on(plan, cursor).documents == reading.documents[count:]
 
 
-def test_files_that_change_or_are_too_large_for_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_that_change_or_are_too_large_for_one_document(tmp_path, monkeypatch):
     (tmp_path / "1.txt").write_text("before")
     (task,) = tasks(resolve(SPEC, [str(tmp_path)]))
     (tmp_path / "1.txt").write_text("after, and longer")

@@ -45,7 +45,7 @@ def write(path: Path, column: pa.Array | pa.ChunkedArray, **options: object) -> 
     ],
     ids=str,
 )
-def test_every_kind_of_text_column_is_read_alike(tmp_path: Path, kind: pa.DataType):
+def test_every_kind_of_text_column_is_read_alike(tmp_path, kind):
     column = pa.array(ROWS, pa.string()).cast(kind) if not pa.types.is_dictionary(kind) else _dictionary(kind)
     reading = read_on(plan_of(write(tmp_path / "a.parquet", column, row_group_size=3)))
     assert reading.documents == KEPT
@@ -60,7 +60,7 @@ def _dictionary(kind: pa.DataType) -> pa.Array:
     return pa.DictionaryArray.from_arrays(encoded.indices.cast(kind.index_type), encoded.dictionary)
 
 
-def test_rows_that_are_no_text_are_skipped_and_files_without_rows_give_nothing(tmp_path: Path):
+def test_rows_that_are_no_text_are_skipped_and_files_without_rows_give_nothing(tmp_path):
     invalid = pa.array([b"good", b"\xff\xfe", b"\xed\xa0\x80", b"also good"])
     for kind in (pa.binary(), pa.string()):
         column = invalid if kind == pa.binary() else pa.Array.from_buffers(kind, 4, invalid.buffers())
@@ -84,9 +84,7 @@ def test_rows_that_are_no_text_are_skipped_and_files_without_rows_give_nothing(t
     row_group_size=st.integers(1, 12),
     data=st.data(),
 )
-def test_reading_on_from_any_cursor_is_skipping(
-    tmp_path_factory: pytest.TempPathFactory, files: list[list[str | None]], row_group_size: int, data: st.DataObject
-):
+def test_reading_on_from_any_cursor_is_skipping(tmp_path_factory, files, row_group_size, data):
     folder = tmp_path_factory.mktemp("parquet")
     for number, rows in enumerate(files):
         write(folder / f"{number}.parquet", pa.array(rows, pa.string()), row_group_size=row_group_size)
@@ -102,7 +100,7 @@ def test_reading_on_from_any_cursor_is_skipping(
         assert rest.cursors == whole.cursors[count:]
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path):
+def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     write(tmp_path / "a.parquet", pa.array(ROWS))
     plan = resolve(SourceSpec(name="mine", text_field="content"), [str(tmp_path)])
     with pytest.raises(SourceError, match=r"a\.parquet: no column 'content'; it has id, text, url"):
@@ -112,7 +110,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path):
         list(tasks(plan))
 
 
-def test_a_truncated_file_stops_after_the_files_before_it(tmp_path: Path):
+def test_a_truncated_file_stops_after_the_files_before_it(tmp_path):
     write(tmp_path / "1.parquet", pa.array(ROWS))
     second = write(tmp_path / "2.parquet", pa.array(ROWS))
     write(tmp_path / "3.parquet", pa.array(ROWS))
@@ -125,7 +123,7 @@ def test_a_truncated_file_stops_after_the_files_before_it(tmp_path: Path):
     assert "2.parquet" in str(read_until_error(plan_of(tmp_path), CorruptInputError).error)
 
 
-def test_a_damaged_page_stops_at_its_row_group(tmp_path: Path):
+def test_a_damaged_page_stops_at_its_row_group(tmp_path):
     generator = np.random.default_rng(5)
     rows = [generator.bytes(200).hex() for _ in range(300)]
     path = write(tmp_path / "a.parquet", pa.array(rows), row_group_size=100, write_page_checksum=True)
@@ -142,7 +140,7 @@ def test_a_damaged_page_stops_at_its_row_group(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_batches_stay_near_four_megabytes(tmp_path: Path):
+def test_batches_stay_near_four_megabytes(tmp_path):
     rows = ["a" * 10_000 + str(number) for number in range(3000)]
     for name, options in (("plain", {"use_dictionary": False}), ("dictionary", {"use_dictionary": True})):
         path = write(tmp_path / f"{name}.parquet", pa.array(rows), row_group_size=3000, compression="zstd", **options)
@@ -155,7 +153,7 @@ def test_batches_stay_near_four_megabytes(tmp_path: Path):
     assert max(sum(map(len, batch.texts)) for batch in read_batches(task)) <= 2 * BATCH_BYTES
 
 
-def test_tasks_hold_no_text_and_no_footer_of_a_replaced_file(tmp_path: Path):
+def test_tasks_hold_no_text_and_no_footer_of_a_replaced_file(tmp_path):
     path = write(tmp_path / "a.parquet", pa.array(ROWS), row_group_size=4)
     found = list(tasks(plan_of(path)))
     assert [(task.row_group, task.first_row) for task in found if isinstance(task, RowGroupTask)] == [(0, 0), (1, 0)]
@@ -166,7 +164,7 @@ def test_tasks_hold_no_text_and_no_footer_of_a_replaced_file(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_huge_row_group_takes_no_more_memory_than_its_batches(tmp_path: Path):
+def test_a_huge_row_group_takes_no_more_memory_than_its_batches(tmp_path):
     rows = [f"{number:07d} " + "some words of a page " * 50 for number in range(200_000)]
     path = write(tmp_path / "a.parquet", pa.array(rows), row_group_size=200_000, compression="zstd")
     text_bytes = sum(map(len, rows))

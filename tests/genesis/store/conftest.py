@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from genesis.store import CachePolicy, FolderStore, ReadableStore, Store, Throttle, open_readable
-from genesis.store.policy import RetryPolicy
+from genesis.store.limits import RetryPolicy
 from genesis.store.s3 import S3Store
 from tests.support.fault_proxy import FaultProxy
 from tests.support.mounts import mounted

@@ -112,15 +112,6 @@ def test_bodies_are_not_kept(origin):
     assert peak_bytes < 1.5 * size
 
 
-@pytest.mark.slow
-def test_attempts_that_bring_something_do_not_tire(reading):
-    """Fifteen cuts; were each a failure like any other, the waits would come to more than the deadline."""
-    body = random.Random(7).randbytes(15 * 70_000)
-    key, answers, store = reading(cut(70_000), body=body, policy=replace(QUICK, first_wait_s=0.01, longest_wait_s=1000))
-    assert store.get(key).body == body
-    assert len(answers.requests) == 15
-
-
 def test_an_object_replaced_meanwhile(origin, proxied, reading):
     key = origin.put(BODY)
 

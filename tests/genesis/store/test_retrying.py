@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from genesis.errors import StoreAccessError, StoreUnavailableError, UsageError
 from genesis.store import Throttle
-from genesis.store.policy import Deadline, RetryPolicy
+from genesis.store.limits import Deadline, RetryPolicy
 from genesis.store.retrying import Retrier, TransientError
 
 QUICK = RetryPolicy(deadline_s=5, first_contact_s=0.1, first_wait_s=0.001, longest_wait_s=0.01)

@@ -9,8 +9,6 @@ import pytest
 
 from genesis.tokenizer import NeuroTokenizer
 
-CORPUS = Path(__file__).resolve().parents[4] / "shared" / "corpus"
-
 
 @pytest.fixture(scope="session")
 def python_sources() -> list[bytes]:
@@ -27,14 +25,3 @@ def trained(python_sources: list[bytes]) -> NeuroTokenizer:
         [*python_sources[:60], "naïve café ’s Привет 世界 😀 ".encode() * 50], 1500, source="python-docs"
     )
     return tokenizer
-
-
-@pytest.fixture(scope="session")
-def corpus_texts() -> list[bytes]:
-    """Real English and multilingual documents, where the corpus is there."""
-    parquet = pytest.importorskip("pyarrow.parquet")
-    files = [CORPUS / "fineweb-edu" / "003_00000.parquet", CORPUS / "multilingual" / "multi.parquet"]
-    if not all(file.exists() for file in files):
-        pytest.skip("the corpus is not beside this checkout")
-    tables = [parquet.read_table(file, columns=["text"]).slice(0, 250) for file in files]
-    return [text.encode() for table in tables for text in table["text"].to_pylist()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,9 +59,7 @@ def assert_all_equal(vocabulary: VocabularyFile, texts: list[bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_engines_agree_on_source_code_adversarial_strings_and_every_plane(
-    trained: NeuroTokenizer, python_sources: list[bytes]
-) -> None:
+def test_engines_agree_on_source_code_adversarial_strings_and_every_plane(trained, python_sources):
     others = map(chr, [*range(0x10000, 0x20000), *range(0x20000, 0x110000, 16)])
     for texts in (
         python_sources[60:90],
@@ -73,12 +70,8 @@ def test_engines_agree_on_source_code_adversarial_strings_and_every_plane(
         assert_all_equal(trained.to_file(), texts)
 
 
-def test_engines_agree_on_real_text(trained: NeuroTokenizer, corpus_texts: list[bytes]) -> None:
-    assert_all_equal(trained.to_file(), corpus_texts)
-
-
 @pytest.mark.parametrize("vocabulary", [NO_MERGES, TEN_MERGES], ids=["no-merges", "ten-merges"])
-def test_engines_agree_on_tiny_vocabularies(vocabulary: VocabularyFile) -> None:
+def test_engines_agree_on_tiny_vocabularies(vocabulary):
     assert_all_equal(vocabulary, [text.encode() for text in [*adversarial_strings(300, seed=3), "a" * 1000, ""]])
 
 
@@ -87,7 +80,7 @@ BASIC_PLANE = [chr(point) for point in range(0x10000) if not 0xD800 <= point < 0
 
 
 @pytest.mark.slow
-def test_engines_decode_every_character_alike(engines: dict[str, Engine], trained: NeuroTokenizer) -> None:
+def test_engines_decode_every_character_alike(engines, trained):
     text = "".join(CONTEXTS.replace("{c}", character) for character in [*BASIC_PLANE, *sorted(UNICODE_17)]).encode()
     for engine in engines.values():
         assert trained.decode_bytes(engine.encode_batch([text]).ids) == text
@@ -101,9 +94,7 @@ def engines(trained: NeuroTokenizer) -> dict[str, Engine]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 @given(texts=st.lists(strings.map(str.encode) | st.binary(), max_size=6))
-def test_engines_agree_and_any_bytes_come_back(
-    engine: str, engines: dict[str, Engine], trained: NeuroTokenizer, texts: list[bytes]
-) -> None:
+def test_engines_agree_and_any_bytes_come_back(engine, engines, trained, texts):
     ids, offsets = engines[engine].encode_batch(texts)
     assert (ids.dtype, offsets.dtype) == (np.uint32, np.int64)
     assert offsets[0] == 0
@@ -115,12 +106,12 @@ def test_engines_agree_and_any_bytes_come_back(
 
 @pytest.mark.slow
 @given(texts=st.lists(strings.map(str.encode), max_size=6))
-def test_engines_agree(engines: dict[str, Engine], texts: list[bytes]) -> None:
+def test_engines_agree(engines, texts):
     assert_equal(engines["gigatoken"].encode_batch(texts), engines["tiktoken"].encode_batch(texts))
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_empty_texts_and_vocabularies_that_are_refused(engine: str, trained: NeuroTokenizer) -> None:
+def test_empty_texts_and_vocabularies_that_are_refused(engine, trained):
     built = make_engine(engine, trained.to_file())
     assert built.encode_batch([]).offsets.tolist() == [0]
     ids, offsets = built.encode_batch([b"", b"a", b""])
@@ -135,7 +126,7 @@ def test_empty_texts_and_vocabularies_that_are_refused(engine: str, trained: Neu
 
 
 @pytest.mark.parametrize("character", [b"a", b" ", b"\n", "中".encode(), b"1", b"!", b"\xff"])
-def test_a_megabyte_without_a_split_point(character: bytes, trained: NeuroTokenizer) -> None:
+def test_a_megabyte_without_a_split_point(character, trained):
     text = character * 1_000_000
     ids, _ = GigatokenEngine(hf_tokenizer_json(trained.to_file())).encode_batch([text])
     assert trained.decode_bytes(ids) == text
@@ -143,35 +134,10 @@ def test_a_megabyte_without_a_split_point(character: bytes, trained: NeuroTokeni
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 @pytest.mark.parametrize("text", ["<|eos|>", "a<|pad|> <|reserved_4|>", "<|bos|><|unk|>"])
-def test_the_name_of_a_special_token_is_text(engine: str, text: str, trained: NeuroTokenizer) -> None:
+def test_the_name_of_a_special_token_is_text(engine, text, trained):
     ids, _ = make_engine(engine, trained.to_file()).encode_batch([text.encode()])
     assert ids.min() >= BYTE_OFFSET
     assert trained.decode(ids) == text
-
-
-LETTERS = str.maketrans("0123456789", "ghijklmnop")
-
-
-def new_words(rng: random.Random) -> list[bytes]:
-    """50,000 words never seen before, some 6 MB of an encoder's cache."""
-    words = [rng.randbytes(9).hex().translate(LETTERS) for _ in range(50_000)]
-    return [" ".join(words[start : start + 100]).encode() for start in range(0, len(words), 100)]
-
-
-@pytest.mark.slow
-def test_the_encoder_is_rebuilt_when_the_process_has_grown(trained: NeuroTokenizer) -> None:
-    bounded, unbounded = (
-        GigatokenEngine(hf_tokenizer_json(trained.to_file()), max_growth_bytes=8 << 20),
-        GigatokenEngine(hf_tokenizer_json(trained.to_file())),
-    )
-    rng = random.Random(4)
-    for _ in range(40):
-        texts = new_words(rng)
-        assert_equal(bounded.encode_batch(texts), unbounded.encode_batch(texts))
-        if bounded.num_builds > 2:
-            break
-    assert bounded.num_builds > 2
-    assert unbounded.num_builds == 1
 
 
 @pytest.mark.parametrize(
@@ -185,19 +151,17 @@ def test_the_encoder_is_rebuilt_when_the_process_has_grown(trained: NeuroTokeniz
         ([100, 300, 900, 900, 900, 900], 3),
     ],
 )
-def test_when_the_encoder_is_rebuilt(
-    resident: list[int], num_builds: int, trained: NeuroTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_the_encoder_is_rebuilt(resident, num_builds, trained, monkeypatch):
     readings: list[int] = []
     monkeypatch.setattr("genesis.tokenizer.engines.resident_bytes", lambda: readings[-1])
     engine = GigatokenEngine(hf_tokenizer_json(trained.to_file()), max_growth_bytes=100)
     for reading in resident:
         readings.append(reading)
-        engine.encode_batch([b"text"])
+        assert_equal(engine.encode_batch([b"text"]), trained.encode_batch([b"text"]))
     assert engine.num_builds == num_builds
 
 
-def test_resident_memory_is_that_of_this_process() -> None:
+def test_resident_memory_is_that_of_this_process():
     before = resident_bytes()
     # Mapped anew, so that it is not memory which was given back to the process earlier.
     with mmap.mmap(-1, 64 << 20) as ballast:
@@ -205,13 +169,13 @@ def test_resident_memory_is_that_of_this_process() -> None:
         assert resident_bytes() - before >= len(ballast) // 2
 
 
-def test_an_unknown_engine_is_named() -> None:
+def test_an_unknown_engine_is_named():
     with pytest.raises(UsageError, match="expected an engine among gigatoken, tiktoken, found 'sentencepiece'"):
         make_engine("sentencepiece", NO_MERGES)
 
 
 @pytest.mark.slow
-def test_importing_the_package_imports_no_engine() -> None:
+def test_importing_the_package_imports_no_engine():
     heavy = {"gigatoken", "tiktoken", "tokenizers", "transformers", "torch", "awkward", "pyarrow", "regex"}
     program = (
         "import sys, genesis.tokenizer; from genesis.tokenizer import NeuroTokenizer; NeuroTokenizer.empty(); "

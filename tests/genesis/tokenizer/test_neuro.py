@@ -24,7 +24,7 @@ from genesis.errors import (
 )
 from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_config, hf_tokenizer_json, tiktoken_ranks
 from manifests import BYTE_OFFSET, FIRST_MERGE_ID, SPECIAL_TOKENS, VocabularyFile
-from manifests.errors import ContractError, InvalidDocumentError, UnsupportedFormatError
+from manifests.errors import ContractError, UnsupportedFormatError
 from tests.support.texts import adversarial_strings
 
 
@@ -34,14 +34,14 @@ def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.binary())
-def test_text_and_bytes_come_back(trained: NeuroTokenizer, text: str, data: bytes) -> None:
+def test_text_and_bytes_come_back(trained, text, data):
     assert trained.decode(trained.encode(text)) == text
     ids = trained.encode(data)
     assert trained.decode_bytes(ids) == data
     assert trained.decode(ids) == data.decode(errors="replace")
 
 
-def test_strings_bytes_and_batches_have_the_same_ids(trained: NeuroTokenizer, python_sources: list[bytes]) -> None:
+def test_strings_bytes_and_batches_have_the_same_ids(trained, python_sources):
     text = "naïve café 世界"
     np.testing.assert_array_equal(trained.encode(text), trained.encode(text.encode()))
     ids, offsets = trained.encode_batch([text, text.encode(), bytearray(text.encode())])
@@ -52,7 +52,7 @@ def test_strings_bytes_and_batches_have_the_same_ids(trained: NeuroTokenizer, py
 
 
 @pytest.mark.parametrize("text", ["\ud800", "fine \udfff", "a\udc80b"])
-def test_a_lone_surrogate_is_refused(text: str, trained: NeuroTokenizer) -> None:
+def test_a_lone_surrogate_is_refused(text, trained):
     with pytest.raises(InvalidTextError, match=r"text 1: expected valid Unicode, found the lone surrogate '\\ud"):
         trained.encode_batch(["good", text])
     with pytest.raises(InvalidTextError, match="text 1"):
@@ -60,12 +60,12 @@ def test_a_lone_surrogate_is_refused(text: str, trained: NeuroTokenizer) -> None
 
 
 @pytest.mark.parametrize("wrong", [-1, 266, 2**31])
-def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
+def test_an_id_outside_the_vocabulary_is_refused(wrong):
     with pytest.raises(InvalidTextError, match=rf"expected ids of 0…265, found {wrong}"):
         NeuroTokenizer.empty().decode([107, wrong])
 
 
-def test_an_empty_vocabulary_is_the_bytes_and_special_tokens_are_dropped(trained: NeuroTokenizer) -> None:
+def test_an_empty_vocabulary_is_the_bytes_and_special_tokens_are_dropped(trained):
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.current_vocab_size == tokenizer.next_merge_id == FIRST_MERGE_ID
     assert tokenizer.encode("é<").tolist() == [BYTE_OFFSET + byte for byte in "é<".encode()]
@@ -77,7 +77,7 @@ def test_an_empty_vocabulary_is_the_bytes_and_special_tokens_are_dropped(trained
         NeuroTokenizer.from_bytes(b'{"format": 7}')
 
 
-def test_saved_is_loaded_replaced_and_a_failure_leaves_the_old_file(trained: NeuroTokenizer, tmp_path: Path) -> None:
+def test_saved_is_loaded_replaced_and_a_failure_leaves_the_old_file(trained, tmp_path):
     path = tmp_path / "new" / "tokenizer.json"
     trained.save(path)
     loaded = NeuroTokenizer.load(path)
@@ -97,37 +97,19 @@ def test_saved_is_loaded_replaced_and_a_failure_leaves_the_old_file(trained: Neu
         NeuroTokenizer.load(tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"merges": {"107_107": 266, "270_107": 267}, "next_merge_id": 268}, "refers to an id that does not exist"),
-        ({"merges": {"107_107": 266}, "next_merge_id": 268}, "means 2 merges, found 1"),
-        ({"merges": {"107-107": 266}, "next_merge_id": 267}, "expected a merge such as '266_111'"),
-        ({"format": 2}, "expected format 1, found 2"),
-        ({"vocab_size": 266, "merges": {"107_107": 266}, "next_merge_id": 267}, "at most vocab_size 266 ids"),
-    ],
-)
-def test_a_corrupt_file_is_refused_with_one_line(change: dict[str, object], message: str) -> None:
-    value = as_object(NeuroTokenizer.empty()) | change
-    with pytest.raises(ContractError, match=message) as refused:
-        NeuroTokenizer.from_bytes(json.dumps(value).encode())
-    assert "\n" not in str(refused.value)
-    with pytest.raises(ContractError, match=message):
-        NeuroTokenizer.empty().update_from_dict(value)
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\x80\x02", b'{"merges": {}}'])
-def test_what_is_no_vocabulary_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_refused_with_one_line(tmp_path):
+    """`tests/manifests` has the many ways a file is corrupt."""
+    value = as_object(NeuroTokenizer.empty()) | {"merges": {"107-107": 266}, "next_merge_id": 267}
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(data)
-    with pytest.raises(InvalidDocumentError, match=r"tokenizer\.json: "):
-        NeuroTokenizer.load(path)
+    path.write_text(json.dumps(value))
+    for read in (lambda: NeuroTokenizer.load(path), lambda: NeuroTokenizer.empty().update_from_dict(value)):
+        with pytest.raises(ContractError, match="expected a merge such as '266_111'") as refused:
+            read()
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow
-def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
-    trained: NeuroTokenizer, python_sources: list[bytes]
-) -> None:
+def test_growth_keeps_old_ids_and_what_was_encoded_with_them(trained, python_sources):
     grown = NeuroTokenizer.from_file(trained.to_file())
     old_ids = grown.encode(python_sources[70])
     added = grown.learn_merges(python_sources[60:100], 400, source="more")
@@ -140,7 +122,7 @@ def test_growth_keeps_old_ids_and_what_was_encoded_with_them(
     assert trained.sources_contributed == {"python-docs": 1500}
 
 
-def test_a_source_that_adds_nothing_and_the_cap() -> None:
+def test_a_source_that_adds_nothing_and_the_cap():
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.learn_merges(["no two"], 5, source="small") == 0
     assert tokenizer.learn_merges([], 0, source="none") == 0
@@ -161,13 +143,13 @@ def test_a_source_that_adds_nothing_and_the_cap() -> None:
         ({"source": "Not a name"}, "the name of a source such as 'fineweb-edu', found 'Not a name'"),
     ],
 )
-def test_learning_refuses_what_makes_no_sense(arguments: dict[str, object], message: str) -> None:
+def test_learning_refuses_what_makes_no_sense(arguments, message):
     given_arguments = {"num_merges": 1, "source": "s"} | arguments
     with pytest.raises(UsageError, match=message):
         NeuroTokenizer.empty().learn_merges(["text"], **given_arguments)  # type: ignore[arg-type]
 
 
-def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained: NeuroTokenizer) -> None:
+def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained):
     old = NeuroTokenizer.from_file(VocabularyFile.from_pairs(list(trained.merges[:700]), {"python-docs": 700}))
     before = old.encode("def function(self): return None")
     assert old.update_from_dict(as_object(trained))
@@ -180,7 +162,7 @@ def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained: Ne
     assert tokenizer.to_file() == trained.to_file()
 
 
-def test_a_file_of_another_lineage_is_refused(trained: NeuroTokenizer) -> None:
+def test_a_file_of_another_lineage_is_refused(trained):
     tokenizer = NeuroTokenizer.from_file(trained.to_file())
     pairs = list(trained.merges)
     pairs[3] = (250, 251)
@@ -203,7 +185,7 @@ def hf_folder(trained: NeuroTokenizer, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
-def test_transformers_gives_our_ids(hf_folder: Path, trained: NeuroTokenizer) -> None:
+def test_transformers_gives_our_ids(hf_folder, trained):
     theirs = PreTrainedTokenizerFast.from_pretrained(hf_folder)
     for text in [*adversarial_strings(500, seed=7), " leading", "trailing ", "it 's , n't . spaced !", NAMED]:
         ids = theirs(text)["input_ids"]
@@ -211,9 +193,7 @@ def test_transformers_gives_our_ids(hf_folder: Path, trained: NeuroTokenizer) ->
         assert theirs.decode(ids) == text
 
 
-def test_transformers_knows_the_special_tokens_whose_names_in_text_are_text(
-    hf_folder: Path, trained: NeuroTokenizer, tmp_path: Path
-) -> None:
+def test_transformers_knows_the_special_tokens_whose_names_in_text_are_text(hf_folder, trained, tmp_path):
     theirs = AutoTokenizer.from_pretrained(hf_folder)
     named = (theirs.pad_token_id, theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id)
     assert named == (0, 1, 2, 3)
@@ -230,7 +210,7 @@ def test_transformers_knows_the_special_tokens_whose_names_in_text_are_text(
     assert parsing("<|bos|>a<|eos|>")["input_ids"] == [1, 107, 2]
 
 
-def test_tiktoken_gives_our_ids(trained: NeuroTokenizer, tmp_path: Path) -> None:
+def test_tiktoken_gives_our_ids(trained, tmp_path):
     paths = export_tokenizer(trained.to_file(), "tiktoken", tmp_path)
     description = json.loads((tmp_path / "tiktoken" / "genesis.json").read_bytes())
     ranks = tmp_path / "tiktoken" / description["ranks"]
@@ -248,7 +228,7 @@ def test_tiktoken_gives_our_ids(trained: NeuroTokenizer, tmp_path: Path) -> None
     assert encoding.encode("<|eos|>", allowed_special="all") == [2]
 
 
-def test_the_exported_files(trained: NeuroTokenizer) -> None:
+def test_the_exported_files(trained):
     lines = tiktoken_ranks(trained.to_file()).splitlines()
     assert lines[0] == b"AA== 10"
     assert [int(line.split()[1]) for line in lines] == list(range(BYTE_OFFSET, trained.current_vocab_size))
@@ -260,7 +240,7 @@ def test_the_exported_files(trained: NeuroTokenizer) -> None:
     assert [value["model"]["vocab"][name] for name in SPECIAL_TOKENS] == list(range(BYTE_OFFSET))
 
 
-def test_what_cannot_be_exported(trained: NeuroTokenizer, tmp_path: Path) -> None:
+def test_what_cannot_be_exported(trained, tmp_path):
     ids = [BYTE_OFFSET + byte for byte in b"<|eos|>"]
     pairs = [(ids[0], ids[1]), *((265 + order, byte) for order, byte in enumerate(ids[2:], start=1))]
     with pytest.raises(TokenizerError, match=r"found '<\|eos\|>'"):

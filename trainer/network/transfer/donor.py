@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from genesis.store.throttle import Throttle
+from genesis.store.limits import Throttle
 from trainer.errors import RefusedError, StateTransferError, TrainerUsageError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Reply, Request
