@@ -16,8 +16,7 @@ import pytest
 
 from tests.support.one_process import records_of
 from tests.support.pipeline_account import check_account
-from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, steps_of
-from tests.support.stage_models import held_out_loss, held_out_rows
+from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, held_out_loss, held_out_rows, steps_of
 from tests.support.training_swarm import TERMINATED, TrainingNode, merged
 from trainer.checkpoint.stages import newest_set, time_us
 from trainer.checkpoint.stages.naming import named_files
