@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from functools import reduce
 from itertools import pairwise
 
 import pytest
@@ -13,11 +12,7 @@ from torch.nn import functional
 from tests.support.model_configs import random_tokens, small_config
 from trainer.errors import TrainerUsageError
 from trainer.model import (
-    BodyStage,
-    HeadStage,
     ModelConfig,
-    TailStage,
-    Transformer,
     build_model,
     build_stage,
     split,
@@ -71,22 +66,6 @@ def test_any_cut_gives_the_bits_of_the_whole(config: ModelConfig, cut: list[rang
         assert torch.equal(parameter.grad, parts[name].grad), name
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stages: int):
-    whole = build_model(small_config(), 0)
-    stages = split(whole, num_stages)
-    names = [name for stage in stages for name in stage.state_dict()]
-    assert sorted(names) == sorted(whole.state_dict())
-    shared = {id(parameter) for stage in stages for parameter in stage.parameters()}
-    assert shared == {id(parameter) for parameter in whole.parameters()}
-    kinds = [HeadStage, *[BodyStage] * (num_stages - 2), TailStage] if num_stages > 1 else [Transformer]
-    assert [type(stage) for stage in stages] == kinds
-    ids, labels = random_tokens(64, 2, 5)
-    hidden = reduce(lambda received, stage: stage(received), stages[:-1], ids)
-    assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
-    assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
-
-
 def test_cuts_that_are_none_are_refused():
     whole = build_model(small_config(), 0)
     for stages in (0, 5, [range(0, 2), range(3, 4)], [range(0, 2), range(1, 4)], [range(2, 4), range(0, 2)], []):
@@ -113,19 +92,6 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count():
     nothing.backward()
     assert nothing.item() == 0
     assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.parameters())
-
-
-def test_micro_batches_of_different_lengths_weigh_by_tokens():
-    model = build_model(small_config(), 0)
-    long_ids, long_labels = random_tokens(64, 1, 12, seed=1)
-    short_ids, short_labels = random_tokens(64, 1, 3, seed=2)
-    head, tail = split(model, 2)
-    batches = ((long_ids, long_labels), (short_ids, short_labels))
-    sums, counts = zip(*(tail.loss_sum(head(ids), labels) for ids, labels in batches), strict=True)
-    assert [int(count) for count in counts] == [12, 3]
-    pooled = (model(long_ids, long_labels) * 12 + model(short_ids, short_labels) * 3) / 15
-    torch.testing.assert_close(sum(sums) / sum(counts), pooled)
-    assert torch.equal(sums[0], model.loss_sum(long_ids, long_labels)[0])
 
 
 @pytest.mark.parametrize("olmo2", [False, True])
@@ -176,15 +142,3 @@ def test_bf16_stays_near_fp32():
     assert (loss.dtype, logits.dtype) == (torch.float32, torch.bfloat16)
     assert loss.item() == pytest.approx(model(ids, labels).item(), rel=0.01)
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own, about its own
-def test_the_whole_traces_into_one_graph():
-    model = build_model(small_config(num_layers=2), 0)
-    ids, labels = random_tokens(64, 2, 16)
-    loss = model(ids, labels)
-    expected = torch.autograd.grad(loss, list(model.parameters()))
-    traced = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels)
-    torch.testing.assert_close(traced, loss)
-    torch.testing.assert_close(torch.autograd.grad(traced, list(model.parameters())), expected)

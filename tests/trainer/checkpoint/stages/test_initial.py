@@ -239,24 +239,6 @@ def test_another_byte_is_another_model_and_another_name_is_not(form: str, export
         assert fingerprint(model) != before
 
 
-def test_of_a_large_file_a_part_is_read(tmp_path: Path) -> None:
-    size_bytes, block_bytes = 5 << 30, 1 << 16
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
-    with weights.open("wb") as file:
-        file.truncate(size_bytes)
-    seen = {fingerprint(tmp_path)}
-    for offset in (0, size_bytes // 255 + 7, size_bytes - block_bytes // 2, size_bytes - 1):
-        with weights.open("r+b") as file:
-            file.seek(offset)
-            file.write(b"x")
-        seen.add(fingerprint(tmp_path))
-    assert len(seen) == 5
-    with weights.open("r+b") as file:
-        file.truncate(size_bytes - (1 << 12))
-    assert fingerprint(tmp_path) not in seen
-
-
 def test_all_files_that_the_index_names_count(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     places = {"a": "1.safetensors", "b": "2.safetensors"}
