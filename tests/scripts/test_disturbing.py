@@ -1,4 +1,4 @@
-"""How a swarm is disturbed and judged; and each part of bench_swarm.py runs at the least size."""
+"""Schedules that disturb a swarm; and each part of bench_swarm.py runs at the least size."""
 
 from __future__ import annotations
 

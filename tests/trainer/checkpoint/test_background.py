@@ -90,9 +90,7 @@ def test_a_save_that_waits_is_not_left_out_and_waiting_has_an_end(tmp_path: Path
         assert newest_step(tmp_path) == 30
 
 
-def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(tmp_path, caplog):
     def save_on_full_disk(state: dict[str, Any]) -> None:
         assert checkpointer.save(state)
         while checkpointer.busy:

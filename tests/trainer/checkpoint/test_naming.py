@@ -19,13 +19,7 @@ from trainer.checkpoint.node import (
     take_over_former_names,
     wallet_id,
 )
-from trainer.checkpoint.stages.naming import (
-    file_name,
-    format_time_us,
-    parse_time,
-    run_folder,
-    stage_folder,
-)
+from trainer.checkpoint.stages.naming import file_name, format_time_us, parse_time, run_folder, stage_folder
 from trainer.errors import CheckpointError, TrainerUsageError
 
 

@@ -75,9 +75,7 @@ def test_rows_are_the_next_full_step(next_merge_id: int):
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(steps=st.lists(st.integers(64, 400), max_size=4).map(sorted), seed=st.integers(0, 3), tied=st.booleans())
-def test_growing_in_any_steps_keeps_old_rows_and_gives_the_rows_a_larger_model_begins_with(
-    steps: list[int], seed: int, tied: bool
-):
+def test_growing_in_any_steps_keeps_old_rows_and_gives_the_rows_a_larger_model_begins_with(steps, seed, tied):
     model = build_model(small_config(tie_embeddings=tied), seed)
     with torch.no_grad():
         for parameter in model.parameters():

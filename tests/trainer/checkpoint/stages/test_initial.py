@@ -59,9 +59,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rows: i
     ("config", "form", "dtype"),
     [(_LLAMA, "hf", "bfloat16"), (_OLMO, "hf", "float32"), (_LLAMA, "titan", "float32"), (_LLAMA, "titan", "bfloat16")],
 )
-def test_what_was_exported_comes_back_bit_for_bit_in_fp32(
-    config: ModelConfig, form: str, dtype: str, exported: _Export
-) -> None:
+def test_what_was_exported_comes_back_bit_for_bit_in_fp32(config, form, dtype, exported):
     found = _all_stages(exported(config, form, dtype=dtype), StagePlan.of(config, 3))
     state = random_model(config).state_dict()
     _assert_equal(found, {name: value.to(getattr(torch, dtype)).float() for name, value in state.items()}, NUM_IDS)

@@ -66,9 +66,7 @@ def _times(found: Any) -> tuple[int, int]:
 
 @pytest.mark.slow
 @given(_files(), st.integers(0, 9), st.sampled_from([(), ("tail",), ("head", "body-1")]), st.randoms())
-def test_the_set_is_the_newest_of_all_that_could_be_made(
-    files: list[StageFile], at_us: int, stages: tuple[str, ...], shuffler: Any
-) -> None:
+def test_the_set_is_the_newest_of_all_that_could_be_made(files, at_us, stages, shuffler):
     found = choose(files, at_us, stages=stages)
 
     possible = []
@@ -181,9 +179,7 @@ def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplo
     assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
 
 
-def test_files_of_another_kind_stage_run_or_time_are_passed_over(
-    written: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_another_kind_stage_run_or_time_are_passed_over(written, caplog):
     run = written / "run"
     body = (run / "head" / file_name(time_us(1200), "worker")).read_bytes()
     (run / "head" / file_name(time_us(5000), "worker")).write_bytes(body)
@@ -315,9 +311,7 @@ def test_while_one_writes_it_is_refused_and_moves_nothing_and_rehearsed_all_the_
 
 
 @pytest.mark.parametrize(("other", "in_use"), [("head", False), ("tail", True)])
-def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(
-    two_stages: Path, other: str, in_use: bool
-) -> None:
+def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(two_stages, other, in_use):
     with _writer(two_stages, other):
         roll_back(two_stages, "run", time_us(700), time_us(5000), stages=("tail",), in_use=in_use)
         assert _versions(two_stages, 1e9) == [3, 1]

@@ -47,9 +47,7 @@ def _names(folder: Path, stage: str = "head") -> list[str]:
         (1e6, [601.0, 602.0, 1201.0], [601.0, 1201.0]),  # The clock is set back.
     ],
 )
-def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(
-    tmp_path: Path, opened: float, steps: list[float], saved: list[float]
-) -> None:
+def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_path, opened, steps, saved):
     with _checkpoints(tmp_path) as checkpoints:
         checkpoints.open(opened)
         found = []
@@ -99,9 +97,7 @@ def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
     assert [name[:15] for name in _names(tmp_path)] == ["19700101T001001", "19700101T001003"]
 
 
-def test_a_disk_that_refuses_is_told_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_refuses_is_told_and_ends_nothing(tmp_path, caplog, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
