@@ -1,4 +1,7 @@
-"""docs/specification.md keeps its form, names files that exist, and is all that code cites requirements of."""
+"""docs/specification.md keeps its form, names files that exist, and is all that code cites requirements of.
+
+docs/packages has a page for each package, and names files that exist.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("manifests", "genesis", "loader", "trainer")
+PAGES = sorted((ROOT / "docs" / "packages").glob("*.md"))
 _HEADING = re.compile(r"^### ([GLTPO]-[1-9]\d*) \S.*$")
 _CITED = re.compile(r"\bspec ((?:[GLTPO]-\d+(?:, | and )?)+)")
+_PATH = re.compile(r"`([\w./{}*-]+(?:\.py|/))`")
 _BARE_NUMBER = re.compile(r"(?<![\w,.])00[0-4](?![\w,.%])")
 
 
@@ -85,3 +90,19 @@ def test_code_cites_nothing_that_a_reader_cannot_open() -> None:
         if _BARE_NUMBER.search(line)
     ]
     assert bare == []
+
+
+def test_each_package_has_a_page() -> None:
+    packages = {path.name for path in (ROOT / "trainer").iterdir() if (path / "__init__.py").is_file()}
+    assert {page.stem for page in PAGES} == packages | {"manifests", "genesis", "loader"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_names_paths_that_exist(page: Path) -> None:
+    top = ROOT / page.stem
+    folder = top if top.is_dir() else ROOT / "trainer" / page.stem
+    tests = ROOT / "tests" / folder.relative_to(ROOT)
+    rooms = [folder, tests, ROOT, *(path for path in folder.iterdir() if path.is_dir())]
+    named = _PATH.findall(page.read_text(encoding="utf-8"))
+    assert named
+    assert [path for path in named if not any((room / path).exists() for room in rooms)] == []

@@ -20,7 +20,7 @@ from manifests import (
     vocabulary_key,
 )
 from manifests.serialisation import canonical_json
-from tests.support.contract_strategies import DIGESTS, KEYS, merges, vocabularies
+from tests.support.contract_strategies import DIGESTS, merges, vocabularies
 
 EMPTY = {"next_merge_id": 266, "merges": {}, "sources_contributed": {}}
 
@@ -74,12 +74,6 @@ def test_hostile_vocabularies_are_refused(name, value):
     assert VocabularyFile.from_object(EMPTY).pattern == PATTERN
     with pytest.raises(InvalidDocumentError, match=r"tokenizer\.json"):
         VocabularyFile.from_object({**EMPTY, name: value})
-
-
-@pytest.mark.slow
-@given(KEYS)
-def test_keys_are_accepted_as_they_are(key):
-    assert check_key(key) == key
 
 
 @given(number=st.integers(0, 2**53), digest=DIGESTS)

@@ -1,13 +1,11 @@
-"""How a swarm is disturbed and judged; and each part of bench_swarm.py runs at the least size."""
+"""Schedules that disturb a swarm; and each part of bench_swarm.py runs at the least size."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.swarm_bench.disturbing import KINDS, Disturbance, Disturber, schedule
+from scripts.swarm_bench.disturbing import KINDS, schedule
 from scripts.trainer_bench.network import can_make_networks
 from tests.support.text_store import text_store
-
-TICK_S = 0.01
-
-
-@dataclass
-class Noted:
-    """A victim that notes what becomes of it."""
-
-    name: str
-    stage: str
-    alive: bool = True
-    stopped: bool = False
-    heard: list[str] = field(default_factory=list)
-
-    def is_at_work(self) -> bool:
-        return self.alive
-
-    def send(self, number: signal.Signals) -> None:
-        assert self.alive
-        self.stopped = number == signal.SIGSTOP
-        self.heard.append(number.name)
-
-    def kill(self) -> None:
-        self.alive = False
-        self.heard.append("kill")
-
-    def revive(self) -> None:
-        self.alive = True
-        self.heard.append("revive")
-
-
-def stages(replicas: int = 2) -> list[Noted]:
-    return [Noted(f"{stage}.{number}", stage) for stage in ("head", "tail") for number in range(replicas)]
-
-
-def carry_out(disturber: Disturber, seconds: float, look: list[tuple[Noted, ...]] | None = None) -> None:
-    for number in range(int(seconds / TICK_S)):
-        disturber.tick(number * TICK_S)
-        if look is not None:
-            look.append(tuple(it for it in disturber.victims if it.stopped or not it.alive))
 
 
 @given(st.integers(0, 1000), st.floats(15.0, 200.0))
@@ -68,30 +26,6 @@ def test_a_schedule_is_the_seeds_and_has_as_much_of_each_kind(seed: int, duratio
     assert plan[-1].at_s + 5.0 <= duration_s
     counts = Counter(it.kind for it in plan)
     assert max(counts.values()) - min(counts[kind] for kind in KINDS) <= 1
-
-
-@given(st.integers(0, 100))
-def test_of_a_stage_one_at_most_suffers_and_in_the_end_nobody(seed: int) -> None:
-    victims, seen = stages(), list[tuple[Noted, ...]]()
-    disturber = Disturber(schedule(seed, 60.0, every_s=1.0), victims)
-    carry_out(disturber, 30.0, seen)
-    for suffering in seen:
-        assert len({it.stage for it in suffering}) == len(suffering)
-    disturber.end()
-    assert all(it.alive and not it.stopped for it in victims)
-
-
-def test_what_nobody_could_bear_is_put_off() -> None:
-    victims = stages()
-    victims[0].alive = victims[2].alive = False
-    disturber = Disturber([Disturbance(0.0, "kill", 1.0, 0.99)], victims)
-    carry_out(disturber, 1.0)
-    assert (disturber.done, disturber.num_put_off) == ([], 1)
-    victims[2].alive = True
-    carry_out(disturber, 3.0)
-    assert [name for _, name in disturber.done] == ["tail.1"]
-    assert victims[3].heard == ["kill", "revive"]
-    assert disturber.is_over
 
 
 _ROOT = Path(__file__).resolve().parents[2]

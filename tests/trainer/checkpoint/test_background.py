@@ -15,7 +15,6 @@ import torch
 from tests.support.checkpoint_actor import WALLET, check, contents, newest_step
 from trainer.checkpoint import node as module
 from trainer.checkpoint.node import Checkpointer, checkpoint_path, load_newest
-from trainer.checkpoint.saver import HostBuffers
 from trainer.errors import CheckpointError, TrainerUsageError
 
 
@@ -91,9 +90,7 @@ def test_a_save_that_waits_is_not_left_out_and_waiting_has_an_end(tmp_path: Path
         assert newest_step(tmp_path) == 30
 
 
-def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_full_is_told_by_the_next_save_with_everything_as_it_was(tmp_path, caplog):
     def save_on_full_disk(state: dict[str, Any]) -> None:
         assert checkpointer.save(state)
         while checkpointer.busy:
@@ -134,12 +131,6 @@ def test_a_disk_that_is_full_is_told_by_flush_by_close_and_by_a_save_that_waits(
             checkpointer.save(contents(40))
             raise KeyError("training")  # What went wrong first is told.
     assert newest_step(tmp_path) is None
-
-
-def test_memory_is_reused_from_save_to_save_as_long_as_shapes_stay() -> None:
-    buffers = HostBuffers()
-    first, again, other = (buffers.stage({"w": torch.ones(shape)})()["w"] for shape in ((3, 4), (3, 4), (4, 3)))
-    assert again is first and isinstance(other, torch.Tensor) and other.shape == (4, 3)
 
 
 def test_what_cannot_be_had_is_refused_before_training_and_folders_are_made(tmp_path: Path) -> None:

@@ -19,16 +19,7 @@ from trainer.checkpoint.node import (
     take_over_former_names,
     wallet_id,
 )
-from trainer.checkpoint.stages.naming import (
-    StageName,
-    file_name,
-    format_time_us,
-    named_files,
-    parse_time,
-    run_folder,
-    stage_folder,
-    time_us,
-)
+from trainer.checkpoint.stages.naming import file_name, format_time_us, parse_time, run_folder, stage_folder
 from trainer.errors import CheckpointError, TrainerUsageError
 
 
@@ -110,23 +101,3 @@ def test_what_is_no_time_and_names_that_would_lead_elsewhere_are_refused(tmp_pat
     for who in ("", "a/b", ".a", "x" * 65, "*"):
         with pytest.raises(TrainerUsageError, match="who"):
             file_name(0, who)
-
-
-def test_files_are_found_by_their_names_alone(tmp_path: Path) -> None:
-    ours = {
-        "head": [file_name(time_us(600), "head.0.42"), file_name(time_us(600), "head.0.43")],
-        "body-12": [file_name(time_us(1), "x-y_z")],
-    }
-    others = [".19700101T000000.000000Z-w.pt.tmp", "19701301T000000.000000Z-w.pt", "19700101T000000Z-w.pt", "notes"]
-    for stage in ("head", "body-12", "set-aside", "body-0"):
-        folder = tmp_path / "run" / stage
-        folder.mkdir(parents=True)
-        for name in ours.get(stage, ours["head"]) + others:
-            (folder / name).touch()
-
-    found = list(named_files(tmp_path, "run"))
-
-    expected = [(stage, name) for stage in ("body-12", "head") for name in ours[stage]]
-    assert [(each.stage, each.path.name) for each in found] == expected
-    assert found[1] == StageName(tmp_path / "run" / "head" / ours["head"][0], "head", 600_000_000, "head.0.42")
-    assert list(named_files(tmp_path, "another")) == []

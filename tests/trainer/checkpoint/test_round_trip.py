@@ -99,20 +99,15 @@ def test_what_is_like_a_plain_value_is_saved_as_one(tmp_path: Path) -> None:
     [
         ({"a": [Path("x")]}, r"contents\['a'\]\[0\]: .* found PosixPath"),
         ({"a": {1.5: 0}}, r"contents\['a'\]: expected keys"),
-        ({"a": {True: 0}}, r"contents\['a'\]: expected keys"),
         ({"a": np.int64(3)}, "found int64"),
-        ({"a": b""}, "found bytes"),
         ({"a": 1 << 3000}, "at most 1024 bits"),
         ({"a": torch.zeros(2, 2).to_sparse()}, "expected dense tensors"),
         ({"sha256": "x"}, "expected no key 'sha256'"),
         ({"training_rounds": -1}, "number of steps"),
-        ({"training_rounds": None}, "number of steps"),
         ({"training_rounds": True}, "number of steps"),
     ],
 )
-def test_what_could_not_be_loaded_again_is_refused_at_once(
-    tmp_path: Path, state: dict[str, object], where: str
-) -> None:
+def test_what_could_not_be_loaded_again_is_refused_at_once(tmp_path, state, where):
     with Checkpointer(tmp_path, WALLET) as checkpointer:
         checkpointer.save(contents(1), wait=True)
         with pytest.raises(CheckpointError, match=where):

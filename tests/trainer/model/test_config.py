@@ -108,12 +108,3 @@ def test_layers_may_be_given_and_more_bodies_than_layers_cannot_be_had() -> None
         plan.index("body-2")
     with pytest.raises(TrainerUsageError, match="at most 4 bodies, found 5"):
         StagePlan.of(TINY, 7, cut="memory")
-
-
-def test_a_stage_is_between_those_next_to_it() -> None:
-    plan = StagePlan.of(preset("tiny", 1024), 4)
-    assert plan.around("head") == ("head", "body-1")
-    assert plan.around("body-2") == ("body-1", "body-2", "tail")
-    assert plan.around("tail") == ("body-2", "tail")
-    with pytest.raises(TrainerUsageError):
-        plan.around("body-9")

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from genesis.tokenizer import NeuroTokenizer
 from manifests import VocabularyFile
 from tests.support.model_configs import NUM_IDS, random_model, small_config, write_tokenizer
 from trainer.errors import ExportError
-from trainer.model import ModelConfig, export_hf, grow_vocabulary
+from trainer.model import ModelConfig, export_hf
 from trainer.model.subspace import SubspaceConfig
 
 _CONFIG = small_config(vocab_size=300)
@@ -69,21 +67,6 @@ def test_the_folder_works_by_itself_and_large_weights_are_split_with_an_index(to
     assert int(model.generate(ids, max_new_tokens=8, do_sample=True).max()) < NUM_IDS
     assert (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 0)
     assert tokenizer.model_max_length == _CONFIG.max_seq_len
-
-
-def test_a_state_dict_counts_with_the_rows_it_has_in_half_the_bytes_if_wanted(tokenizer_json: Path, tmp_path: Path):
-    config = small_config(vocab_size=280)
-    model = random_model(config)
-    grow_vocabulary(model, 512, 3)
-    for dtype in ("float32", "bfloat16"):
-        export_hf(model.state_dict(), config, tokenizer_json, tmp_path / dtype, dtype=dtype)
-        weights = load_file(tmp_path / dtype / "model.safetensors")
-        assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
-        expected = model.embedding.weight[:NUM_IDS].to(getattr(torch, dtype))
-        assert torch.equal(weights["model.embed_tokens.weight"], expected)
-        assert weights["lm_head.weight"].shape == (NUM_IDS, 16)
-        about = json.loads((tmp_path / dtype / "config.json").read_text())
-        assert (about["vocab_size"], about["dtype"]) == (NUM_IDS, dtype)
 
 
 def test_states_that_are_not_this_model_are_refused(tokenizer_json: Path, tmp_path: Path):

@@ -87,17 +87,6 @@ _MB = 1_000_000
 _MEMORY = st.integers(0, 400_000 * _MB)
 
 
-@pytest.mark.slow
-@given(
-    less=_MEMORY, more=_MEMORY, vocab_size=st.sampled_from([266, 32_768, 10_000_384]), each=st.sampled_from([16, 32])
-)
-def test_more_memory_never_gives_a_smaller_model(less: int, more: int, vocab_size: int, each: int):
-    less, more = sorted((less, more))
-    smaller = choose_architecture(less, vocab_size, bytes_per_parameter=each)
-    larger = choose_architecture(more, vocab_size, bytes_per_parameter=each)
-    assert num_parameters(smaller) <= num_parameters(larger)
-
-
 @given(available=_MEMORY)
 @example(available=6568 * _MB)  # Two readings of the specification, of one tier.
 @example(available=6622 * _MB)

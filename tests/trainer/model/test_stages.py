@@ -1,6 +1,7 @@
+"""A model cut into stages gives the bits of the whole; its loss is that of cross entropy, a chunk at a time."""
+
 from __future__ import annotations
 
-from functools import reduce
 from itertools import pairwise
 
 import pytest
@@ -12,17 +13,9 @@ from torch.nn import functional
 
 from tests.support.model_configs import random_tokens, small_config
 from trainer.errors import TrainerUsageError
-from trainer.model import (
-    BodyStage,
-    HeadStage,
-    ModelConfig,
-    TailStage,
-    Transformer,
-    build_model,
-    build_stage,
-    split,
-    stage_ranges,
-)
+from trainer.model import ModelConfig, build_model, build_stage, split, stage_ranges
+from trainer.model import loss as loss_module
+from trainer.model.loss import IGNORED_LABEL, sum_of_losses
 
 _CONFIGS = st.builds(
     small_config, qk_norm=st.booleans(), reorder_norm=st.booleans(), num_kv_heads=st.sampled_from([1, 2, 4])
@@ -71,22 +64,6 @@ def test_any_cut_gives_the_bits_of_the_whole(config: ModelConfig, cut: list[rang
         assert torch.equal(parameter.grad, parts[name].grad), name
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_stages_of_a_whole_partition_its_state_and_share_its_parameters(num_stages: int):
-    whole = build_model(small_config(), 0)
-    stages = split(whole, num_stages)
-    names = [name for stage in stages for name in stage.state_dict()]
-    assert sorted(names) == sorted(whole.state_dict())
-    shared = {id(parameter) for stage in stages for parameter in stage.parameters()}
-    assert shared == {id(parameter) for parameter in whole.parameters()}
-    kinds = [HeadStage, *[BodyStage] * (num_stages - 2), TailStage] if num_stages > 1 else [Transformer]
-    assert [type(stage) for stage in stages] == kinds
-    ids, labels = random_tokens(64, 2, 5)
-    hidden = reduce(lambda received, stage: stage(received), stages[:-1], ids)
-    assert torch.equal(stages[-1](hidden, labels), whole(ids, labels))
-    assert torch.equal(stages[-1].logits(hidden), whole.logits(ids))
-
-
 def test_cuts_that_are_none_are_refused():
     whole = build_model(small_config(), 0)
     for stages in (0, 5, [range(0, 2), range(3, 4)], [range(0, 2), range(1, 4)], [range(2, 4), range(0, 2)], []):
@@ -113,19 +90,6 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count():
     nothing.backward()
     assert nothing.item() == 0
     assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in model.parameters())
-
-
-def test_micro_batches_of_different_lengths_weigh_by_tokens():
-    model = build_model(small_config(), 0)
-    long_ids, long_labels = random_tokens(64, 1, 12, seed=1)
-    short_ids, short_labels = random_tokens(64, 1, 3, seed=2)
-    head, tail = split(model, 2)
-    batches = ((long_ids, long_labels), (short_ids, short_labels))
-    sums, counts = zip(*(tail.loss_sum(head(ids), labels) for ids, labels in batches), strict=True)
-    assert [int(count) for count in counts] == [12, 3]
-    pooled = (model(long_ids, long_labels) * 12 + model(short_ids, short_labels) * 3) / 15
-    torch.testing.assert_close(sum(sums) / sum(counts), pooled)
-    assert torch.equal(sums[0], model.loss_sum(long_ids, long_labels)[0])
 
 
 @pytest.mark.parametrize("olmo2", [False, True])
@@ -188,3 +152,73 @@ def test_the_whole_traces_into_one_graph():
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels)
     torch.testing.assert_close(traced, loss)
     torch.testing.assert_close(torch.autograd.grad(traced, list(model.parameters())), expected)
+
+
+def _inputs(num_tokens: int, num_ids: int = 50, dim: int = 8, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(num_ids, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, num_ids, (num_tokens,), generator=generator)
+    return hidden, weight, labels
+
+
+def _reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+@pytest.mark.slow
+@given(num_tokens=st.integers(1, 700), ignored=st.floats(0, 1), seed=st.integers(0, 99))
+def test_losses_and_gradients_are_those_of_cross_entropy_whatever_the_chunks(num_tokens, ignored, seed):
+    hidden, weight, labels = _inputs(num_tokens, seed=seed)
+    labels[torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed)) < ignored] = IGNORED_LABEL
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "_CHUNK_LOGITS_CPU", 1)  # the least: 128 tokens
+        ours = sum_of_losses(hidden, weight, labels)
+    of_ours = torch.autograd.grad(ours * 0.25, (hidden, weight))
+    reference = _reference(hidden, weight, labels)
+    of_reference = torch.autograd.grad(reference * 0.25, (hidden, weight))
+    assert ours.dtype is torch.float64
+    torch.testing.assert_close(ours, reference)
+    torch.testing.assert_close(of_ours, of_reference)
+
+
+def test_an_infinite_logit_of_an_ignored_token_does_no_harm():
+    hidden, weight, labels = _inputs(3)
+    with torch.no_grad():
+        hidden[1] = 1e200
+    labels[1] = IGNORED_LABEL
+    total = sum_of_losses(hidden, weight, labels)
+    total.backward()
+    assert torch.isfinite(total)
+    assert hidden.grad is not None
+    assert torch.isfinite(hidden.grad[[0, 2]]).all()
+
+
+def test_nothing_of_the_size_of_all_logits_waits_for_the_backward_pass():
+    hidden, weight, labels = _inputs(600, num_ids=900)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda kept: kept
+    ):
+        sum_of_losses(hidden, weight, labels)
+    assert sum(kept) == hidden.numel() + weight.numel()
+
+
+@pytest.mark.parametrize("num_ids", [1, 300, 399, 400])
+def test_rows_that_only_pad_the_vocabulary_are_left_out(num_ids: int) -> None:
+    hidden, weight, labels = _inputs(50, 400, 16)
+    labels %= num_ids
+    labels[::7] = IGNORED_LABEL
+    total = sum_of_losses(hidden, weight, labels, num_ids)
+    expected = _reference(hidden, weight[:num_ids], labels)
+    torch.testing.assert_close(total, expected)
+    found = torch.autograd.grad(total, (hidden, weight))
+    for mine, theirs in zip(found, torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not found[1][num_ids:].any()
+
+
+def test_a_label_of_a_row_that_is_no_id_is_not_learned() -> None:
+    hidden, weight = torch.ones(2, 4, requires_grad=True), torch.eye(6, 4)
+    total = sum_of_losses(hidden, weight, torch.tensor([1, 5]), 5)
+    torch.testing.assert_close(total, sum_of_losses(hidden, weight, torch.tensor([1, IGNORED_LABEL]), 5))

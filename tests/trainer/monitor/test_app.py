@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -16,8 +15,7 @@ from starlette.datastructures import Headers
 
 from tests.support.observing import Announced, Report, Step
 from tests.support.pipeline_view import SeenPipeline, an_account, some_stages
-from tests.trainer.monitor.conftest import observed_node
-from trainer.monitor import EventLog, MeteredIterator, SwarmAccount, SwarmStages, read_events
+from trainer.monitor import EventLog, SwarmAccount, SwarmStages, read_events
 from trainer.monitor.app import shutdown_refusal, user_of_peer
 from trainer.monitor.status import ACCOUNT_PATH, STAGES_PATH, Health, TrainingStatus, VerifyStatus
 
@@ -265,24 +263,3 @@ def test_other_nodes_cannot_add_series_without_end(node):
             assert sum(key.startswith(name) for key in found) <= 33
             assert found[f"{name} other"] >= 968
     assert len(node.metrics.page()) < 30_000
-
-
-def test_nodes_in_one_process_do_not_share_figures_and_every_metric_has_a_help_text(node, client):
-    other = observed_node()
-    other.observer.step(Step())
-    assert (read(node)["steps_total"], read(other)["steps_total"]) == (0, 1)
-    answer = client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=")
-    assert answer.content.count(b"# TYPE") == node.metrics.page().count(b"# TYPE")
-    assert all(line.split(" ", 3)[3:] for line in answer.text.splitlines() if line.startswith("# HELP genesis_"))
-
-
-def test_the_items_come_through_and_the_wait_is_taken_once(monkeypatch):
-    ticks = itertools.count()
-    monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(ticks) * 0.5)
-    batches = MeteredIterator([1, 2])
-    assert list(itertools.islice(batches, 2)) == [1, 2]
-    with pytest.raises(StopIteration):
-        next(batches)
-    assert batches.take_wait_s() == 1.5
-    assert batches.take_wait_s() == 0.0

@@ -187,21 +187,6 @@ def test_a_folder_that_cannot_be_and_no_log_are_usage_errors(tmp_path):
     assert list(read_events(tmp_path)) == []
 
 
-def test_an_event_that_has_no_spelling_is_told_and_the_others_stay(tmp_path, caplog):
-    class Odd:
-        def __str__(self):
-            raise ValueError("no text")
-
-    with EventLog(tmp_path, "n") as log:
-        log.event("bad", value=Odd())
-        log.event("some", number=1)
-        with pytest.raises(ValueError, match="node"):
-            log.event("some", node="other")
-    assert numbers(tmp_path) == [1]
-    assert log.lost_events == 1
-    assert "no text" in caplog.text
-
-
 def test_strange_lines_are_passed_over_with_one_warning(tmp_path, caplog):
     good = b'{"kind":"some","node":"n","number":%d,"time":"2026-11-20T17:32:03.000Z"}\n'
     strange = [b"", b"[]", b'{"kind":"x"}', b"\xff\xfe", b"[" * 100_000, b'{"kind":1,"node":"n","time":"x"}', good % 2]
@@ -311,21 +296,3 @@ def test_numbers_that_json_has_not_are_strings_that_float_reads_and_other_things
         assert json.loads(event_line(0, "n", "k", {"x": value}))["x"] == spelt
     assert "..." in event_line(0, "n", "k", {"x": endless}).decode()
     assert [str(float(text)) for text in ("NaN", "Infinity", "-Infinity")] == ["nan", "inf", "-inf"]
-
-
-def test_a_step_and_a_round_say_all_their_fields(tmp_path):
-    step = Step(step=7, loss=math.nan, grad_norm=1 / 3, skipped=True)
-    report = Report(dropped=(("c" * 64, "silent: 10 s"),), validation=({"cosine": math.inf},))
-    with EventLog(tmp_path, "n") as log:
-        log.step(step, loader_wait_s=0.001)
-        log.round(report, outer_step=3, state_digest="ab")
-    first, second = read_events(tmp_path)
-    assert math.isnan(first.number("loss"))
-    assert dict(first.fields) | {"loss": 0} == {
-        "step": 7, "loss": 0, "grad_norm": 0.3333333, "lr": 0.0001, "num_tokens": 4096, "skipped": True,
-        "seconds": 0.25, "loader_wait_s": 0.001,
-    }  # fmt: skip
-    assert second.fields["dropped"] == [["c" * 64, "silent: 10 s"]]
-    assert second.fields["members"] == list(report.members)
-    assert second.fields["validation"] == [{"cosine": "Infinity"}]
-    assert (second.fields["outer_step"], second.fields["state_digest"]) == (3, "ab")

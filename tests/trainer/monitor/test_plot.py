@@ -11,7 +11,7 @@ import pytest
 from trainer.errors import TrainerUsageError
 from trainer.monitor import plot
 from trainer.monitor.event_log import active_path, event_line
-from trainer.monitor.plot import envelope, read_curves, smoothed, speed
+from trainer.monitor.plot import read_curves, smoothed
 
 T0 = 1_795_000_000.0
 
@@ -69,35 +69,6 @@ def test_one_name_in_two_logs_makes_two_curves(tmp_path):
         write_log(tmp_path / day, node, range(3))
     labels = [curve.label for curve in read_curves([tmp_path / "mon", tmp_path / "tue", tmp_path / "mon"])]
     assert labels == ["m9", "m10", "mon: n", "tue: n"]
-
-
-def test_one_spike_does_not_bend_the_average_and_a_rise_does():
-    losses = np.full(500, 3.0)
-    losses[200] = 1e9
-    assert smoothed(losses, span=10).max() < 3.5
-    losses[300:] = 9.0
-    assert smoothed(losses, span=10)[-1] == pytest.approx(9.0)
-    assert smoothed(np.array([]), span=10).tolist() == []
-
-
-def test_fewer_points_keep_the_extremes():
-    x, y = np.arange(100_000.0), np.sin(np.arange(100_000) / 5_000)
-    y[54_321], y[12_345] = 50.0, np.nan
-    fewer_x, fewer_y = envelope(x, y, max_points=1_000)
-    assert len(fewer_x) <= 1_002
-    assert fewer_y.max() == 50.0
-    assert np.isfinite(fewer_y).all()
-    assert (np.diff(fewer_x) > 0).all()
-    assert envelope(x[:10], y[:10], max_points=1_000)[0] is not None
-
-
-def test_speed_has_the_waits_in_it(tmp_path):
-    write_log(tmp_path, "n", range(11))
-    (curve,) = write_log(tmp_path, "n", range(11, 21), begin_s=T0 + 20)
-    found = speed(curve, np.linspace(T0 - 10, T0 + 30, 9))
-    assert np.isnan(found[:2]).all()
-    assert found[2:4].tolist() == [100.0, 100.0]
-    assert found[5] == 0.0
 
 
 @pytest.mark.slow

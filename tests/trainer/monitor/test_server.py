@@ -1,6 +1,5 @@
 """Starting and stopping the interface's thread."""
 
-import asyncio
 import contextlib
 import signal
 import socket
@@ -9,7 +8,6 @@ import threading
 import httpx
 import pytest
 
-from genesis.serve import ServeLimits
 from trainer.errors import TrainerUsageError
 from trainer.monitor import ApiConfig, ApiServer, create_app
 
@@ -114,44 +112,3 @@ def test_half_requests_keep_nobody_out(node):
         for _ in range(90):
             stack.enter_context(connect(server)).sendall(HALF)
         assert [health(server) for _ in range(3)] == [200] * 3
-
-
-@pytest.mark.slow
-def test_a_head_that_comes_drop_by_drop_is_cut(node, monkeypatch):
-    monkeypatch.setattr("trainer.monitor.server._LIMITS", ServeLimits(idle_timeout_s=0.5, stall_timeout_s=0.5))
-    with server_of(node) as server, connect(server) as client:
-        client.sendall(b"GET /healthz HTTP/1.1\r\n")
-        client.settimeout(0.1)
-        for _ in range(300):
-            try:
-                client.sendall(b"X: y\r\n")
-                if not client.recv(100):
-                    break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
-        else:
-            pytest.fail("it was never cut")
-
-
-def test_one_connection_too_many_is_told_so(monkeypatch):
-    monkeypatch.setattr("trainer.monitor.server._LIMITS", ServeLimits(max_connections=2))
-    release = threading.Event()
-
-    async def slow(scope, receive, send):
-        await asyncio.get_running_loop().run_in_executor(None, release.wait, 30)
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    with ApiServer(slow, ApiConfig(port=0)) as server, contextlib.ExitStack() as stack:
-        busy = [stack.enter_context(connect(server)) for _ in range(2)]
-        for client in busy:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        # An idle newcomer gives way until both requests are being answered.
-        answers = (httpx.get(server.url, trust_env=False, timeout=30) for _ in range(300))
-        assert next(answer for answer in answers if answer.status_code == 503).headers["retry-after"] == "1"
-        release.set()
-        for client in busy:
-            client.settimeout(30)
-            assert client.recv(100).startswith(b"HTTP/1.1 204")

@@ -333,18 +333,6 @@ def test_noise_alone_is_stable():
     assert verdicts.count("stable") >= 196
 
 
-def test_noise_that_follows_itself_is_stable():
-    """Losses of neighbouring batches are alike where a shard is of one kind of text."""
-    verdicts = []
-    for seed in range(100):
-        shocks = noisy(np.zeros(2_000), seed)
-        values = np.zeros(2_000)
-        for step in range(1, 2_000):
-            values[step] = 0.8 * values[step - 1] + shocks[step]
-        verdicts.append(loss_trend(3.0 + values))
-    assert verdicts.count("stable") >= 90
-
-
 def test_spikes_do_not_make_a_trend():
     for seed in range(50):
         losses = noisy(np.full(400, 3.0), seed)
@@ -362,11 +350,6 @@ def test_a_jump_shows_wherever_it_lies(since):
 def test_the_shortest_window_that_shows_a_change_decides():
     assert loss_trend(noisy([*np.linspace(3, 9, 1_900), *np.linspace(9, 6, 100)])) == "improving"
     assert loss_trend(noisy([*np.linspace(9, 3, 1_900), *np.linspace(3, 5, 100)])) == "degrading"
-
-
-def test_a_constant_is_stable_and_a_thousandth_is_no_change():
-    found = [loss_trend(losses) for losses in ([3.0] * 500, [3.0] * 40 + [2.998] * 40, [3.0] * 40 + [2.9] * 40)]
-    assert found == ["stable", "stable", "improving"]
 
 
 def test_having_fallen_needs_more_than_noise():

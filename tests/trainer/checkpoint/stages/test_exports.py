@@ -22,7 +22,6 @@ from tests.support.torchtitan_model import REQUIREMENTS, torchtitan_logits
 from trainer.checkpoint.stages import assemble, export_torchtitan, newest_set, time_us
 from trainer.checkpoint.stages.torchtitan import from_halves, to_halves
 from trainer.errors import ExportError
-from trainer.model import ModelConfig
 from trainer.model.plan import StagePlan
 from trainer.model.subspace import SubspaceConfig
 
@@ -98,31 +97,6 @@ def test_the_order_of_rows_goes_there_and_back(heads: int, half: int, dim: int) 
     for index in range(half):  # Neighbours there are value and its partner half a head away here.
         assert torch.equal(of_it[:, 2 * index], by_head[:, index])
         assert torch.equal(of_it[:, 2 * index + 1], by_head[:, index + half])
-
-
-def test_names_types_and_arguments(tokenizer_json: Path, tmp_path: Path) -> None:
-    model = random_model(_LLAMA)
-    export_torchtitan(model.state_dict(), _LLAMA, tokenizer_json, tmp_path / "titan", dtype="bfloat16")
-    state = _loaded(tmp_path / "titan")
-    layer = {name.removeprefix("layers.3.") for name in state if name.startswith("layers.3.")}
-    assert layer == {
-        *(f"attention.{name}.weight" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")),
-        *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
-        *("attention_norm.weight", "ffn_norm.weight"),
-    }
-    others = {name for name in state if "layers" not in name}
-    assert others == {"tok_embeddings.weight", "norm.weight", "lm_head.weight"}
-    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
-    down = model.state_dict()["layers.2.feed_forward.down_proj.weight"].bfloat16()
-    assert torch.equal(state["layers.2.feed_forward.w2.weight"], down)
-    about = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())
-    assert about["torchtitan"] == {
-        **{"dim": 16, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": NUM_IDS},
-        **{"norm_eps": 1e-3, "rope_theta": 1000.0, "rope_scaling": "none", "max_seq_len": 32},
-    }
-    assert ModelConfig.from_dict(about["genesis"]) == replace(_LLAMA, vocab_size=NUM_IDS)
-    assert about["torchtitan_release"] == "0.3"
-    assert state["lm_head.weight"].shape == (NUM_IDS, 16), "rows that only pad the vocabulary are left out"
 
 
 def test_what_torchtitan_has_not_is_refused(tokenizer_json: Path, tmp_path: Path) -> None:

@@ -30,10 +30,8 @@ from trainer.checkpoint.stages import (
 from trainer.checkpoint.stages.naming import StageName, file_name
 from trainer.checkpoint.stages.sets import choose
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
-from trainer.model import ModelConfig, build_model, build_stage, grow_vocabulary
+from trainer.model import grow_vocabulary
 from trainer.model.plan import StagePlan
-from trainer.model.stages import model_shapes, stage_shapes
-from trainer.model.subspace import SubspaceConfig
 
 _CONFIG = small_config()
 _PLAN = StagePlan.of(_CONFIG, 3)
@@ -68,9 +66,7 @@ def _times(found: Any) -> tuple[int, int]:
 
 @pytest.mark.slow
 @given(_files(), st.integers(0, 9), st.sampled_from([(), ("tail",), ("head", "body-1")]), st.randoms())
-def test_the_set_is_the_newest_of_all_that_could_be_made(
-    files: list[StageFile], at_us: int, stages: tuple[str, ...], shuffler: Any
-) -> None:
+def test_the_set_is_the_newest_of_all_that_could_be_made(files, at_us, stages, shuffler):
     found = choose(files, at_us, stages=stages)
 
     possible = []
@@ -183,9 +179,7 @@ def test_what_is_no_file_of_a_checkpoint_s_is_told_in_words(written: Path, caplo
     assert "tail-of-yesterday.pt: expected a checkpoint's name, TIME-WORKER.pt, found another" in caplog.text
 
 
-def test_files_of_another_kind_stage_run_or_time_are_passed_over(
-    written: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_another_kind_stage_run_or_time_are_passed_over(written, caplog):
     run = written / "run"
     body = (run / "head" / file_name(time_us(1200), "worker")).read_bytes()
     (run / "head" / file_name(time_us(5000), "worker")).write_bytes(body)
@@ -236,24 +230,6 @@ def test_a_file_that_is_gone_when_it_is_read_is_told(written: Path) -> None:
     found.files["tail"].named.path.unlink()
     with pytest.raises(CorruptCheckpointError, match="damaged: not a whole checkpoint, but no file any more"):
         assemble(found)
-
-
-_OLMO = small_config(qk_norm=True, reorder_norm=True)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [small_config(), _OLMO, SubspaceConfig(rank=4).applied_to(_OLMO, free_layers=2)],
-    ids=["llama", "olmo2", "subspace"],
-)
-def test_stages_have_the_parameters_that_are_said_of_them(config: ModelConfig) -> None:
-    whole = build_model(config, 0)
-    assert model_shapes(config) == {name: tuple(value.shape) for name, value in whole.named_parameters()}
-    for layers in ((2, 2), (0, 4), (1, 0, 1, 2)):
-        plan = StagePlan.of(config, len(layers), layers)
-        for index, name in enumerate(plan.names):
-            stage = build_stage(config, plan.ranges, index, 0)
-            assert stage_shapes(plan, name) == {each: tuple(value.shape) for each, value in stage.named_parameters()}
 
 
 _TWO = StagePlan.of(_CONFIG, 2)
@@ -335,9 +311,7 @@ def test_while_one_writes_it_is_refused_and_moves_nothing_and_rehearsed_all_the_
 
 
 @pytest.mark.parametrize(("other", "in_use"), [("head", False), ("tail", True)])
-def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(
-    two_stages: Path, other: str, in_use: bool
-) -> None:
+def test_a_stage_is_rolled_back_beside_workers_of_others_and_by_its_own_if_told(two_stages, other, in_use):
     with _writer(two_stages, other):
         roll_back(two_stages, "run", time_us(700), time_us(5000), stages=("tail",), in_use=in_use)
         assert _versions(two_stages, 1e9) == [3, 1]

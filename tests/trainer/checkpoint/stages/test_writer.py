@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,7 @@ def _names(folder: Path, stage: str = "head") -> list[str]:
         (1e6, [601.0, 602.0, 1201.0], [601.0, 1201.0]),  # The clock is set back.
     ],
 )
-def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(
-    tmp_path: Path, opened: float, steps: list[float], saved: list[float]
-) -> None:
+def test_it_saves_at_the_first_step_behind_each_multiple_of_the_interval(tmp_path, opened, steps, saved):
     with _checkpoints(tmp_path) as checkpoints:
         checkpoints.open(opened)
         found = []
@@ -69,23 +66,6 @@ def test_within_the_interval_of_its_first_step_or_without_one_it_never_saves(tmp
         with StageCheckpoints(config, "run", _PLAN, "head", "w") as checkpoints:
             assert not any(checkpoints.maybe_save(now, lambda: _state(0)) for now in steps)
     assert not list(tmp_path.rglob("*.pt"))
-
-
-def test_while_one_is_being_written_the_next_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), writer.write_file
-
-    def held_up(*arguments: object) -> None:
-        assert may_write.wait(30)
-        write(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(writer, "write_file", held_up)
-    with _checkpoints(tmp_path) as checkpoints:
-        checkpoints.open(0.0)
-        assert checkpoints.maybe_save(700.0, lambda: _state(1))
-        assert not checkpoints.maybe_save(1300.0, lambda: _state(2))
-        assert (checkpoints.skipped, checkpoints.failure) == (1, "the one before is still being written")
-        may_write.set()
-    assert _read(tmp_path).header.version == 1
 
 
 def test_so_many_intervals_of_a_stage_are_kept_whoever_wrote_them(tmp_path: Path) -> None:
@@ -117,9 +97,7 @@ def test_what_is_on_the_disk_is_not_saved_again(tmp_path: Path) -> None:
     assert [name[:15] for name in _names(tmp_path)] == ["19700101T001001", "19700101T001003"]
 
 
-def test_a_disk_that_refuses_is_told_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_refuses_is_told_and_ends_nothing(tmp_path, caplog, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.model_configs import random_tokens, small_config
 from trainer.errors import BasisError, TrainerUsageError
 from trainer.inner import InnerConfig, make_optimizer
-from trainer.model import ModelConfig, Transformer, build_model, build_stage, split, stage_ranges
+from trainer.model import ModelConfig, Transformer, build_model, split
 from trainer.model.subspace import Basis, SubspaceConfig, SubspaceConstraint, basis_of
 
 _OLMO2 = {"qk_norm": True, "reorder_norm": True}
@@ -43,16 +42,6 @@ def test_what_writes_to_the_stream_before_the_last_boundary_is_constrained_and_n
 def _written(*layers: int) -> set[str]:
     parts = ("attention.o_proj", "feed_forward.down_proj")
     return {"embedding.weight", *(f"layers.{layer}.{part}.weight" for layer in layers for part in parts)}
-
-
-def test_a_tail_of_free_layers_has_nothing_to_constrain():
-    config = _config(free_layers=2)
-    tail = build_stage(config, stage_ranges(4, 2), 1, 0)
-    before = copy.deepcopy(tail.state_dict())
-    constraint = SubspaceConstraint(tail, config)
-    constraint.project_()
-    assert constraint.names == () and constraint.distance() == constraint.ensure() == 0.0
-    assert all(torch.equal(value, before[name]) for name, value in tail.state_dict().items())
 
 
 @_BASES
@@ -91,23 +80,6 @@ def test_a_projection_is_orthogonal_and_does_nothing_twice(basis: Basis | None, 
         assert float(removed.norm()) > 0.5 * float(value.norm())  # 13 of 16 dimensions
 
 
-def test_gradients_projected_by_hand_and_as_they_are_made_are_the_same():
-    by_hand, hooked = (build_model(_config(), 0) for _ in range(2))
-    ids, labels = random_tokens(64, 2, 12)
-    for model in (by_hand, hooked):
-        constraint = SubspaceConstraint(model, model.config)
-        if model is hooked:
-            constraint.attach(torch.optim.AdamW(model.parameters()))
-        model(ids, labels).backward()
-        if model is by_hand:
-            constraint.project_({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-    apart = torch.autograd.grad(hooked(ids, labels), list(hooked.parameters()))
-    for (name, ours), theirs, third in zip(by_hand.named_parameters(), hooked.parameters(), apart, strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-7, msg=name)
-        torch.testing.assert_close(ours.grad, third, rtol=0, atol=1e-7, msg=name)
-
-
 @_BASES
 def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Basis | None):
     model = build_model(_config(), 0)
@@ -123,31 +95,6 @@ def test_ensure_keeps_the_bits_of_what_is_within_and_heals_what_is_not(basis: Ba
     assert constraint.distance() < 1e-6
     unchanged = before.keys() - {"layers.1.attention.o_proj.weight"}
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in unchanged)
-
-
-def test_a_projection_on_coordinates_is_exact():
-    model = build_model(_config(), 0)
-    constraint = SubspaceConstraint(model, model.config)
-    coordinates = basis_of(16, _RANK, 5).coordinates()
-    assert coordinates is not None
-    weight = model.get_parameter("layers.0.attention.o_proj.weight")
-    with torch.no_grad():
-        weight.copy_(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
-    before = weight.detach().clone()
-    constraint.project_()
-    assert torch.equal(weight[coordinates], before[coordinates])
-    assert int(torch.count_nonzero(weight)) == _RANK * 16
-    assert constraint.distance() == 0.0
-
-
-def test_another_basis_or_tensor_and_an_ordinary_model_are_refused():
-    model = build_model(_config(), 0)
-    with pytest.raises(TrainerUsageError, match=r"embedding\.weight: expected the shape \[64, 16\], found \[16, 64\]"):
-        SubspaceConstraint(model, model.config).project_({"embedding.weight": torch.zeros(16, 64)})
-    with pytest.raises(TrainerUsageError, match="a basis of 16 by 3, found 16 by 2"):
-        SubspaceConstraint(model, model.config, basis_of(16, 2, 5))
-    with pytest.raises(TrainerUsageError, match="subspace_rank"):
-        SubspaceConstraint(model, replace(small_config()))
 
 
 def test_constant_gains_are_not_trained():
@@ -168,13 +115,6 @@ def test_columns_are_coordinates_and_exactly_orthonormal(dim: int, share: float,
     assert coordinates is not None
     assert torch.equal(basis.matrix, torch.eye(dim)[:, coordinates])
     assert coordinates.tolist() == sorted(set(coordinates.tolist()))
-
-
-def test_another_basis_has_no_coordinates():
-    orthonormal = torch.linalg.qr(torch.randn(8, 3, generator=torch.Generator().manual_seed(0))).Q
-    Basis(orthonormal).check()
-    for matrix in (orthonormal, -torch.eye(8)[:, :3], torch.eye(8)[:, :2] * 2):
-        assert Basis(matrix).coordinates() is None
 
 
 def test_a_seed_and_a_shape_give_the_same_bits_on_every_machine():

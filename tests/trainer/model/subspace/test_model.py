@@ -23,7 +23,6 @@ from trainer.model import (
     build_stage,
     grow_vocabulary,
     init_weights,
-    num_parameters,
     split,
 )
 from trainer.model.subspace import (
@@ -171,15 +170,6 @@ def test_a_boundary_among_free_layers_is_refused():
         build_stage(config, _RANGES, 0, 0)
 
 
-@_NORMS
-def test_under_meta_nothing_is_made_and_the_number_of_parameters_counts_what_is_trained(norms: dict[str, bool]):
-    with torch.device("meta"):
-        model = Transformer(_config(**norms))
-    made = build_model(model.config, 0)
-    assert model.embedding.weight.is_meta and model.state_dict().keys() == made.state_dict().keys()
-    assert num_parameters(model.config) == sum(parameter.numel() for parameter in made.parameters())
-
-
 def _trained(norms: dict[str, bool]) -> Transformer:
     return random_model(SubspaceConfig(rank=3).applied_to(small_config(**norms), 1))
 
@@ -207,15 +197,3 @@ def test_a_grown_vocabulary_becomes_plain_by_an_older_config():
     plain.load_state_dict(plain_state(model.state_dict(), older))
     ids, _ = random_tokens(80, 1, 16)
     assert torch.equal(plain.logits(ids), model.logits(ids))
-
-
-def test_the_state_given_is_not_changed_and_an_ordinary_one_handed_back_as_it_is():
-    model = _trained(_OLMO2)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    plain = plain_state(state, model.config)
-    assert list(state) == list(model.state_dict())
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    config = plain_config(model.config)
-    again = plain_state(plain, config)
-    assert plain_config(config) == config and again is not plain
-    assert again.keys() == plain.keys() and all(again[name] is plain[name] for name in plain)
