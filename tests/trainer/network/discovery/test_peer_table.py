@@ -81,16 +81,9 @@ def test_a_forgotten_one_expires_by_its_own_lifetime_or_the_readers(lifetime_s, 
     assert table.heard_of() == table.announcements() == ()
 
 
-def test_a_candidate_that_was_busy_is_tried_again_and_a_long_silence_calls_for_another_look() -> None:
+def test_a_long_silence_calls_for_another_look() -> None:
     table, other = _Table(), Identity.create()
-    said = table.hear(other)
-    table.retry_later(said.peer_id, 3.0)
-    table.retry_later("a" * 64, 3.0)  # Whom nobody has heard of.
-    assert table.reachable == []
-    table.now += 3.0
-    assert table.reachable == [said]
-    assert not table.refused
-    table.answered(said.peer_id, said.address)
+    said = table.reach(other)
     for _ in range(11):
         assert table.reachable == []
         table.now += 30.0

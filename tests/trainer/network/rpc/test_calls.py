@@ -146,13 +146,11 @@ async def test_a_peer_that_is_not_there_is_told_at_once_and_found_by_the_next_ca
             assert (await ask(caller, peer)).sender == peer.peer_id
 
 
-async def test_ports_and_methods_are_taken_once() -> None:
+async def test_a_port_is_taken_once() -> None:
     async with running_endpoint() as first:
         with pytest.raises(TrainerUsageError, match="choose another port"):
             async with running_endpoint(port=int(first.address.rpartition(":")[2])):
                 pass
-        with pytest.raises(TrainerUsageError, match="test/echo"):
-            first.register(_ECHO, Question, lambda _request: None)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.slow

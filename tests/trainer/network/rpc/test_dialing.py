@@ -210,20 +210,6 @@ def test_a_host_that_is_silent_is_not_scanned() -> None:
     _admit(dialing, "1.1.1.1:8000")
 
 
-@pytest.mark.slow
-def test_what_is_remembered_is_bounded() -> None:
-    clock = Clock()
-    dialing = _dialing(clock=clock)
-    for number in range(5000):
-        clock.now_s += 0.025  # 40 a second, as many as discovery tries.
-        host = f"1.2.{number // 250}.{number % 250}"
-        _admit(dialing, f"{host}:4100")
-        dialing.in_contact(host)
-        dialing.answered((host, 4101))
-    tables = (dialing._tried, dialing._budgets[False], dialing._contacts, dialing._answered)
-    assert all(len(table) <= 4096 for table in tables)
-
-
 @pytest.mark.parametrize(
     ("public", "host", "expected"),
     [

@@ -90,18 +90,10 @@ def test_any_buffer_of_up_to_1_mib_goes_as_its_bytes(payload: bytes | memoryview
     assert frame is not None and bytes(frame.payload) == bytes(payload)
 
 
-@pytest.mark.parametrize(
-    ("payload", "body", "said"),
-    [
-        (bytes((1 << 20) + 1), {}, "split it"),
-        (b"", {"text": "x" * 65536}, "expected a body"),
-        (b"", {"number": float("nan")}, "expected a body"),
-        (b"", {"text": "\ud800"}, "expected a body"),
-    ],
-)
-def test_what_does_not_fit_is_the_senders_mistake(payload: bytes, body: dict[str, object], said: str) -> None:
-    with pytest.raises(TrainerUsageError, match=said):
-        _sealed(payload, body=body)
+@pytest.mark.parametrize("body", [{"text": "x" * 65536}, {"number": float("nan")}, {"text": "\ud800"}])
+def test_a_body_that_does_not_fit_is_the_senders_mistake(body: dict[str, object]) -> None:
+    with pytest.raises(TrainerUsageError, match="expected a body"):
+        _sealed(body=body)
 
 
 def _resized(raw: bytes, header_bytes: int, payload_bytes: int) -> bytes:
@@ -297,9 +289,8 @@ async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
         where = silent.getsockname()
         with pytest.raises(PeerUnavailableError, match=r"shows no TLS certificate \(no answer in 1 s\)"):
             await fetch_certificate(*where, 1.0)
-    for host, said in ((where[0], "refuses connections"), ("x" * 70, "cannot be reached: no such host")):
-        with pytest.raises(PeerUnavailableError, match=f"^{host}:{where[1]} {said}"):
-            await fetch_certificate(host, where[1], 20.0)
+    with pytest.raises(PeerUnavailableError, match="refuses connections"):
+        await fetch_certificate(*where, 20.0)
 
 
 async def test_each_start_makes_another_certificate_and_none_and_others_do_not_mix() -> None:

@@ -63,20 +63,6 @@ def _stranger(address: str) -> Share:
     return Share(address, False)
 
 
-async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
-    calls = _calls(total=3)
-    held = [calls.take("1", PROVEN_A, holder="a", stalled_s=0.1), calls.take("2", PROVEN_A, holder="a")]
-    assert calls.is_busy(PROVEN_A, "a")
-    held.append(calls.take("3", PROVEN_B, holder="b"))
-    assert calls.is_busy(PROVEN_B, "b")
-    for slot in [*held, *held]:
-        calls.slots.give(slot)
-        calls.slots.shed(slot)  # Without effect: it was given back.
-    assert len(calls.slots) == 0 and not calls.shed
-    assert not calls.slots.stalled(asyncio.get_running_loop().time())
-    assert not calls.is_busy(PROVEN_A, "a")
-
-
 async def test_strangers_share_what_their_address_may_take_and_leave_a_quarter_to_proven_peers() -> None:
     calls = _calls()
     for name in "wxyz":

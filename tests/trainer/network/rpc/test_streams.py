@@ -252,14 +252,3 @@ async def test_the_deadline_ends_a_stream() -> None:
         for half in (stream.receive(), stream.send(0, b"x")):
             with pytest.raises(PeerUnavailableError, match="deadline"):
                 await half
-
-
-@pytest.mark.parametrize("stopped", ["callee", "caller"])
-async def test_stopping_either_side_ends_its_streams(stopped: str) -> None:
-    async with open_stream() as (stream, caller, callee):
-        await stream.send(0, b"x")
-        await _expect(stream, 0)
-        await (callee if stopped == "callee" else caller).stop()
-        for half in (stream.receive(), stream.send(1, b"x")):
-            with pytest.raises(PeerUnavailableError):
-                await half
