@@ -252,9 +252,7 @@ async def test_a_flood_of_announcements_hides_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @_on_a_loop
-async def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(tmp_path, caplog) -> None:
     """The seed is away, comes, and goes again; what the node's process logs as an error comes out as one here."""
     caplog.set_level(logging.WARNING, "trainer.network.discovery")
     async with _seed(tmp_path / "seed.id") as (_, address):
@@ -268,43 +266,6 @@ async def test_without_a_seed_a_node_looks_on_says_so_and_ends_in_order(
                 while alone.no_peers_reason() != f"the DHT of {address} knows nobody of run run":
                     await asyncio.sleep(0.1)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trainer.")] == []
-
-
-_SEED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGm9bJVTBVuZrZ3EXuGJEBWVTcKpWUWRjxEGbWwsXQW41"
-
-
-async def _three_more(look_up: mock.AsyncMock) -> None:
-    before = look_up.await_count
-    async with asyncio.timeout(20):
-        while look_up.await_count < before + 3:
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("lifetime_s", "said"), [(60.0, []), (1.0, ["the DHT get failed: no answer; retrying", "the DHT works again"])]
-)
-async def test_what_lasts_is_told_and_what_does_not_is_not(
-    lifetime_s: float, said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "trainer.network.discovery")
-    options = {"announcement_lifetime_s": lifetime_s, "announce_interval_s": 0.5, "poll_interval_s": 0.05}
-    config = DiscoveryConfig(initial_peers=(_SEED,), **options)  # type: ignore[arg-type]
-    discovery = DhtDiscovery(Endpoint(Identity.create(), "run", RpcConfig(host="127.0.0.1")), config)
-    discovery.process = mock.create_autospec(DhtProcess, instance=True)
-    look_up = discovery.process.get
-    look_up.return_value = ((), 0)
-    await discovery.start()
-    try:
-        await _three_more(look_up)
-        look_up.side_effect = DiscoveryError("the DHT get failed: no answer")
-        await _three_more(look_up)
-        while said and said[0] not in caplog.text:
-            await _three_more(look_up)
-        look_up.side_effect = None
-        await _three_more(look_up)
-    finally:
-        await discovery.close()
-    assert [record.getMessage() for record in caplog.records if record.name == "trainer.network.discovery.dht"] == said
 
 
 _ROOT = Path(__file__).parents[4]
@@ -344,9 +305,7 @@ def _family(pid: int | None) -> set[int]:
 
 @pytest.mark.slow
 @_on_a_loop
-async def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, short_folder: Path
-) -> None:
+async def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_nothing(monkeypatch, short_folder) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     async with running_dht() as process:
         family = _family(first := process.pid)
@@ -466,9 +425,7 @@ def test_a_seeds_address_survives_a_restart(tmp_path: Path) -> None:
     assert _run_seed(port, identity, signal.SIGINT) == address
 
 
-async def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_disk_at_the_start_delays_the_process_and_does_not_end_it(monkeypatch, caplog) -> None:
     full_disk = mock.Mock(side_effect=FileNotFoundError(2, "No usable temporary directory found"))
     monkeypatch.setattr("tempfile.gettempdir", full_disk)
     monkeypatch.setattr("trainer.network.discovery.dht_client._FIRST_PAUSE_S", 0.01)

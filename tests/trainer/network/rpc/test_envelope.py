@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
-import re
 import socket
 import stat
 import struct
@@ -87,32 +84,16 @@ def test_what_is_sealed_is_read_back(nonce: bytes, payload: bytes, **changes: ob
     assert {name: getattr(frame.header, name) for name in changes} == changes
 
 
-@pytest.mark.parametrize(
-    ("payload", "expected"),
-    [
-        (bytearray(b"abc"), b"abc"),
-        (memoryview(b"xabcx")[1:4], b"abc"),
-        (memoryview(struct.pack("<2i", 1, 2)).cast("i"), struct.pack("<2i", 1, 2)),
-        (bytes(1 << 20), bytes(1 << 20)),
-    ],
-)
-def test_any_buffer_of_up_to_1_mib_goes_as_its_bytes(payload: object, expected: bytes) -> None:
+@pytest.mark.parametrize("payload", [bytearray(b"abc"), memoryview(bytes(range(8))).cast("i"), bytes(1 << 20)])
+def test_any_buffer_of_up_to_1_mib_goes_as_its_bytes(payload: bytes | memoryview) -> None:
     frame = _opened(_sealed(payload))
-    assert frame is not None and bytes(frame.payload) == expected
+    assert frame is not None and bytes(frame.payload) == bytes(payload)
 
 
-@pytest.mark.parametrize(
-    ("payload", "body", "said"),
-    [
-        (bytes((1 << 20) + 1), {}, "split it"),
-        (b"", {"text": "x" * 65536}, "expected a body"),
-        (b"", {"number": float("nan")}, "expected a body"),
-        (b"", {"text": "\ud800"}, "expected a body"),
-    ],
-)
-def test_what_does_not_fit_is_the_senders_mistake(payload: bytes, body: dict[str, object], said: str) -> None:
-    with pytest.raises(TrainerUsageError, match=said):
-        _sealed(payload, body=body)
+@pytest.mark.parametrize("body", [{"text": "x" * 65536}, {"number": float("nan")}, {"text": "\ud800"}])
+def test_a_body_that_does_not_fit_is_the_senders_mistake(body: dict[str, object]) -> None:
+    with pytest.raises(TrainerUsageError, match="expected a body"):
+        _sealed(body=body)
 
 
 def _resized(raw: bytes, header_bytes: int, payload_bytes: int) -> bytes:
@@ -163,12 +144,6 @@ def test_each_kind_of_damage_has_its_reason() -> None:
 )
 def test_a_signed_header_with_wrong_fields_is_refused(changes: dict[str, object]) -> None:
     assert _reason(_sealed(**changes)) == "head"
-
-
-def test_complaints_are_short_whatever_the_header_says() -> None:
-    with pytest.raises(RefusedError) as caught:
-        _opened(_sealed(**{"k" * 60_000: 1}))
-    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.slow
@@ -263,7 +238,6 @@ def test_signatures_are_of_one_key_under_one_name_over_one_message() -> None:
     assert not verify_signature(name, b"message", signature[:-1])
     for wrong in {other.peer_id, name.upper(), f" {name}", name[:32] + " " + name[32:], "", "zz"} - {name}:
         assert not verify_signature(wrong, b"message", signature)
-    assert "Ed25519PrivateKey" not in repr(signer) and name in repr(signer)
 
 
 @asynccontextmanager
@@ -309,63 +283,14 @@ async def test_nothing_passes_through_a_man_in_the_middle() -> None:
         assert (await ask(caller, Peer(callee.peer_id, callee.address))).sender == callee.peer_id
 
 
-async def test_a_certificate_is_fetched_once_and_pinned_when_a_signed_answer_named_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fetched = 0
-
-    async def counting(host: str, port: int, timeout_s: float) -> bytes:
-        nonlocal fetched
-        fetched += 1
-        return await fetch_certificate(host, port, timeout_s)
-
-    monkeypatch.setattr("trainer.network.rpc.channels.fetch_certificate", counting)
-    async with endpoint_pair(tls=True) as (caller, callee):
-        unknown = Peer(callee.peer_id, callee.address)
-        with refused("recipient"):
-            await ask(caller, Peer(Identity.create().peer_id, callee.address))
-        for _ in range(3):
-            await ask(caller, unknown)
-        assert fetched == 2
-        await ask(caller, callee.peer)
-        assert fetched == 2
-
-
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        (OSError(errno.EHOSTUNREACH, "Connect call failed ('192.0.2.9', 1)"), "cannot be reached: no route to host"),
-        (
-            OSError("Multiple exceptions: [Errno 113] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
-            "cannot be reached: connection refused, no route to host",
-        ),
-        (
-            OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed"),
-            "refuses connections: nothing listens there (any more)",
-        ),
-        (socket.gaierror(socket.EAI_AGAIN, "Failure"), "cannot be reached: its name cannot be looked up now"),
-    ],
-)
-def test_what_the_network_says_is_said_in_words(failure: OSError, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no machine that runs tests can be counted on to answer."""
-
-    async def failing(_host: str, _port: int) -> None:
-        raise failure
-
-    monkeypatch.setattr("trainer.network.rpc.channels.asyncio.open_connection", failing)
-    with pytest.raises(PeerUnavailableError, match=f"^{re.escape(f'gpu-7:4100 {said}')}$"):
-        asyncio.run(fetch_certificate("gpu-7", 4100, 5.0))
-
-
 @pytest.mark.slow
 async def test_where_no_certificate_is_to_be_had_it_is_said_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = silent.getsockname()
         with pytest.raises(PeerUnavailableError, match=r"shows no TLS certificate \(no answer in 1 s\)"):
             await fetch_certificate(*where, 1.0)
-    for host, said in ((where[0], "refuses connections"), ("x" * 70, "cannot be reached: no such host")):
-        with pytest.raises(PeerUnavailableError, match=f"^{host}:{where[1]} {said}"):
-            await fetch_certificate(host, where[1], 20.0)
+    with pytest.raises(PeerUnavailableError, match="refuses connections"):
+        await fetch_certificate(*where, 20.0)
 
 
 async def test_each_start_makes_another_certificate_and_none_and_others_do_not_mix() -> None:
@@ -393,17 +318,3 @@ async def test_a_request_to_a_nodes_former_life_is_refused_by_its_next() -> None
         channel.certificate_sha256 = certificate_digest(former)
         with refused("certificate"):
             await ask(caller, second.peer)
-
-
-@pytest.mark.slow
-async def test_many_peers_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections are bounded: the longest unused goes first, and one in use never."""
-    monkeypatch.setattr("trainer.network.rpc.channels.MAX_CHANNELS", 3)
-    async with running_endpoint() as caller, running_endpoint() as first:
-        waiting = asyncio.create_task(ask(caller, first.peer, sleep_s=1.0))
-        await asyncio.sleep(0.1)
-        for _ in range(6):
-            async with running_endpoint() as other:
-                await ask(caller, other.peer)
-        assert len(caller._channels) == 3
-        assert (await waiting).sender == first.peer_id

@@ -47,6 +47,7 @@ async def test_first_frames() -> None:
         frame = hostile.frame
         good = frame()
         victim = Identity.create()
+        names = (hostile.identity.peer_id.encode(), victim.peer_id.encode())
         stolen = seal(victim, header_fields(endpoint.peer_id, nonce="f" * 32))
         cases: dict[str, tuple[list[bytes], str]] = {
             "nothing": ([], "no_request"),
@@ -58,7 +59,7 @@ async def test_first_frames() -> None:
             "replayed": ([good], "replayed"),
             "replayed with another body": ([frame(nonce=f"{1:032x}", body={"text": "y"})], "replayed"),
             "unsigned": ([_unsigned(frame())], "signature"),
-            "replayed in another's name": ([_renamed(frame(), hostile.identity, victim)], "signature"),
+            "replayed in another's name": ([frame().replace(*names)], "signature"),
             "for anybody": ([frame(recipient="", method="test/cancelled")], "recipient"),
             "for another certificate": ([frame(certificate_sha256="0" * 64)], "certificate"),
             "from the past": ([frame(sent_at=time.time() - 121)], "clock"),
@@ -292,10 +293,6 @@ def _raw(identity: Identity, head: bytes) -> bytes:
 
 def _unsigned(raw: bytes) -> bytes:
     return raw[:16] + bytes(64) + raw[80:]
-
-
-def _renamed(raw: bytes, signer: Identity, victim: Identity) -> bytes:
-    return raw.replace(signer.peer_id.encode(), victim.peer_id.encode())
 
 
 def _last(frames: list[bytes], change: object) -> list[bytes]:

@@ -23,7 +23,6 @@ from trainer.network.transfer.descriptor import (
     Descriptor,
     Expectation,
     all_finite,
-    chunks_of,
     parse_descriptor,
     payload_of,
 )
@@ -75,17 +74,6 @@ def test_any_tensors_read_back(data: st.DataObject, tmp_path_factory: pytest.Tem
     assert describe({}, tensors).digest == digest
     for tensor in found.values():
         tensor.zero_()  # Its own memory, to be changed.
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
-def test_chunks_hold_exactly_the_bytes(num_bytes: int) -> None:
-    first = torch.randint(0, 256, (num_bytes // 2,), dtype=torch.uint8)
-    second = torch.randint(0, 256, (num_bytes - num_bytes // 2,), dtype=torch.uint8)
-    chunks = [bytes(chunk) for chunk in chunks_of({"a": first, "b": second})]
-    assert b"".join(chunks) == first.numpy().tobytes() + second.numpy().tobytes()
-    assert all(len(chunk) == CHUNK_BYTES for chunk in chunks[:-1])
-    assert bytes(payload_of({"a": first, "b": second})) == b"".join(chunks)
-    assert bytes(payload_of({"b": second})) == second.numpy().tobytes()
 
 
 def test_equal_content_has_an_equal_digest_and_other_content_another() -> None:
@@ -195,9 +183,7 @@ def test_expectations() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_value_is_found_anywhere_and_large_ones_are_finite_though_their_sum_is_not(
-    dtype: torch.dtype, bad: float
-) -> None:
+def test_one_bad_value_is_found_anywhere_and_large_ones_are_finite_though_their_sum_is_not(dtype, bad) -> None:
     large, many = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype), torch.zeros((1 << 22) + 5, dtype=dtype)
     assert all(map(all_finite, (large, many, torch.ones(3, dtype=torch.int64))))
     large[500] = many[-1] = bad
