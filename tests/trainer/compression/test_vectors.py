@@ -104,14 +104,9 @@ def test_decoding_into_given_memory(name):
 
 
 @all_codecs
-def test_encodings_are_read_only_views_of_bytes_and_the_decoded_shares_no_memory_with_them(name):
-    codec, vector = codec_named(name), torch.ones(1100, requires_grad=True)
-    encoded = codec.encode(vector)
-    assert encoded.readonly and encoded.format == "B"
-    vector.data[0] = 0.0
-    assert (bytes(encoded[:4]) == bytes(4)) == (name == "fp32"), "which copies nothing"
-    encoded = codec.encode(vector)
-    buffer = bytearray(encoded)
+def test_the_decoded_shares_no_memory_with_the_encoding(name):
+    codec = codec_named(name)
+    buffer = bytearray(codec.encode(torch.ones(1100, requires_grad=True)))
     decoded = codec.decode(buffer, 1100)
     before = decoded.clone()
     buffer[:] = bytes(len(buffer))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_replicas
-from tests.support.toy_models import Quadratic, Regression, rounds_of
+from tests.support.toy_models import Regression, rounds_of
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, OuterOptimizer, outer
 
 
@@ -72,9 +72,7 @@ def _numpy_step(anchor: Tensor, velocity: Tensor, delta: Tensor) -> tuple[Tensor
     progress=st.floats(0.0, 1.0), momentum=st.floats(0.0, 0.95), seed=st.integers(0, 2**31), num_full=st.integers(0, 5)
 )
 @settings(deadline=None)
-def test_a_step_of_part_of_a_rounds_work_moves_the_anchor_by_no_more_than_that_part(
-    progress: float, momentum: float, seed: int, num_full: int
-) -> None:
+def test_a_step_of_part_of_a_rounds_work_moves_the_anchor_by_no_more_than_that_part(progress, momentum, seed, num_full):
     """Inner steps that go straight on, so that a share of them makes the same share of the pseudo-gradient."""
     delta = torch.randn(41, generator=torch.Generator().manual_seed(seed))
     optimizer = OuterOptimizer(0.7, momentum)
@@ -131,24 +129,8 @@ def by_ours(models: list[nn.Module], lr: float, config: DiLoCoConfig) -> None:
     run_replicas([lambda rank=rank, model=model: train(rank, model) for rank, model in enumerate(models)])
 
 
-def distance(models: list[nn.Module]) -> float:
-    """Of the first replica from the optimum of the mean of all quadratics."""
-    optimum = torch.stack([model.centre for model in models]).mean(dim=0)
-    return (models[0].x.detach() - optimum).abs().max().item()
-
-
 def held_out_loss(model: Regression) -> float:
     return model.loss_on(torch.randn(512, 4, generator=torch.Generator().manual_seed(77))).item()
-
-
-@pytest.mark.slow
-def test_the_quadratic() -> None:
-    letter, ours = ([Quadratic(replica) for replica in range(NUM_REPLICAS)] for _ in range(2))
-    start = distance(ours)
-    by_the_letter(letter, lr=0.05)
-    by_ours(ours, 0.05, WHOLE)
-    assert distance(letter) > 1000 * start
-    assert distance(ours) < 0.1 * start
 
 
 @pytest.mark.slow
