@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,8 +61,6 @@ def test_every_bit_is_independent_of_position_and_of_blocks(monkeypatch) -> None
 
 def _numpy_step(anchor: Tensor, velocity: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """NumPy never fuses a product into a sum."""
-    import numpy as np
-
     lr, mu, d = np.float32(0.7), np.float32(0.9), delta.numpy()
     v = velocity.numpy() * mu + d
     return torch.from_numpy(anchor.numpy() - lr * (mu * v + d)), torch.from_numpy(v)
@@ -129,17 +128,15 @@ def by_ours(models: list[nn.Module], lr: float, config: DiLoCoConfig) -> None:
     run_replicas([lambda rank=rank, model=model: train(rank, model) for rank, model in enumerate(models)])
 
 
-def held_out_loss(model: Regression) -> float:
-    return model.loss_on(torch.randn(512, 4, generator=torch.Generator().manual_seed(77))).item()
-
-
 @pytest.mark.slow
-def test_the_network() -> None:
+def test_replicas_converge_and_by_the_letter_they_do_not() -> None:
+    unseen = torch.randn(512, 4, generator=torch.Generator().manual_seed(77))
+
     def held_out_ratio(train) -> float:
-        models: list[nn.Module] = [Regression(replica) for replica in range(NUM_REPLICAS)]
-        start = held_out_loss(models[0])
+        models = [Regression(replica) for replica in range(NUM_REPLICAS)]
+        start = models[0].loss_on(unseen)
         train(models)
-        return held_out_loss(models[0]) / start
+        return (models[0].loss_on(unseen) / start).item()
 
     for config in (WHOLE, DiLoCoConfig(inner_steps=INNER_STEPS, num_fragments=3, overlap_steps=3)):
         assert held_out_ratio(lambda models, config=config: by_ours(models, 0.05, config)) < 0.1

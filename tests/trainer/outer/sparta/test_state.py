@@ -64,6 +64,8 @@ def test_a_round_in_flight_is_dropped_with_the_old_state() -> None:
         ("parameters", torch.nan),
         ("exp_avg", torch.inf),
         ("steps", 1.5),
+        ("steps", -1.0),
+        ("exp_avg", lambda vector: vector[1:]),
         ("parameters", lambda vector: vector.double()),
         ("round_index", lambda _: -1),
         ("vocab_rows", lambda _: 64),
