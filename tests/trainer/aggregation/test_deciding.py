@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from dataclasses import astuple
@@ -111,14 +110,6 @@ def test_permuted_members_permute_the_decision(rule, data, num_members, with_ref
         assert turned.coefficients == tuple(straight.coefficients[member] for member in order)
 
 
-def test_equal_arguments_give_equal_decisions_also_over_the_wire():
-    found = moments(noise(5, 100), noise(100, seed=4))
-    again = Moments.from_bytes(found.to_bytes(), 5)
-    for rule, validation in itertools.product((*WHOLE, "mean"), ("off", "log", "enforce")):
-        config = RuleConfig(rule=rule, validation=validation)
-        assert decide(found, [1.0] * 5, config) == decide(again, [1.0] * 5, config)
-
-
 def clipped(rows: torch.Tensor, **options) -> torch.Tensor:
     arguments = {name: options.pop(name) for name in ("weights", "reference") if name in options}
     return aggregate(rows, RuleConfig(rule="centered_clip", **options), **arguments)[0]
@@ -152,14 +143,6 @@ def test_enforced_validation_leaves_out_and_logs():
         assert [finding.passed for finding in decision.findings] == [True, True, False, True, True]
     assert decision.excluded[2].startswith("direction")
     assert decision_on(rows, RuleConfig(rule="krum", validation="off"), reference=REFERENCE).findings == ()
-
-
-def test_an_enforced_mean_is_the_mean_of_the_others():
-    rows = REFERENCE + 0.3 * noise(4, 200)
-    rows[0] *= 1e6
-    result, decision = aggregate(rows, RuleConfig(rule="mean"), reference=REFERENCE)
-    torch.testing.assert_close(result, rows[1:].mean(0))
-    assert (decision.rule_used, set(decision.excluded)) == ("mean", {0})
 
 
 def test_what_the_last_result_was_says_nothing_of_three_or_more():
@@ -203,15 +186,7 @@ def test_defaults_are_for_strangers_and_the_bounds_are_the_specifications():
     assert astuple(RuleConfig()) == ("trimmed_mean", 0.3, 1, 0.0, "enforce", 0.3, 0.1, 10.0, 100.0)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("rule", "average"), ("validation", "strict"), ("num_byzantine", -1), ("min_cosine", 1.5)),
-        *(("trim_fraction", value) for value in (0.5, -0.1, math.nan)),
-        *(("clip_radius", value) for value in (-1.0, math.inf)),
-        *(("min_norm_ratio", 2.0), ("max_norm_ratio", 0.5), ("max_variance_ratio", math.nan)),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("rule", "average"), ("trim_fraction", 0.5), ("min_cosine", math.nan)])
 def test_a_value_that_makes_no_sense_is_named(field, value):
     with pytest.raises(TrainerUsageError, match=field):
         RuleConfig(**{field: value})
@@ -314,20 +289,6 @@ def edited(offset: int, form: str, value: float) -> bytes:
 def test_what_no_vectors_have_is_refused(buffer, message):
     with pytest.raises(CodecError, match=message):
         Moments.from_bytes(buffer, 1)
-
-
-def test_usage():
-    for weights in ([1.0], [1.0, math.nan], [1.0, -1.0], [1.0, math.inf]):
-        with pytest.raises(TrainerUsageError, match="weights: expected 2"):
-            decision_on(noise(2, 5), RuleConfig(), weights=weights)
-    with pytest.raises(TrainerUsageError, match="moments of 2 members, found 3"):
-        moments(noise(2, 5), torch.ones(5)) + moments(noise(3, 5), torch.ones(5))
-    with pytest.raises(TrainerUsageError, match="vectors of 5 values"):
-        moments(noise(2, 4), torch.ones(5))
-    with pytest.raises(TrainerUsageError, match="finite reference"):
-        moments(noise(2, 5), torch.full((5,), torch.nan))
-    with pytest.raises(TrainerUsageError, match="up to 256"):
-        moments(torch.zeros(257, 1), torch.zeros(1))
 
 
 def test_finite_rows_tells_overflowing_sums_from_infinities():

@@ -19,7 +19,6 @@ from trainer.aggregation import (
     moments,
     validate,
 )
-from trainer.errors import TrainerUsageError
 
 REFERENCE = noise(4096)
 
@@ -59,14 +58,6 @@ def test_a_variance_out_of_proportion():
     assert finding.variance_ratio == pytest.approx(2500, rel=0.1)
 
 
-def test_figures_are_those_of_torch():
-    submitted = REFERENCE + noise(4096, seed=1)
-    finding = validated(submitted, REFERENCE)
-    cosine = torch.nn.functional.cosine_similarity(submitted, REFERENCE, dim=0).item()
-    ratios = (submitted.norm() / REFERENCE.norm()).item(), (submitted.var() / REFERENCE.var()).item()
-    assert (finding.cosine, finding.norm_ratio, finding.variance_ratio) == pytest.approx((cosine, *ratios), rel=1e-5)
-
-
 def test_what_cannot_be_compared_passes_with_a_reason():
     for submitted in (torch.ones(8), torch.zeros(8), -1e30 * torch.ones(8)):
         finding = validated(submitted, torch.zeros(8))
@@ -78,12 +69,6 @@ def test_what_cannot_be_compared_passes_with_a_reason():
         finding = validated(torch.tensor([value]), torch.tensor([2.0]))
         assert (finding.passed, finding.variance_ratio) == (passed, None), "one value has no variance"
     assert not validated(torch.tensor([torch.nan]), torch.zeros(1)).passed
-
-
-def test_bounds_are_options():
-    config = RuleConfig(min_cosine=-1, max_norm_ratio=100)
-    assert validated(-50 * REFERENCE, REFERENCE, config).passed is False  # the variance is 2,500 times
-    assert validated(-9 * REFERENCE, REFERENCE, config).passed
 
 
 def members(count: int, cosine: float, num_values: int = 60_000) -> torch.Tensor:
@@ -187,12 +172,6 @@ def test_honest_members_keep_their_weight_against_a_minority(honest, attackers):
     assert cap_weights([*honest, *attackers], 3.0)[: len(honest)] == honest or any(0 < a < 1 for a in attackers)
 
 
-@pytest.mark.parametrize("max_ratio", [0.5, math.nan, math.inf])
-def test_a_ratio_that_makes_no_sense(max_ratio):
-    with pytest.raises(TrainerUsageError, match="max_ratio"):
-        cap_weights([1.0], max_ratio)
-
-
 SHARES = st.floats(0.0, 1.0)
 
 
@@ -206,9 +185,7 @@ def test_the_progress_is_the_average_of_the_claims_by_weight() -> None:
 
 @settings(deadline=None)
 @given(st.lists(SHARES, min_size=2, max_size=9), st.floats(0.1, 1e6), st.data())
-def test_a_minority_that_claims_to_have_done_all_does_not_lift_it_over_the_others(
-    honest: list[float], weight: float, data: st.DataObject
-) -> None:
+def test_a_minority_that_claims_to_have_done_all_does_not_lift_it_over_the_others(honest, weight, data) -> None:
     num_liars = data.draw(st.integers(1, len(honest) - 1))
     found = common_progress([*honest, *[1.0] * num_liars], [*[1.0] * len(honest), *[weight] * num_liars])
     assert 0.0 <= found <= max(honest)

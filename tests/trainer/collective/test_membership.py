@@ -58,23 +58,9 @@ CATCHING_UP = InviteReply(coming=False, next_round=-1, catching_up=True)
 
 
 class Meeting(LatecomerBackoff):
-    """A gathering for which three nodes are expected, one of which is fetching the state first.
+    """A gathering of three nodes, one of which comes after some invitations; strangers of another state join first."""
 
-    Args:
-        fetched_after: invitations after which it comes.
-        waits: whether it is waited for.
-        says: what it answers until then.
-        strangers: nodes unknown to discovery that have joined before with another state.
-    """
-
-    def __init__(
-        self,
-        fetched_after: int,
-        waits: bool,
-        gather_timeout_s: float = 30.0,
-        says: InviteReply = CATCHING_UP,
-        strangers: int = 0,
-    ) -> None:
+    def __init__(self, fetched_after: int, waits: bool, gather_timeout_s=30.0, says=CATCHING_UP, strangers=0) -> None:
         self._says = says
         self._strangers = [f"{number:064x}" for number in range(5, 5 + strangers)]
         self.in_vain: list[str | None] = []

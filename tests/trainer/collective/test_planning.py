@@ -91,7 +91,6 @@ def weighing(*weights: float) -> Agreement:
         {"round_index": 4},
         {"state_digest": "1" * 64},
         {"num_values": 100_001},
-        {"part_values": 1},
         {"part_values": 1 << 20},
         {"vocabulary_rows": 1 << 40},
         {"members": ()},

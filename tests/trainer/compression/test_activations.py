@@ -18,7 +18,7 @@ from trainer.compression.activations import (
     activation_codec,
     ids_spec,
 )
-from trainer.errors import BasisError, CodecError, NonFiniteActivationError, TrainerUsageError
+from trainer.errors import CodecError, NonFiniteActivationError
 from trainer.model.subspace import Basis, basis_of, fixed_table
 from trainer.network.transfer.descriptor import chunks_of, specs_of, tensors_in
 
@@ -59,9 +59,7 @@ def _tolerance(name: str, magnitude: float) -> float:
 @_all_codecs
 @_examples
 @given(shape=_shapes, seed=st.integers(0, 2**20), scale=st.floats(1e-3, 1e4))
-def test_an_activation_arrives_within_what_its_codec_promises(
-    name: str, shape: tuple[int, int], seed: int, scale: float
-):
+def test_an_activation_arrives_within_what_its_codec_promises(name, shape, seed, scale):
     codec = _codec(name)
     hidden, ids = _hidden(shape, seed, scale)
     own_ids = ids if codec.needs_ids else None
@@ -76,9 +74,7 @@ def test_an_activation_arrives_within_what_its_codec_promises(
 @_all_codecs
 @_examples
 @given(shape=_shapes, seed=st.integers(0, 2**20), exponent=st.integers(-30, 6))
-def test_a_gradient_arrives_with_what_the_subspace_keeps_of_it(
-    name: str, shape: tuple[int, int], seed: int, exponent: int
-):
+def test_a_gradient_arrives_with_what_the_subspace_keeps_of_it(name, shape, seed, exponent):
     codec = _codec(name)
     gradient = 10.0**exponent * torch.randn(*shape, _DIM, generator=torch.Generator().manual_seed(seed))
     kept = gradient @ _BASIS.matrix @ _BASIS.matrix.T if codec.needs_ids else gradient
@@ -124,24 +120,6 @@ def test_what_is_in_the_subspace_travels_and_what_is_not_is_lost(basis: Basis):
     torch.testing.assert_close(codec.grad_decode(codec.grad_encode(outside).tensors), kept, rtol=0, atol=1e-5)
     decoded = codec.decode(codec.encode(hidden + outside - kept, ids).tensors, ids)
     torch.testing.assert_close(decoded, hidden, rtol=0, atol=1e-5)
-
-
-def test_a_gradient_is_the_derivative_by_the_coefficients():
-    hidden, ids = _hidden((2, 5), 3)
-    codec = _codec("subspace")
-    coefficients = codec.encode(hidden, ids).tensors["activation"].clone().requires_grad_()
-    target = torch.randn(2, 5, _DIM, generator=torch.Generator().manual_seed(2))
-    ((_FIXED[ids] + coefficients @ _BASIS.matrix.T) * target).sum().backward()
-    torch.testing.assert_close(codec.grad_encode(target).tensors["gradient"], coefficients.grad)
-
-
-@pytest.mark.parametrize("name", [name for name in ACTIVATION_CODECS if not name.endswith("int8")])
-def test_rows_do_not_depend_on_their_neighbours_but_in_int8(name: str):
-    hidden, ids = _hidden((3, 16), 0)
-    hidden[2] *= 1e3
-    together, alone = (_codec(name).encode(hidden[:end], ids[:end]).tensors for end in (3, 1))
-    for tensor_name, tensor in alone.items():
-        torch.testing.assert_close(together[tensor_name][:1], tensor, rtol=0, atol=1e-5)
 
 
 @_all_codecs
@@ -204,14 +182,9 @@ def test_decoding_refuses_what_does_not_go_together():
             codec.decode(tensors, wrong)
         with pytest.raises(CodecError, match="ids"):
             codec.encode(hidden, wrong)
-    with pytest.raises(CodecError, match="4 values"):
-        codec.decode({"activation": torch.zeros(2, 8, 5)}, ids)
-    with pytest.raises(CodecError, match="24 values"):
-        codec.encode(torch.zeros(2, 8, 5), ids)
-    with pytest.raises(CodecError, match="rows, positions"):
-        codec.decode({}, ids)
-    with pytest.raises(CodecError, match=r"\[rows, positions, dim\]"):
-        codec.grad_encode(torch.zeros(2, 8))
+    for other in ({"activation": torch.zeros(2, 8, 5)}, {}):
+        with pytest.raises(CodecError, match="expected"):
+            codec.decode(other, ids)
 
 
 def test_half_precision_activations_are_encoded_in_fp32_also_under_autocast():
@@ -233,21 +206,6 @@ def test_zeros_and_extremes_of_fp32_survive_fp16():
     torch.testing.assert_close(decoded, gradient, rtol=2**-10, atol=1e-45)
 
 
-def test_names_needs_and_numbers_are_checked():
-    with pytest.raises(TrainerUsageError, match="expected one of fp32"):
-        activation_codec("zstd")
-    for basis, fixed in ((None, _FIXED), (_BASIS, None), (_BASIS, _FIXED[:, :-1])):
-        with pytest.raises(TrainerUsageError, match="basis and fixed rows"):
-            activation_codec("subspace", basis, fixed)
-    with pytest.raises(BasisError, match="orthonormal"):
-        activation_codec("subspace", Basis(torch.ones(_DIM, 2)), _FIXED)
-    with pytest.raises(TrainerUsageError, match="width 24, found 32"):
-        _codec("subspace").specs(1, 1, 32, "activation")
-    for max_error, every in ((0.0, 1), (math.nan, 1), (0.1, 0)):
-        with pytest.raises(TrainerUsageError, match="max_error"):
-            LinkMeter("a → b", activation_codec("fp32"), max_error, every=every)
-
-
 _WITHIN, _IDS = _hidden((2, 4), 1)
 _STRAYED = _WITHIN + 0.1 * torch.randn(2, 4, _DIM, generator=torch.Generator().manual_seed(0))
 
@@ -258,16 +216,6 @@ def _send(meter: LinkMeter, codec_name: str, hidden: Tensor) -> float | None:
 
 def _meter(codec_name: str, **options: object) -> LinkMeter:
     return LinkMeter("head → tail", _codec(codec_name), 0.01, **options)  # type: ignore[arg-type]
-
-
-def test_bytes_of_activations_and_gradients_are_counted():
-    meter = _meter("subspace")
-    assert meter.figures().ratio == 1.0
-    _send(meter, "subspace", _WITHIN)
-    meter.gradient(_codec("subspace").grad_encode(_WITHIN))
-    figures = meter.figures()
-    assert (figures.raw_bytes, figures.wire_bytes, figures.num_tensors) == (2 * 8 * 24 * 4, 2 * 8 * 4 * 4, 2)
-    assert figures.ratio == 6.0
 
 
 @_all_codecs

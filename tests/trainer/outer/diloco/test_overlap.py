@@ -43,7 +43,7 @@ def test_training_goes_on_and_the_result_is_merged_later(held: Scripted) -> None
     assert step(model, trainer) is None and model.x[0] == 0.0, "nothing changes while the round runs"
     held.gate.set()
     result = step(model, trainer)
-    assert result.committed and result.num_batches == 4
+    assert result.committed and (result.num_batches, result.contributed_steps_ago) == (4, 2)
     assert trainer.shared_state().anchor[0] == 1.0, "5 − 4 steps: the anchor has no share of the meanwhile"
     assert model.x[0] == 0.25 * -1.0 + 0.75 * 1.0
     assert held.threads == {"diloco-round"}
@@ -55,27 +55,13 @@ def test_training_goes_on_and_the_result_is_merged_later(held: Scripted) -> None
     assert torch.equal(model.x.detach(), trainer.shared_state().anchor)
 
 
-def test_a_round_says_how_many_steps_were_taken_while_it_ran(held: Scripted) -> None:
-    model, trainer = node(held)
-    step(model, trainer, 5)
-    held.gate.set()
-    drained = trainer.drain()
-    assert drained is not None and drained.contributed_steps_ago == 1
-    landed = step(model, trainer, 5)
-    assert landed is not None and landed.committed and landed.contributed_steps_ago == 2
-    model, alone = node(held, replace(CONFIG, overlap_steps=0))
-    assert step(model, alone, 4).contributed_steps_ago == 0
-    held.answer = raising(RoundFailedError("too few"))
-    assert step(model, alone, 4).contributed_steps_ago is None
-
-
 def test_a_failed_round_in_the_background_changes_nothing(held: Scripted) -> None:
     model, trainer = node(held)
     held.answer = raising(RoundFailedError("too few"))
     before = trainer.state_digest()
     held.gate.set()
     result = step(model, trainer, 6)
-    assert not result.committed and "too few" in result.error
+    assert not result.committed and "too few" in result.error and result.contributed_steps_ago is None
     assert trainer.state_digest() == before and model.x[0] == -1.0
     held.answer = same
     step(model, trainer, 2)
@@ -111,10 +97,12 @@ def saved_in_flight(held: Scripted) -> tuple[Quadratic, DiLoCoTrainer, Scripted]
     return again_model, again, later
 
 
-def test_a_saved_round_begins_again_with_the_first_step_and_not_before(held: Scripted) -> None:
+def test_a_saved_round_is_saved_again_until_it_begins_with_the_first_step(held: Scripted) -> None:
     """Between loading and the first step the node finds the others; alone, it would commit the round alone."""
     model, trainer, later = saved_in_flight(held)
     assert not later.started.wait(0.05)
+    flight = trainer.state_dict()["flight"]
+    assert (flight["num_batches"], flight["steps_left"], flight["vector"][0]) == (4, 1, 4.0)
     later.gate.set()
     result = step(model, trainer)
     assert result.committed and result.num_batches == 4 and len(later.contributions) == 1
@@ -122,17 +110,6 @@ def test_a_saved_round_begins_again_with_the_first_step_and_not_before(held: Scr
     undisturbed_model, undisturbed = node(held)
     assert step(undisturbed_model, undisturbed, 6).committed
     assert trainer.state_digest() == undisturbed.state_digest() and torch.equal(model.x, undisturbed_model.x)
-
-
-def test_a_saved_round_is_saved_again_before_it_begins_and_drained(held: Scripted) -> None:
-    _, trainer, later = saved_in_flight(held)
-    flight = trainer.state_dict()["flight"]
-    assert flight["num_batches"] == 4 and flight["steps_left"] == 1 and flight["vector"][0] == 4.0
-    assert not later.contributions
-    later.gate.set()
-    result = trainer.drain()
-    assert result is not None and result.committed and result.num_batches == 4
-    assert trainer.state_dict()["flight"] is None
 
 
 def test_adopting_drops_a_round_saved_or_in_flight(held: Scripted) -> None:

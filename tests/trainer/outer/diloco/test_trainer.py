@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.replica_group import (
     MeetingCollective,
     ReplicaGroup,
     Scripted,
     fail,
-    leave,
     raising,
-    refuse,
     run_replicas,
     same,
 )
@@ -69,17 +67,6 @@ def test_members_have_identical_state_after_every_round(config: DiLoCoConfig) ->
     assert all(result.committed for replica in results for result in replica)
 
 
-def test_the_outer_step_is_sgd_with_nesterov_over_rounds() -> None:
-    model, trainer, collective = node(config=DiLoCoConfig(inner_steps=2))
-    reference = nn.Parameter(model.x.detach().clone())
-    sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
-    for _ in range(6):
-        rounds_of(model, trainer, 2)
-        reference.grad = collective.contributions[-1].vector.clone()
-        sgd.step()
-        torch.testing.assert_close(model.x.detach(), reference.detach(), rtol=0, atol=1e-5)
-
-
 def test_a_node_alone_applies_its_own_pseudo_gradient() -> None:
     model = Quadratic(0)
     start = model.x.detach().clone()
@@ -108,23 +95,6 @@ def test_a_failed_round_changes_nothing_and_its_work_goes_into_the_next() -> Non
     assert torch.equal(second.vector, torch.full((16,), 3.0)), "measured from the old anchor"
     assert (first.num_batches, second.num_batches) == (4, 8)
     assert torch.equal(model.x.detach(), start - 3.0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "level", "fate"),
-    [
-        (fail, "WARNING", "its work goes into the next: nobody came"),
-        (refuse, "WARNING", "the work of 12 batches is dropped when the others' state is taken up: the round is over"),
-        (leave, "INFO", "its work goes into the next: this node is to stop"),
-    ],
-)
-def test_the_log_says_what_becomes_of_the_work(answer, level: str, fate: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    _, trainer, _ = node(answer)
-    for _ in range(4):
-        trainer.after_inner_step(num_batches=3)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told == [(level, f"round 0 failed, {fate}")]
 
 
 @pytest.mark.parametrize(
@@ -186,24 +156,6 @@ def test_a_round_asked_for_early_moves_the_anchor_by_no_more_than_its_share_of_a
 
     full, early = moved_by_seventh_round(20), moved_by_seventh_round(num_steps)
     assert bool((early > 0).all()) and bool((early <= num_steps / 20 * full + 1e-5).all())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asked_every", [1, 3, 7])
-def test_rounds_that_are_always_asked_for_early_cost_the_model_nothing(asked_every: int) -> None:
-    def loss_after_rounds(every: int) -> float:
-        collective, model = Scripted(), Regression(0)
-        trainer = DiLoCoTrainer(model, PLAIN, collective)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-        for step in range(400):
-            optimizer.zero_grad()
-            model(step).backward()
-            optimizer.step()
-            collective.peers_wait = step % every == every - 1
-            trainer.after_inner_step()
-        return model.loss_on(torch.randn(512, 4, generator=torch.Generator().manual_seed(1))).item()
-
-    assert loss_after_rounds(asked_every) <= 1.1 * loss_after_rounds(20)
 
 
 def test_all_members_apply_the_progress_that_they_agreed_on() -> None:

@@ -22,9 +22,8 @@ from tests.support.rank_scenarios import (
 from tests.support.toy_models import Quadratic, Regression
 from trainer.aggregation import cap_weights, contribution_weight, decide, moments, reduce_part
 from trainer.compression.vectors import BLOCK_VALUES, codec_named
-from trainer.errors import CheckpointMismatchError, TrainerUsageError
-from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
-from trainer.outer.engine.strategy import OuterStrategy
+from trainer.errors import TrainerUsageError
+from trainer.outer.engine.ddp import ddp_model
 from trainer.outer.engine.torch_collective import RankedBytes, rank_slices
 
 GROUP_SIZES = [1, 2, 4]
@@ -69,11 +68,9 @@ def test_all_ranks_have_the_bits_of_a_single_process(ranks: list[dict], name: st
 def test_reports_are_alike_and_say_who_and_how(ranks: list[dict]) -> None:
     expected = torch.stack([contribution_of(rank).vector for rank in range(len(ranks))]).mean(dim=0)
     torch.testing.assert_close(ranks[0]["mean"]["vector"], expected)
-    names = [f"rank {rank}" for rank in range(len(ranks))]
     for rank in ranks:
         report = rank["mean"]
-        assert report["members"] == names and report["dropped"] == [] and report["completeness"] == 1.0
-        assert report["rule"] == "mean" and len(report["weights"]) == len(ranks) and report["seconds"] > 0
+        assert report["members"] == [f"rank {rank}" for rank in range(len(ranks))] and report["dropped"] == []
     bytes_sent = sum(rank["mean"]["bytes"][0] for rank in ranks)
     assert bytes_sent == sum(rank["mean"]["bytes"][1] for rank in ranks)
     assert bytes_sent == 2 * (len(ranks) - 1) * 4 * NUM_VALUES, "as many as an all-reduce"
@@ -191,15 +188,3 @@ def test_gradients_are_averaged_in_every_step(tmp_path) -> None:
         optimizer.step()
     alone = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     torch.testing.assert_close(first["parameters"], alone)
-
-
-def test_the_strategy_counts_and_does_nothing_else() -> None:
-    strategy = EveryStepStrategy()
-    assert isinstance(strategy, OuterStrategy)
-    assert strategy.after_inner_step() is None and strategy.drain() is None
-    again = EveryStepStrategy()
-    again.load_state_dict(strategy.state_dict())
-    again.after_inner_step()
-    assert again.state_dict()["num_steps"] == 2
-    with pytest.raises(CheckpointMismatchError, match="every-step state of version 1"):
-        again.load_state_dict({"version": 1, "round_index": 3})
