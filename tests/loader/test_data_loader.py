@@ -92,9 +92,7 @@ def test_whose_tensor_it_is_decides_the_windows_and_nothing_else(six_shards: Tok
 
 
 @pytest.mark.parametrize("change", [torch.clone, lambda shard: shard[:1_000], lambda shard: torch.zeros(2_000).long()])
-def test_a_tensor_that_is_no_shard_s(
-    six_shards: TokenStore, make_loader: Make, change: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_a_tensor_that_is_no_shard_s(six_shards, make_loader, change):
     loader = make_loader(six_shards)
     other = change(loader.download_shard(2))
     with pytest.raises(LoaderUsageError, match="shard_id="):
@@ -274,9 +272,7 @@ def make_tokens(shared_cache: Path) -> MakeTokens:
     return make
 
 
-def test_every_window_by_its_index_of_more_shards_than_are_held_open(
-    six_shards: TokenStore, make_tokens: MakeTokens, tmp_path: Path
-) -> None:
+def test_every_window_by_its_index_of_more_shards_than_are_held_open(six_shards, make_tokens, tmp_path):
     dataset = make_tokens(six_shards, [4, 1])
     assert len(dataset) == 2 * 19
     for index in range(len(dataset)):

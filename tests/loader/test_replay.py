@@ -86,16 +86,7 @@ def test_batches_from_their_definition(six_shards: TokenStore, make_dataset: Mak
     st.sets(st.integers(0, 29), max_size=4),
     st.integers(0, 29),
 )
-def test_a_peer_finds_the_batch(
-    two_sources: TokenStore,
-    make_dataset: Make,
-    batch_size: int,
-    seq_len: int,
-    sources: dict[str, float] | None,
-    epochs: int | None,
-    rotations: set[int],
-    step: int,
-) -> None:
+def test_a_peer_finds_the_batch(two_sources, make_dataset, batch_size, seq_len, sources, epochs, rotations, step):
     options = {"batch_size": batch_size, "seq_len": seq_len, "sources": sources, "epochs": epochs, "count": 2}
     node = make_dataset(two_sources, "node-a", **options)
     node.load_state_dict({**node.state_dict(), "rotations": sorted(rotations)})
@@ -123,9 +114,7 @@ def test_a_peer_finds_the_batch_after_rotations(six_shards: TokenStore, make_dat
 
 
 @pytest.mark.parametrize("sources", [None, {"alpha": 3.0, "beta": 1.0}])
-def test_a_batch_many_steps_or_passes_away(
-    two_sources: TokenStore, make_dataset: Make, sources: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_many_steps_or_passes_away(two_sources, make_dataset, sources, monkeypatch):
     dataset = make_dataset(two_sources, sources=sources)
     far = 2**40 - 1
     dataset.load_state_dict(dataset.state_dict(step=far - 3))
@@ -298,15 +287,7 @@ def test_a_run_that_grew_twice_can_be_replayed(store: TokenStore, make: Make) ->
     st.sets(st.integers(0, 90), max_size=3),
     st.data(),
 )
-def test_any_run_that_grew_can_be_replayed(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_dataset: Make,
-    stops: list[int],
-    sources: dict[str, float] | None,
-    epochs: int | None,
-    rotations: set[int],
-    data: st.DataObject,
-) -> None:
+def test_any_run_that_grew_can_be_replayed(tmp_path_factory, make_dataset, stops, sources, epochs, rotations, data):
     folder = tmp_path_factory.mktemp("grown")
     store = TokenStore.of(folder / "store", 4, sources=("alpha", "beta"))
     mixed = {"sources": sources, "epochs": epochs, "cache_dir": folder / "cache", "seq_len": 333, "batch_size": 5}

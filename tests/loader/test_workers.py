@@ -94,9 +94,7 @@ def test_rotations_are_those_of_one_process(six_shards: TokenStore, make_dataset
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (3, 2)])
-def test_a_state_of_a_step_resumes_with_another_number_of_workers(
-    six_shards: TokenStore, make_dataset: Make, before: int, after: int
-) -> None:
+def test_a_state_of_a_step_resumes_with_another_number_of_workers(six_shards, make_dataset, before, after):
     options = {"plateau": QUICK, "seq_len": 32}
     dataset = make_dataset(six_shards, **options)
     found = []
@@ -168,9 +166,7 @@ def train_a_rank(dataset: GenesisDataset, step: int, found: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_that_are_no_workers_have_streams_of_their_own(
-    six_shards: TokenStore, make_dataset: Make, method: str
-) -> None:
+def test_processes_that_are_no_workers_have_streams_of_their_own(six_shards, make_dataset, method):
     expected = take(make_dataset(six_shards), 100)
     dataset = make_dataset(six_shards)
     context = multiprocessing.get_context(method)
@@ -188,9 +184,7 @@ def test_processes_that_are_no_workers_have_streams_of_their_own(
     assert of_ranks == {0: expected[:10], 60: expected[60:70]}
 
 
-def test_a_rotation_that_no_worker_has_reached_is_in_the_datasets_state(
-    six_shards: TokenStore, make_dataset: Make
-) -> None:
+def test_a_rotation_that_no_worker_has_reached_is_in_the_datasets_state(six_shards, make_dataset):
     """And not in StatefulDataLoader's, which has what its workers knew when they made their batches."""
     options = {"plateau": QUICK, "seq_len": 32}
     dataset = make_dataset(six_shards, **options)
@@ -371,9 +365,7 @@ def holder(board: WorkerBoard, tmp_path: Path) -> Iterator[subprocess.Popen[str]
         yield process
 
 
-def test_a_board_that_stays_locked_is_an_error_that_names_the_holder(
-    board: WorkerBoard, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_stays_locked_is_an_error_that_names_the_holder(board, holder, monkeypatch):
     monkeypatch.setattr("loader.shared_stream._LOCK_TIMEOUT_S", 0.1)
     with pytest.raises(LoaderError, match=f"locked by (process {holder.pid}|another process);"):
         board.look()

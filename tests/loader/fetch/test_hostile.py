@@ -81,9 +81,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
-def test_manifests(
-    store: TokenStore, open_store: OpenDataset, tmp_path: Path, change: Callable[[dict[str, Any]], None]
-) -> None:
+def test_manifests(store, open_store, tmp_path, change):
     """Some of what no model lets through; `tests/manifests` has the rest."""
     value = json.loads((store.folder / MANIFEST_KEY).read_bytes())
     change(value)
@@ -108,9 +106,7 @@ def test_manifests(
     ids=lambda body: f"{bytes(body[:12])!r}-{len(body)}",
 )
 @pytest.mark.parametrize("pinned", [False, True])
-def test_manifests_that_are_none(
-    store: TokenStore, open_store: OpenDataset, tmp_path: Path, public_key: Path, body: bytes, pinned: bool
-) -> None:
+def test_manifests_that_are_none(store, open_store, tmp_path, public_key, body, pinned):
     store.put(MANIFEST_KEY, body)
     with at_most(4), pytest.raises(UntrustedManifestError):
         open_store(store.url, public_key=public_key if pinned else None)
@@ -119,9 +115,7 @@ def test_manifests_that_are_none(
 
 @pytest.mark.parametrize("levels", [*range(50, 1_000, 50), *range(960, 1_000, 4), 3_000])
 @pytest.mark.parametrize("where", ["x", "index", "signature"])
-def test_depth_beside_what_is_honest(
-    store: TokenStore, open_store: OpenDataset, public_key: Path, levels: int, where: str
-) -> None:
+def test_depth_beside_what_is_honest(store, open_store, public_key, levels, where):
     """Parsed, it would still be too deep to spell again for its signature, or to show in a message."""
     value = json.loads((store.folder / MANIFEST_KEY).read_bytes())
     key_id = sha256_hex(b"")[:16]
@@ -328,9 +322,7 @@ def _zipped(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
-def test_packed_forms(
-    store: TokenStore, open_store: OpenDataset, caplog: pytest.LogCaptureFixture, bomb: Callable[[], bytes]
-) -> None:
+def test_packed_forms(store, open_store, caplog, bomb):
     body = bomb()
     for shard in range(3):
         packed = PackedEntry(key=packed_key(shard), sha256=store.put(packed_key(shard), body), size_bytes=len(body))

@@ -15,7 +15,7 @@ import pytest
 from loader import CorruptObjectError, DataUnavailableError, GenesisDataset
 from loader.fetch.mirrors import Mirrors
 from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key, vocabulary_key
-from tests.loader.fetch.conftest import OpenDataset, OpenSession
+from tests.loader.fetch.conftest import OpenSession
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.serve_process import genesis_serve
 from tests.support.token_store import TokenStore, fixed_ids, take, vocabulary_of
@@ -121,9 +121,7 @@ def test_the_training_s_own_random_numbers_are_left_alone(serve: Serve, clock: C
 
 
 @pytest.mark.slow
-def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(serve, monkeypatch):
     # 100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew.
     monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
     server = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=10_000, pause_s=0.1))
@@ -138,9 +136,7 @@ def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [503, 404])
-def test_the_shard_itself_is_asked_for_only_where_there_is_none(
-    tmp_path: Path, open_session: OpenSession, status: int
-) -> None:
+def test_the_shard_itself_is_asked_for_only_where_there_is_none(tmp_path, open_session, status):
     """What hangs or is overloaded would hang for eight times the bytes, too."""
     store = TokenStore.of(tmp_path / "store", 2)
     asked: set[str] = set()
@@ -209,9 +205,7 @@ def test_of_a_large_store_only_the_segments_of_shards_that_are_read_are_kept(
 
 
 @pytest.mark.parametrize("surplus_bytes", [60_000, 200_000])
-def test_a_vocabulary_larger_than_its_ids_can_make_it(
-    open_session: OpenSession, tmp_path: Path, surplus_bytes: int
-) -> None:
+def test_a_vocabulary_larger_than_its_ids_can_make_it(open_session, tmp_path, surplus_bytes):
     store = TokenStore.of(tmp_path / "store", 1)
     body = vocabulary_of().to_json() + b" " * surplus_bytes
     digest = sha256_hex(body)
@@ -267,14 +261,7 @@ SPOILT: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_the_next_mirror_has_it_right_or_has_it_at_all(
-    store: TokenStore,
-    open_store: OpenDataset,
-    expected: list[str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    spoilt: str,
-) -> None:
+def test_the_next_mirror_has_it_right_or_has_it_at_all(store, open_store, expected, tmp_path, caplog, spoilt):
     shutil.copytree(store.folder, tmp_path / "bad")
     for key in (shard_key, packed_key):
         bodies = [(tmp_path / "bad" / key(shard)).read_bytes() for shard in range(2)]
@@ -288,9 +275,7 @@ def test_the_next_mirror_has_it_right_or_has_it_at_all(
         assert "expected sha256" in caplog.text
 
 
-def test_corrupt_everywhere_names_the_object_and_both_digests(
-    store: TokenStore, open_store: OpenDataset, tmp_path: Path
-) -> None:
+def test_corrupt_everywhere_names_the_object_and_both_digests(store, open_store, tmp_path):
     shutil.copytree(store.folder, tmp_path / "second")
     for folder in (store.folder, tmp_path / "second"):
         spoil_all(folder)
@@ -307,13 +292,7 @@ def test_corrupt_everywhere_names_the_object_and_both_digests(
 
 
 @pytest.mark.parametrize("damage", [spoil, Path.unlink], ids=["spoilt", "missing"])
-def test_a_packed_form_that_cannot_be_had_is_made_up_for(
-    store: TokenStore,
-    open_store: OpenDataset,
-    expected: list[str],
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path], object],
-) -> None:
+def test_a_packed_form_that_cannot_be_had_is_made_up_for(store, open_store, expected, caplog, damage):
     for shard in range(2):
         damage(store.folder / packed_key(shard))
     assert take(open_store(store.url), 20) == expected
@@ -321,14 +300,7 @@ def test_a_packed_form_that_cannot_be_had_is_made_up_for(
 
 
 @pytest.mark.parametrize("position", [0, 300, 704, 9_000, -1])
-def test_a_cached_file_that_was_damaged_is_fetched_again(
-    store: TokenStore,
-    open_store: OpenDataset,
-    expected: list[str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    position: int,
-) -> None:
+def test_a_cached_file_that_was_damaged_is_fetched_again(store, open_store, expected, tmp_path, caplog, position):
     assert take(open_store(store.url), 20) == expected
     for path in (tmp_path / "cache").glob("shard_*"):
         spoil(path, position)
@@ -347,9 +319,7 @@ def test_a_cached_file_that_was_damaged_is_fetched_again(
 
 
 @pytest.mark.slow
-def test_an_answer_larger_than_the_shard_is_not_read(
-    store: TokenStore, open_store: OpenDataset, expected: list[str]
-) -> None:
+def test_an_answer_larger_than_the_shard_is_not_read(store, open_store, expected):
     """A server cannot make a node read more than what the index says there is."""
     sent: list[int] = []
 

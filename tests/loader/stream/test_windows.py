@@ -85,9 +85,7 @@ PARTS = st.lists(st.integers(-(2**70), 2**70) | st.text(max_size=12), max_size=5
 
 
 @given(st.integers(1, 3_000), PARTS, st.integers(1, 500))
-def test_an_order_is_a_permutation_and_starts_lie_in_range(
-    num_windows: int, parts: list[int | str], count: int
-) -> None:
+def test_an_order_is_a_permutation_and_starts_lie_in_range(num_windows, parts, count):
     order = window_order(num_windows, *parts)
     assert order.dtype == np.int64
     assert np.array_equal(np.sort(order), np.arange(num_windows))
@@ -133,9 +131,7 @@ TOTALS = st.integers(1, 3_000)
 
 @pytest.mark.slow
 @given(NODES, TOTALS, st.integers(10, 700_000), st.integers(1, 40))
-def test_modulo_is_the_specification_and_each_shard_comes_once(
-    node_id: str, total: int, num_shards: int, count: int
-) -> None:
+def test_modulo_is_the_specification_and_each_shard_comes_once(node_id, total, num_shards, count):
     primary = int(hashlib.sha256(node_id.encode()).hexdigest(), 16) % num_shards
     assert get_assigned_shards(node_id, num_shards) == [(primary + i) % num_shards for i in range(10)]
     for rule in ("modulo", "rendezvous"):
