@@ -145,19 +145,6 @@ def child_of():
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_made_while_a_child_was_forked_is_everyones(start_actor, folder, child_of):
-    maker = start_actor()
-    maker.tell(f"open {NAME} hold", answer="producing")
-    child_of(maker)
-    maker.tell("go on")
-    assert maker.opened().cached
-    cache = ShardCache(folder, SIZE_BYTES, wait_timeout_s=30)
-    assert cache.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME)).from_cache
-    maker.tell("drop", answer="dropped")
-    # The child was forked before the file was mapped: it does not hold it.
-    assert cache.clear().removed == (NAME,)
-
-
 def test_the_death_of_a_maker_frees_its_file_though_a_child_lives(start_actor, folder, child_of):
     maker = start_actor()
     maker.tell(f"open {NAME} hold", answer="producing")

@@ -1,18 +1,12 @@
 """How a command line ends and what it imports; and shards into the cache, again, in part, with losses, and stopped."""
 
-import fcntl
-import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 
 from loader import get_assigned_shards
-from loader.cli.app import run
 from manifests import packed_key, public_key_pem, sha256_hex, shard_key
 from tests.loader.cli.conftest import ROOT, LoaderCommand
 from tests.support.fault_proxy import FaultProxy, Reply
@@ -52,13 +46,6 @@ def test_wrong_usage_ends_with_two(line, said, here):
     assert said in "".join(here(*(line.split(" ") if line else []), expect=2))
 
 
-def test_the_version_is_that_of_the_package(capsys):
-    from genesis import __version__
-
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"loader {__version__}\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["/nowhere/at/all", "http://127.0.0.1:9/store"])
 def test_a_store_that_is_not_there_ends_with_one(store, tmp_path):
@@ -88,18 +75,6 @@ def test_mirrors_and_caches_that_keep_nothing(here, store):
     done = here.json("fetch", "--node-id", "n", "--jobs", "1", "--cache-dir", "/dev/null", expect=1)
     assert [failure["shard_id"] for failure in done["failed"]] == SHARDS[:1]
     assert done["not_begun"] == SHARDS[1:]
-
-
-@pytest.mark.slow
-def test_readers_that_close_early_and_terminals_without_letters(loader):
-    nodes = " ".join(f"--node-id {number}" for number in range(500))
-    line = f"{sys.executable} -m loader plan {nodes} | head -n 1"
-    done = subprocess.run(
-        line, shell=True, cwd=ROOT, env=loader.environment(), capture_output=True, text=True, check=False
-    )
-    assert done.stdout.startswith(loader.store)
-    assert "Error" not in done.stderr and "loader:" not in done.stderr
-    assert loader("plan", "--node-id", "ł", PYTHONIOENCODING="latin-1").stdout.startswith("\\u0142: 10 of ")
 
 
 @pytest.mark.slow
@@ -164,13 +139,6 @@ def test_it_goes_on_where_an_earlier_one_ended(loader, here, store):
     assert_sound(loader, store)
 
 
-def test_of_several_sources_the_first_shards_of_each_come(here):
-    done = here.json("fetch", "--node-id", "n", "--source", "alpha=1", "--source", "beta=2", "--shards", "2")
-    plan = here.json("plan", "--node-id", "n", "--source", "alpha=1", "--source", "beta=2")
-    assert sorted(done["fetched"]) == sorted(shard["id"] for shard in plan["shards"] if shard["cached"])
-    assert sorted(shard["source"] for shard in plan["shards"] if shard["cached"]) == ["alpha", "alpha", "beta", "beta"]
-
-
 def test_what_one_shard_suffers_costs_the_others_nothing(here, tmp_path):
     store = copy_small_store(tmp_path / "store")
     gone, spoilt = SHARDS[2], SHARDS[5]
@@ -231,27 +199,6 @@ def test_a_bandwidth_cap_is_kept(http_loader):
     # Of what came, a quarter of a second's worth may have come at once, and a block a thread is not waited for.
     assert done["received_bytes"] > 20_000
     assert done["seconds"] > (done["received_bytes"] - 5_000) / 20_000 - 0.5
-
-
-@pytest.mark.slow
-def test_a_terminal_is_shown_a_bar_and_a_pipe_is_not(http_loader):
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = http_loader.start("fetch", "--node-id", "n", "--max-bandwidth", "40kB", stderr=child)
-    os.close(child)
-    seen = b""
-    try:
-        while part := os.read(parent, 65536):
-            seen += part
-    except OSError:
-        """The command has closed its end."""
-    finally:
-        os.close(parent)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert b"fetching: " in seen and b"%|" in seen
-    assert out.startswith(b"10 of 10 shards fetched")
-    assert b"%|" not in http_loader("fetch", "--node-id", "m").stderr.encode()
 
 
 @pytest.mark.slow

@@ -14,11 +14,10 @@ import pytest
 
 from loader import CorruptObjectError, DataUnavailableError, GenesisDataset
 from loader.fetch.mirrors import Mirrors
-from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key, vocabulary_key
-from tests.loader.fetch.conftest import OpenSession
+from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.serve_process import genesis_serve
-from tests.support.token_store import TokenStore, fixed_ids, take, vocabulary_of
+from tests.support.token_store import TokenStore, take
 
 KEY = shard_key(0)
 BODY = random.Random(3).randbytes(200_000)
@@ -92,21 +91,6 @@ def test_a_server_that_asks_for_more_time_is_left_alone_while_others_are_asked(s
     assert 800 <= clock.now < 830
 
 
-@pytest.mark.slow
-def test_pauses_grow_and_no_two_nodes_make_the_same(serve: Serve, clock: Clock) -> None:
-    addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
-    runs = []
-    for _ in range(2):
-        with pytest.raises(DataUnavailableError, match="within 600 s"):
-            Mirrors(addresses, 600.0).fetch(KEY, 100, whole)
-        runs.append(clock.slept.copy())
-        clock.slept.clear()
-    for slept in runs:
-        assert 20 <= len(slept) <= 45
-        assert all(min(30.0, 2.0**n) / 2 <= pause <= min(30.0, 2.0**n) for n, pause in enumerate(slept))
-    assert all(first != second for first, second in zip(*runs, strict=False))
-
-
 def test_the_training_s_own_random_numbers_are_left_alone(serve: Serve, clock: Clock) -> None:
     random.seed(5)
     expected = [random.random() for _ in range(3)]
@@ -165,60 +149,6 @@ def test_a_redirect_that_leads_nowhere(serve: Serve, location: str) -> None:
 
 SEGMENTS = 3
 SHARDS = SEGMENTS * SEGMENT_SHARDS
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> TokenStore:
-    """Of several segments and two sources; every shard has the same bytes, and none is ever read."""
-    store = TokenStore(tmp_path / "store", shard_tokens=65, packed=False)
-    entry = store.add(fixed_ids(0, 65))
-    store.entries = [
-        entry.model_copy(update={"id": number, "source": ("alpha", "beta")[number % 2]}) for number in range(SHARDS)
-    ]
-    store.publish()
-    return store
-
-
-def kept_segments(cache: Path) -> int:
-    return sum("segment" in path.name for path in (cache / "stores").glob("*/*"))
-
-
-@pytest.mark.parametrize("segments_of_a_small_store", [SEGMENTS, SEGMENTS - 1])
-def test_of_a_large_store_only_the_segments_of_shards_that_are_read_are_kept(
-    large: TokenStore,
-    open_session: OpenSession,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    segments_of_a_small_store: int,
-) -> None:
-    monkeypatch.setattr("loader.fetch.catalog._KEPT_SEGMENTS", segments_of_a_small_store)
-    is_small = segments_of_a_small_store == SEGMENTS
-    catalog = open_session(large.url).catalog
-    by_source = catalog.shards_by_source(SHARDS - 1)
-    assert {name: list(ids) for name, ids in by_source.items()} == {
-        "alpha": list(range(0, SHARDS - 1, 2)),
-        "beta": list(range(1, SHARDS - 1, 2)),
-    }
-    assert kept_segments(tmp_path / "cache") == (SEGMENTS if is_small else 0)
-    assert catalog.entry(SEGMENT_SHARDS + 1).source == "beta"
-    assert kept_segments(tmp_path / "cache") == (SEGMENTS if is_small else 1)
-
-
-@pytest.mark.parametrize("surplus_bytes", [60_000, 200_000])
-def test_a_vocabulary_larger_than_its_ids_can_make_it(open_session, tmp_path, surplus_bytes):
-    store = TokenStore.of(tmp_path / "store", 1)
-    body = vocabulary_of().to_json() + b" " * surplus_bytes
-    digest = sha256_hex(body)
-    store.put(vocabulary_key(digest), body)
-    assert store.tokenizer is not None
-    reference = store.tokenizer.model_copy(update={"key": vocabulary_key(digest), "sha256": digest})
-    store.publish(tokenizer=reference)
-    catalog = open_session(store.url).catalog
-    if surplus_bytes < 2**16:
-        assert catalog.vocabulary() == vocabulary_of()
-    else:
-        with pytest.raises(DataUnavailableError, match="at most"):
-            catalog.vocabulary()
 
 
 @pytest.fixture

@@ -17,13 +17,11 @@ from loader import (
     LoaderUsageError,
     ManifestRollbackError,
     ManifestSignatureError,
-    UntrustedManifestError,
 )
 from loader.fetch.known_store import KnownStore, ManifestMemory, RememberedManifest, TrustedManifest
 from manifests import MANIFEST_KEY, generate_private_key, public_key_pem, sha256_hex
 from tests.loader.fetch.conftest import OpenSession
 from tests.support.fault_proxy import FaultProxy, Reply, Request
-from tests.support.s3_servers import free_port
 from tests.support.serve_process import genesis_serve
 from tests.support.small_store import PRIVATE_KEY
 from tests.support.token_store import TokenStore, take
@@ -215,37 +213,6 @@ def test_a_network_that_is_gone(store: TokenStore, open_session: OpenSession, tm
     shutil.rmtree(tmp_path / "cache" / "stores")
     with pytest.raises(DataUnavailableError):
         GenesisDataset(address, "node-a", **options)
-
-
-@pytest.mark.slow
-def test_nobody_there(open_session: OpenSession, tmp_path: Path) -> None:
-    with pytest.raises(DataUnavailableError):
-        open_session(f"http://127.0.0.1:{free_port()}", timeout_s=1.0)
-    with pytest.raises(DataUnavailableError, match="no such folder"):
-        open_session(str(tmp_path / "nowhere"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataUnavailableError, match="found no manifest"):
-        open_session(str(tmp_path / "empty"))
-    with pytest.raises(LoaderUsageError):
-        open_session("ftp://example.org/store")
-
-
-def test_answers_that_are_no_manifest_or_without_end(open_session: OpenSession) -> None:
-    # A captive portal, say.
-    def portal(_: Request) -> Reply:
-        return Reply(200, b"<html>Please log in</html>", (("Content-Type", "text/html"),))
-
-    with FaultProxy(1, answer=portal) as proxy, pytest.raises(UntrustedManifestError):
-        open_session(f"http://127.0.0.1:{proxy.port}")
-    asked: list[str] = []
-
-    def endless(request: Request) -> Reply:
-        asked.append(request.path)
-        return Reply(200, b"x", (("Content-Length", str(2**50)),), cut_after=1)
-
-    with FaultProxy(1, answer=endless) as proxy, pytest.raises(DataUnavailableError, match="at most"):
-        open_session(f"http://127.0.0.1:{proxy.port}")
-    assert asked == ["/manifest.json"]
 
 
 FORGED_AT = "2027-01-01T00:00:00Z"

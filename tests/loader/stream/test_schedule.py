@@ -6,7 +6,7 @@ from collections import Counter
 from copy import deepcopy
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.stream.schedule import Lane, LanePosition, Rows, Schedule
@@ -205,36 +205,3 @@ def test_far_steps_of_a_mixture_are_where_steps_lead(weights, batch_size, far, m
     rows = (far + more) * batch_size
     for position, weight in zip(skipped.positions, weights, strict=True):
         assert abs(7 * position.epoch + position.window - rows * (weight / sum(weights))) <= 60 + rows * 2.0**-45
-
-
-@given(LANES, BATCH_SIZES, STEPS)
-def test_a_batch_left_its_shard_if_the_next_one_begins_in_another(lanes, batch_size, steps):
-    schedule = Schedule(lanes, batch_size)
-    assert not schedule.batch_left_shard()
-
-    def shards() -> list[tuple[int, int]]:
-        at = zip(schedule.positions, lanes, strict=True)
-        return [(position.epoch, position.window // lane.windows_per_shard) for position, lane in at]
-
-    for _ in range(steps):
-        before = shards()
-        schedule.next_rows()
-        assert schedule.batch_left_shard() == (shards() != before)
-
-
-def test_the_shard_ahead_of_a_queued_lane_is_the_one_that_will_be_read() -> None:
-    schedule = Schedule([Lane((1, 2), 10)], 5)
-    schedule.queue_lane(0, Lane((7, 8), 10))
-    assert schedule.next_shard() == 2
-    take(schedule, 2)
-    assert (schedule.current_shard(), schedule.next_shard()) == (2, 7)
-
-
-@given(st.integers(20, 400), st.integers(1, 9), st.integers(0, 30))
-def test_steps_on_the_shard_of_a_single_lane(windows: int, batch_size: int, steps: int) -> None:
-    assume(steps * batch_size < windows)
-    schedule = Schedule([Lane((3, 4), windows)], batch_size)
-    take(schedule, steps)
-    assert schedule.steps_on_shard() == steps
-    schedule.rotate()
-    assert schedule.steps_on_shard() == 0
