@@ -245,7 +245,8 @@ def test_any_run_that_grew_can_be_replayed(tmp_path_factory, make_dataset, stops
     folder = tmp_path_factory.mktemp("grown")
     store = TokenStore.of(folder / "store", 4, sources=("alpha", "beta"))
     mixed = {"sources": sources, "epochs": epochs, "cache_dir": folder / "cache", "seq_len": 333, "batch_size": 5}
-    dataset = make_dataset(store, **mixed, count=4)
+    mixed |= {"count": 4, "holdout": 1}
+    dataset = make_dataset(store, **mixed)
     dataset.load_state_dict({**dataset.state_dict(), "rotations": sorted(rotations)})
     found: list[str] = []
     for steps in (*stops, 10):
@@ -256,7 +257,8 @@ def test_any_run_that_grew_can_be_replayed(tmp_path_factory, make_dataset, stops
         dataset.refresh()
         if data.draw(st.booleans()):
             state = json.loads(json.dumps(dataset.state_dict()))
-            dataset = make_dataset(store, **mixed, count=4, state=state)
+            dataset = make_dataset(store, **mixed, state=state)
+    assert not {0, 1} & set(dataset.shards)  # Held out, whatever has been added.
     steps = data.draw(st.sets(st.integers(0, len(found) - 1), min_size=1, max_size=8))
     replayed = {step: digest(dataset.replay("node-a", step, rotations=dataset.rotations)) for step in steps}
     assert replayed == {step: found[step] for step in steps}

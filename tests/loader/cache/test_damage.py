@@ -77,12 +77,7 @@ def test_a_link_where_a_file_would_be_made_is_not_written_through(folder, tmp_pa
     assert "symbolic links" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "../x-0123456789abcdef.pt", "/x-0123456789abcdef.pt", "x.pt", ".x-0123456789abcdef.pt",
-     "x-0123456789ABCDEF.pt", "x-0123456789abcdef.pt\n", "x-0123456789abcdef.pt.part",
-     "x" * 300 + "-0123456789abcdef.pt"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["", "..", "../x-0123456789abcdef.pt", ".x-0123456789abcdef.pt", f"{NAME}\n"])
 def test_a_name_that_is_not_one_is_refused(filled, name):
     for use in (filled.contains, filled.discard, lambda name: filled.open(name, 1, bytes, lambda view: None)):
         with pytest.raises(LoaderUsageError, match="expected a cache name"):
