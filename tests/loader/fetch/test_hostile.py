@@ -132,15 +132,15 @@ def test_manifests_segments_and_vocabularies_of_any_size(store, open_store, open
         open_store(store.url)
     assert cached_bytes(tmp_path / "cache") == 0
     store.put(MANIFEST_KEY, honest)
+    publish_segment(store, b" " * (MAX_SEGMENT_BYTES + 1))
+    with at_most(4), pytest.raises(LoaderError, match="at most"):
+        open_store(store.url)
     body = vocabulary_of().to_json() + b" " * 200_000
     digest = sha256_hex(body)
     store.put(vocabulary_key(digest), body)
     store.publish(tokenizer=store.tokenizer.model_copy(update={"key": vocabulary_key(digest), "sha256": digest}))
     with at_most(4), pytest.raises(DataUnavailableError, match="at most"):
         open_session(store.url).catalog.vocabulary()
-    publish_segment(store, b" " * (MAX_SEGMENT_BYTES + 1))
-    with at_most(4), pytest.raises(LoaderError, match="at most"):
-        open_store(store.url)
 
 
 ENTRIES: dict[str, dict[str, Any]] = {
