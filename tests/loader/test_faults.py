@@ -83,13 +83,7 @@ def test_ten_thousand_batches(store: TokenStore, undisturbed: Callable[[int], li
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["folder", "s3", "serve", "nginx", "varnish"])
-def test_every_kind_of_store(
-    store: TokenStore,
-    undisturbed: Callable[[int], list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-) -> None:
+def test_every_kind_of_store(store, undisturbed, tmp_path, monkeypatch, kind):
     with ExitStack() as stack:
         if kind == "folder":
             address = store.url

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader import DataUnavailableError, GenesisDataset, LoaderError, PlateauRule, StateMismatchError
-from loader.feed import Feed
 from tests.support.token_store import TokenStore, digest, take
 
 Make = Callable[..., GenesisDataset]
@@ -69,9 +68,7 @@ STEPS = 24
 @pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(RUNS, st.integers(0, STEPS), st.integers(0, STEPS), st.booleans())
-def test_resuming_twice_anywhere_is_never_having_stopped(
-    two_sources: TokenStore, make_dataset: Make, run: Run, first: int, second: int, before_report: bool
-) -> None:
+def test_resuming_twice_anywhere_is_never_having_stopped(two_sources, make_dataset, run, first, second, before_report):
     undisturbed = make_dataset(two_sources, **run.options)
     expected = list(run.batches(undisturbed, 0, STEPS))
     found: list[str] = []
@@ -110,15 +107,7 @@ def test_rotations_happen_in_these_runs(two_sources: TokenStore, make_dataset: M
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 7), st.sampled_from([333, 999]), st.integers(1, 3), st.integers(1, 2), st.data())
-def test_resuming_within_finite_passes(
-    two_sources: TokenStore,
-    make_dataset: Make,
-    batch_size: int,
-    seq_len: int,
-    count: int,
-    epochs: int,
-    data: st.DataObject,
-) -> None:
+def test_resuming_within_finite_passes(two_sources, make_dataset, batch_size, seq_len, count, epochs, data):
     options = {"batch_size": batch_size, "seq_len": seq_len, "count": count, "epochs": epochs}
     undisturbed = make_dataset(two_sources, **options)
     passes = [take(undisturbed) for _ in range(3)]
@@ -166,21 +155,13 @@ def test_a_state_of_a_step_is_the_state_at_that_step(six_shards: TokenStore, mak
     assert take(ahead, 3) == take(make_dataset(six_shards), 113)[110:]
 
 
-def test_a_state_of_a_step_in_a_later_pass_and_behind_its_end(
-    six_shards: TokenStore, make_dataset: Make, two_sources: TokenStore
-) -> None:
+def test_a_state_of_a_step_in_a_later_pass(six_shards: TokenStore, make_dataset: Make) -> None:
     options = {"epochs": 1, "batch_size": 7, "seq_len": 333, "count": 2}
     dataset = make_dataset(six_shards, **options)
     passes = [take(dataset) for _ in range(3)]
     length = len(passes[0])
     resumed = make_dataset(six_shards, **options, state=dataset.state_dict(step=length + 1))
     assert take(resumed) == passes[1][1:]
-    dataset = make_dataset(two_sources, epochs=1)
-    first = take(dataset)
-    state = dataset.state_dict()
-    second = take(dataset)
-    resumed = make_dataset(two_sources, epochs=1, state=state)
-    assert take(resumed) == second != first
 
 
 def test_loading_a_state_while_iterating(six_shards: TokenStore, make_dataset: Make) -> None:
@@ -253,11 +234,6 @@ def test_the_state_stays_small(tmp_path: Path) -> None:
     assert dataset.state_dict()["step"] == 10_000
     assert sizes[1] < 2_000
     assert sizes[1] - sizes[0] < 30
-    rotating = GenesisDataset(store.url, "gpu-7", **options)
-    for _ in islice(rotating, 10_000):
-        rotating.report_loss(0.01 * rng.random())
-    assert 90 <= len(rotating.rotations) <= 100
-    assert len(json.dumps(rotating.state_dict())) < 2_000
 
 
 @pytest.fixture
@@ -282,9 +258,7 @@ def state(six_shards: TokenStore, make_dataset: Make) -> dict[str, Any]:
         ("split", "holdout"),
     ],
 )
-def test_a_state_made_with_other_options(
-    six_shards: TokenStore, make_dataset: Make, state: dict[str, Any], option: str, value: object
-) -> None:
+def test_a_state_made_with_other_options(six_shards, make_dataset, state, option, value):
     dataset = make_dataset(six_shards, **({"holdout": 1} if option == "split" else {}), **{option: value})
     with pytest.raises(StateMismatchError, match="expected a state made with"):
         dataset.load_state_dict(state)
@@ -317,9 +291,7 @@ DAMAGED: dict[tuple[str | int, ...], list[object]] = {
 
 
 @pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in DAMAGED.items() for value in values])
-def test_a_damaged_state(
-    six_shards: TokenStore, make_dataset: Make, state: dict[str, Any], path: tuple[str | int, ...], value: object
-) -> None:
+def test_a_damaged_state(six_shards, make_dataset, state, path, value):
     damaged = copy.deepcopy(state)
     at: Any = damaged
     for part in path[:-1]:
@@ -335,9 +307,7 @@ def test_a_damaged_state(
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_any_damage_is_refused_or_harmless(
-    six_shards: TokenStore, make_dataset: Make, state: dict[str, Any], data: st.DataObject
-) -> None:
+def test_any_damage_is_refused_or_harmless(six_shards, make_dataset, state, data):
     text = json.dumps(state)
     position = data.draw(st.integers(0, len(text) - 1))
     damaged = text[:position] + data.draw(st.sampled_from('0123456789abz"-.,[]{}')) + text[position + 1 :]
@@ -353,9 +323,7 @@ def test_any_damage_is_refused_or_harmless(
     assert len(take(dataset, 3)) == 3
 
 
-def test_a_state_of_another_store_or_one_that_has_shrunk(
-    tmp_path: Path, make_dataset: Make, state: dict[str, Any]
-) -> None:
+def test_a_state_of_another_store_or_one_that_has_shrunk(tmp_path, make_dataset, state):
     other = TokenStore(tmp_path / "store")
     for shard_id in range(6):
         other.add(other.ids(shard_id + 1))
@@ -391,22 +359,7 @@ def test_an_error_leaves_the_stream_at_the_batch_that_failed(tmp_path: Path, mak
     assert take(resumed, len(rest)) == rest
 
 
-def test_an_interrupt_or_a_removed_cache_is_no_loss(
-    six_shards: TokenStore, make_dataset: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    expected = take(make_dataset(six_shards), 10)
-    dataset = make_dataset(six_shards)
-    take(dataset, 4)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Feed, "batch", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            next(iter(dataset))
-    assert dataset.state_dict()["step"] == 4
-    assert take(dataset, 6) == expected[4:]
+def test_a_removed_cache_is_no_loss(six_shards, make_dataset, tmp_path):
     expected = take(make_dataset(six_shards), 60)
     dataset = make_dataset(six_shards, cache_dir=tmp_path / "cache")
     found = take(dataset, 20)

@@ -94,9 +94,7 @@ def test_rotations_are_those_of_one_process(six_shards: TokenStore, make_dataset
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (3, 2)])
-def test_a_state_of_a_step_resumes_with_another_number_of_workers(
-    six_shards: TokenStore, make_dataset: Make, before: int, after: int
-) -> None:
+def test_a_state_of_a_step_resumes_with_another_number_of_workers(six_shards, make_dataset, before, after):
     options = {"plateau": QUICK, "seq_len": 32}
     dataset = make_dataset(six_shards, **options)
     found = []
@@ -112,19 +110,6 @@ def test_a_state_of_a_step_resumes_with_another_number_of_workers(
     assert found == expected[:37]
     resumed = make_dataset(six_shards, **options, state=state)
     assert take(workers(resumed, after), 23) == expected[37:]
-
-
-def test_a_peek_before_workers(six_shards: TokenStore, make_dataset: Make) -> None:
-    expected = take(make_dataset(six_shards), 30)
-    dataset = make_dataset(six_shards)
-    assert digest(next(iter(dataset))) == expected[0]
-    assert take(workers(dataset, 2), 9) == expected[1:10]
-    with pytest.raises(LoaderUsageError):
-        dataset.state_dict()
-    dataset.load_state_dict(dataset.state_dict(step=10))
-    assert take(workers(dataset, 2), 5) == expected[10:15]
-    dataset.load_state_dict(dataset.state_dict(step=15))
-    assert take(dataset, 5) == expected[15:20]
 
 
 @pytest.mark.slow
@@ -168,9 +153,7 @@ def train_a_rank(dataset: GenesisDataset, step: int, found: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_that_are_no_workers_have_streams_of_their_own(
-    six_shards: TokenStore, make_dataset: Make, method: str
-) -> None:
+def test_processes_that_are_no_workers_have_streams_of_their_own(six_shards, make_dataset, method):
     expected = take(make_dataset(six_shards), 100)
     dataset = make_dataset(six_shards)
     context = multiprocessing.get_context(method)
@@ -186,25 +169,6 @@ def test_processes_that_are_no_workers_have_streams_of_their_own(
     dataset.report_loss(2.0)
     assert own + take(iterator, 3) == expected[:6]
     assert of_ranks == {0: expected[:10], 60: expected[60:70]}
-
-
-def test_a_rotation_that_no_worker_has_reached_is_in_the_datasets_state(
-    six_shards: TokenStore, make_dataset: Make
-) -> None:
-    """And not in StatefulDataLoader's, which has what its workers knew when they made their batches."""
-    options = {"plateau": QUICK, "seq_len": 32}
-    dataset = make_dataset(six_shards, **options)
-    iterator = iter(StatefulDataLoader(dataset, batch_size=None, num_workers=2, timeout=60))
-    taken = 0
-    while not dataset.rotations:
-        next(iterator)
-        taken += 1
-        dataset.report_loss(0.01)
-    assert dataset.rotations[0] > taken
-    state = json.loads(json.dumps(dataset.state_dict(step=taken)))
-    expected = take(iterator, 12)
-    resumed = make_dataset(six_shards, **options, state=state)
-    assert take(workers(resumed, 2), 12) == expected
 
 
 def test_persistent_workers_say_what_they_cannot_know(six_shards: TokenStore, make_dataset: Make) -> None:
@@ -311,23 +275,6 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerBoard:
     return WorkerBoard()
 
 
-def test_a_worker_is_told_what_is_new_and_one_of_before_the_move_everything(board: WorkerBoard) -> None:
-    board.reset(10, (3, 7))
-    assert board.announce(10, 0) == (3, 7)
-    assert board.announce(11, 2) == ()
-    assert board.rotate() == 12
-    assert board.announce(12, 2) == (12,)
-    # What another worker knows from a state comes behind, whatever its step.
-    board.merge((3, 5, 12))
-    assert board.announce(13, 3) == (5,)
-    assert board.rotations() == (3, 7, 12, 5)
-    board.reset(10, (3, 7, 9))
-    theirs = _spawned_copy(board)
-    board.reset(4, (3,))
-    assert theirs.announce(14, 3) == (3,)
-    assert board.announce(14, 1) == ()
-
-
 def _spawned_copy(board: WorkerBoard) -> WorkerBoard:
     """As a worker has it."""
     multiprocessing.context.set_spawning_popen(object())
@@ -335,24 +282,6 @@ def _spawned_copy(board: WorkerBoard) -> WorkerBoard:
         return pickle.loads(pickle.dumps(board))
     finally:
         multiprocessing.context.set_spawning_popen(None)
-
-
-def test_threads_do_not_lose_each_others_rotations(board: WorkerBoard) -> None:
-    def rotate() -> None:
-        for _ in range(100):
-            board.rotate()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=rotate) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(board.rotations()) == 400
 
 
 @pytest.fixture
@@ -371,9 +300,7 @@ def holder(board: WorkerBoard, tmp_path: Path) -> Iterator[subprocess.Popen[str]
         yield process
 
 
-def test_a_board_that_stays_locked_is_an_error_that_names_the_holder(
-    board: WorkerBoard, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_stays_locked_is_an_error_that_names_the_holder(board, holder, monkeypatch):
     monkeypatch.setattr("loader.shared_stream._LOCK_TIMEOUT_S", 0.1)
     with pytest.raises(LoaderError, match=f"locked by (process {holder.pid}|another process);"):
         board.look()

@@ -17,7 +17,6 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from loader.cache import CachedFile, ShardCache
-from loader.errors import CorruptObjectError
 from tests.support.cache_actor import SIZE_BYTES, check, content, name_of, produced_by
 
 NAME = name_of(1)
@@ -108,11 +107,7 @@ def test_writing_to_the_buffer_changes_nobody_elses(folder, was_there):
     assert bytes(mine.buffer[:4]) == b"mine"
 
 
-def test_a_view_keeps_the_file_and_the_wrong_number_of_bytes_is_found_out(folder):
-    cache = ShardCache(folder, 10 * SIZE_BYTES)
-    with pytest.raises(CorruptObjectError, match=f"expected {SIZE_BYTES} bytes, found 3"):
-        cache.open(NAME, SIZE_BYTES, lambda: b"abc", check(NAME))
-    assert [path.name for path in folder.iterdir()] == [".lock"]
+def test_a_view_keeps_the_file(folder):
     cache = ShardCache(folder, SIZE_BYTES)
     tail = cache.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME)).buffer[-10:]
     assert cache.clear().kept == (NAME,)
@@ -143,19 +138,6 @@ def child_of():
     for child in children:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-
-
-def test_a_file_made_while_a_child_was_forked_is_everyones(start_actor, folder, child_of):
-    maker = start_actor()
-    maker.tell(f"open {NAME} hold", answer="producing")
-    child_of(maker)
-    maker.tell("go on")
-    assert maker.opened().cached
-    cache = ShardCache(folder, SIZE_BYTES, wait_timeout_s=30)
-    assert cache.open(NAME, SIZE_BYTES, lambda: content(NAME), check(NAME)).from_cache
-    maker.tell("drop", answer="dropped")
-    # The child was forked before the file was mapped: it does not hold it.
-    assert cache.clear().removed == (NAME,)
 
 
 def test_the_death_of_a_maker_frees_its_file_though_a_child_lives(start_actor, folder, child_of):
@@ -372,7 +354,7 @@ CacheModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40,
 TestEviction = CacheModel.TestCase
 
 
-def test_unknown_files_and_what_cannot_fit_remove_nothing(tmp_path, caplog):
+def test_unknown_files_are_left_alone(tmp_path):
     foreign = {"notes.txt": b"n" * 500, "shard_1.pt": b"s" * 500, ".other.part": b"p" * 500}
     for name, body in foreign.items():
         (tmp_path / name).write_bytes(body)
@@ -382,10 +364,3 @@ def test_unknown_files_and_what_cannot_fit_remove_nothing(tmp_path, caplog):
     assert [entry.name for entry in cache.entries()] == [name_of(2)]
     assert cache.clear().removed == (name_of(2),)
     assert {name: (tmp_path / name).read_bytes() for name in foreign} == foreign
-    cache = ShardCache(tmp_path, 1000)
-    open_file = cache.open(name_of(1), 600, lambda: content(name_of(1), 600), check(name_of(1)))
-    cache.open(name_of(2), 400, lambda: content(name_of(2), 400), check(name_of(2)))
-    assert not cache.open(name_of(3), 500, lambda: bytes(500), check(name_of(3))).cached
-    assert "--cache-bytes" in caplog.text
-    assert cache.contains(name_of(2))
-    assert open_file.buffer == content(name_of(1), 600)

@@ -1,19 +1,13 @@
 """How a command line ends and what it imports; and shards into the cache, again, in part, with losses, and stopped."""
 
-import fcntl
-import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 
 from loader import get_assigned_shards
-from loader.cli.app import run
-from manifests import packed_key, public_key_pem, sha256_hex, shard_key
+from manifests import generate_private_key, packed_key, public_key_pem, sha256_hex, shard_key
 from tests.loader.cli.conftest import ROOT, LoaderCommand
 from tests.support.fault_proxy import FaultProxy, Reply
 from tests.support.small_store import PRIVATE_KEY, SHARD_TOKENS, copy_small_store, manifest_of, segment_of
@@ -24,39 +18,26 @@ from tests.support.waiting import wait_until
     ("line", "said"),
     [
         ("", "Usage: python -m loader"),
-        ("plan --bad", "--bad"),
         ("plan", "expected --node-id ID, found none"),
-        ("plan --node-id ", "expected the id of a node, found nothing"),
         ("plan --node-id \udcff", "in UTF-8"),
         ("plan --nodes-from /nowhere", "--nodes-from /nowhere: No such file"),
         ("plan --node-id a --source alpha=x", "expected NAME=WEIGHT"),
-        ("plan --node-id a --source alpha=0", "weights above 0"),
         ("plan --node-id a --source gamma", "(alpha, beta), found 'gamma'"),
         ("plan --node-id a --holdout 99", "expected shards to read"),
         ("plan --node-id a --total-shards 24", "expected at most 23"),
         ("plan --node-id a --verify 3,x", "--verify: expected whole numbers"),
         ("plan --node-id a --node-id b --verify 3", "expected one --node-id, found 2"),
         ("plan --node-id a --cache-bytes 20G", "expected a size such as 20GB"),
-        ("plan --node-id a --max-bandwidth fast", "expected a size such as 20GB"),
         ("plan --node-id a --public-key /nowhere", "--public-key /nowhere: No such file"),
         ("plan --node-id a --mirror ftp://nowhere", "ftp"),
         ("verify", "expected --node-id ID"),
         ("verify --all --node-id a", "expected --all or --node-id"),
         ("verify --node-id a --claim 00", "expected --replay STEP"),
         ("verify --node-id a --replay 0 --claim 00", "expected 64 hexadecimal digits"),
-        ("verify --node-id a --replay 0 --rotations 1,", "--rotations"),
-        ("bench --node-id a --node-id b", "expected one --node-id, found 2"),
     ],
 )
 def test_wrong_usage_ends_with_two(line, said, here):
     assert said in "".join(here(*(line.split(" ") if line else []), expect=2))
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    from genesis import __version__
-
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"loader {__version__}\n"
 
 
 @pytest.mark.slow
@@ -68,18 +49,11 @@ def test_a_store_that_is_not_there_ends_with_one(store, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_a_pinned_key_is_held_against_the_store(tmp_path):
-    from manifests import generate_private_key
-
+def test_a_pinned_key_is_held_against_the_store(here, tmp_path):
     copy_small_store(tmp_path / "signed", signed=True)
-    loader = LoaderCommand(str(tmp_path / "signed"), tmp_path / "cache")
-    for name, key in (("right", PRIVATE_KEY), ("wrong", generate_private_key())):
+    for name, key, code in (("right", PRIVATE_KEY, 0), ("wrong", generate_private_key(), 1)):
         (tmp_path / name).write_bytes(public_key_pem(key.public_key()))
-    assert loader("plan", "--node-id", "a").stderr == "", "a folder of this machine needs no key"
-    assert loader("plan", "--node-id", "a", "--public-key", tmp_path / "right").stderr == ""
-    refused = loader("plan", "--node-id", "a", "--public-key", tmp_path / "wrong", expect=1, GENESIS_LOG="ERROR")
-    assert refused.stdout == "" and len(refused.stderr.splitlines()) == 1
+        here("plan", "--node-id", "a", "--store", tmp_path / "signed", "--public-key", tmp_path / name, expect=code)
 
 
 def test_mirrors_and_caches_that_keep_nothing(here, store):
@@ -88,18 +62,6 @@ def test_mirrors_and_caches_that_keep_nothing(here, store):
     done = here.json("fetch", "--node-id", "n", "--jobs", "1", "--cache-dir", "/dev/null", expect=1)
     assert [failure["shard_id"] for failure in done["failed"]] == SHARDS[:1]
     assert done["not_begun"] == SHARDS[1:]
-
-
-@pytest.mark.slow
-def test_readers_that_close_early_and_terminals_without_letters(loader):
-    nodes = " ".join(f"--node-id {number}" for number in range(500))
-    line = f"{sys.executable} -m loader plan {nodes} | head -n 1"
-    done = subprocess.run(
-        line, shell=True, cwd=ROOT, env=loader.environment(), capture_output=True, text=True, check=False
-    )
-    assert done.stdout.startswith(loader.store)
-    assert "Error" not in done.stderr and "loader:" not in done.stderr
-    assert loader("plan", "--node-id", "ł", PYTHONIOENCODING="latin-1").stdout.startswith("\\u0142: 10 of ")
 
 
 @pytest.mark.slow
@@ -164,13 +126,6 @@ def test_it_goes_on_where_an_earlier_one_ended(loader, here, store):
     assert_sound(loader, store)
 
 
-def test_of_several_sources_the_first_shards_of_each_come(here):
-    done = here.json("fetch", "--node-id", "n", "--source", "alpha=1", "--source", "beta=2", "--shards", "2")
-    plan = here.json("plan", "--node-id", "n", "--source", "alpha=1", "--source", "beta=2")
-    assert sorted(done["fetched"]) == sorted(shard["id"] for shard in plan["shards"] if shard["cached"])
-    assert sorted(shard["source"] for shard in plan["shards"] if shard["cached"]) == ["alpha", "alpha", "beta", "beta"]
-
-
 def test_what_one_shard_suffers_costs_the_others_nothing(here, tmp_path):
     store = copy_small_store(tmp_path / "store")
     gone, spoilt = SHARDS[2], SHARDS[5]
@@ -231,27 +186,6 @@ def test_a_bandwidth_cap_is_kept(http_loader):
     # Of what came, a quarter of a second's worth may have come at once, and a block a thread is not waited for.
     assert done["received_bytes"] > 20_000
     assert done["seconds"] > (done["received_bytes"] - 5_000) / 20_000 - 0.5
-
-
-@pytest.mark.slow
-def test_a_terminal_is_shown_a_bar_and_a_pipe_is_not(http_loader):
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = http_loader.start("fetch", "--node-id", "n", "--max-bandwidth", "40kB", stderr=child)
-    os.close(child)
-    seen = b""
-    try:
-        while part := os.read(parent, 65536):
-            seen += part
-    except OSError:
-        """The command has closed its end."""
-    finally:
-        os.close(parent)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert b"fetching: " in seen and b"%|" in seen
-    assert out.startswith(b"10 of 10 shards fetched")
-    assert b"%|" not in http_loader("fetch", "--node-id", "m").stderr.encode()
 
 
 @pytest.mark.slow

@@ -14,11 +14,10 @@ import pytest
 
 from loader import CorruptObjectError, DataUnavailableError, GenesisDataset
 from loader.fetch.mirrors import Mirrors
-from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key, vocabulary_key
-from tests.loader.fetch.conftest import OpenDataset, OpenSession
+from manifests import SEGMENT_SHARDS, packed_key, sha256_hex, shard_key
 from tests.support.fault_proxy import FaultProxy, Reply, Request
 from tests.support.serve_process import genesis_serve
-from tests.support.token_store import TokenStore, fixed_ids, take, vocabulary_of
+from tests.support.token_store import TokenStore, take
 
 KEY = shard_key(0)
 BODY = random.Random(3).randbytes(200_000)
@@ -92,21 +91,6 @@ def test_a_server_that_asks_for_more_time_is_left_alone_while_others_are_asked(s
     assert 800 <= clock.now < 830
 
 
-@pytest.mark.slow
-def test_pauses_grow_and_no_two_nodes_make_the_same(serve: Serve, clock: Clock) -> None:
-    addresses = [serve(Server(too_many("3600"))), serve(Server(Reply(404)))]
-    runs = []
-    for _ in range(2):
-        with pytest.raises(DataUnavailableError, match="within 600 s"):
-            Mirrors(addresses, 600.0).fetch(KEY, 100, whole)
-        runs.append(clock.slept.copy())
-        clock.slept.clear()
-    for slept in runs:
-        assert 20 <= len(slept) <= 45
-        assert all(min(30.0, 2.0**n) / 2 <= pause <= min(30.0, 2.0**n) for n, pause in enumerate(slept))
-    assert all(first != second for first, second in zip(*runs, strict=False))
-
-
 def test_the_training_s_own_random_numbers_are_left_alone(serve: Serve, clock: Clock) -> None:
     random.seed(5)
     expected = [random.random() for _ in range(3)]
@@ -121,9 +105,7 @@ def test_the_training_s_own_random_numbers_are_left_alone(serve: Serve, clock: C
 
 
 @pytest.mark.slow
-def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(serve, monkeypatch):
     # 100 kB/s, and a turn of a second where the object takes two; asked again it would begin anew.
     monkeypatch.setattr("loader.fetch.mirrors._LONE_TURN_S", 1.0)
     server = Server(Reply(200, BODY, (("ETag", '"x"'),), piece_bytes=10_000, pause_s=0.1))
@@ -138,9 +120,7 @@ def test_a_turn_ends_where_nothing_worth_the_name_comes_and_not_before(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [503, 404])
-def test_the_shard_itself_is_asked_for_only_where_there_is_none(
-    tmp_path: Path, open_session: OpenSession, status: int
-) -> None:
+def test_the_shard_itself_is_asked_for_only_where_there_is_none(tmp_path, open_session, status):
     """What hangs or is overloaded would hang for eight times the bytes, too."""
     store = TokenStore.of(tmp_path / "store", 2)
     asked: set[str] = set()
@@ -169,62 +149,6 @@ def test_a_redirect_that_leads_nowhere(serve: Serve, location: str) -> None:
 
 SEGMENTS = 3
 SHARDS = SEGMENTS * SEGMENT_SHARDS
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> TokenStore:
-    """Of several segments and two sources; every shard has the same bytes, and none is ever read."""
-    store = TokenStore(tmp_path / "store", shard_tokens=65, packed=False)
-    entry = store.add(fixed_ids(0, 65))
-    store.entries = [
-        entry.model_copy(update={"id": number, "source": ("alpha", "beta")[number % 2]}) for number in range(SHARDS)
-    ]
-    store.publish()
-    return store
-
-
-def kept_segments(cache: Path) -> int:
-    return sum("segment" in path.name for path in (cache / "stores").glob("*/*"))
-
-
-@pytest.mark.parametrize("segments_of_a_small_store", [SEGMENTS, SEGMENTS - 1])
-def test_of_a_large_store_only_the_segments_of_shards_that_are_read_are_kept(
-    large: TokenStore,
-    open_session: OpenSession,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    segments_of_a_small_store: int,
-) -> None:
-    monkeypatch.setattr("loader.fetch.catalog._KEPT_SEGMENTS", segments_of_a_small_store)
-    is_small = segments_of_a_small_store == SEGMENTS
-    catalog = open_session(large.url).catalog
-    by_source = catalog.shards_by_source(SHARDS - 1)
-    assert {name: list(ids) for name, ids in by_source.items()} == {
-        "alpha": list(range(0, SHARDS - 1, 2)),
-        "beta": list(range(1, SHARDS - 1, 2)),
-    }
-    assert kept_segments(tmp_path / "cache") == (SEGMENTS if is_small else 0)
-    assert catalog.entry(SEGMENT_SHARDS + 1).source == "beta"
-    assert kept_segments(tmp_path / "cache") == (SEGMENTS if is_small else 1)
-
-
-@pytest.mark.parametrize("surplus_bytes", [60_000, 200_000])
-def test_a_vocabulary_larger_than_its_ids_can_make_it(
-    open_session: OpenSession, tmp_path: Path, surplus_bytes: int
-) -> None:
-    store = TokenStore.of(tmp_path / "store", 1)
-    body = vocabulary_of().to_json() + b" " * surplus_bytes
-    digest = sha256_hex(body)
-    store.put(vocabulary_key(digest), body)
-    assert store.tokenizer is not None
-    reference = store.tokenizer.model_copy(update={"key": vocabulary_key(digest), "sha256": digest})
-    store.publish(tokenizer=reference)
-    catalog = open_session(store.url).catalog
-    if surplus_bytes < 2**16:
-        assert catalog.vocabulary() == vocabulary_of()
-    else:
-        with pytest.raises(DataUnavailableError, match="at most"):
-            catalog.vocabulary()
 
 
 @pytest.fixture
@@ -267,14 +191,7 @@ SPOILT: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_the_next_mirror_has_it_right_or_has_it_at_all(
-    store: TokenStore,
-    open_store: OpenDataset,
-    expected: list[str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    spoilt: str,
-) -> None:
+def test_the_next_mirror_has_it_right_or_has_it_at_all(store, open_store, expected, tmp_path, caplog, spoilt):
     shutil.copytree(store.folder, tmp_path / "bad")
     for key in (shard_key, packed_key):
         bodies = [(tmp_path / "bad" / key(shard)).read_bytes() for shard in range(2)]
@@ -288,9 +205,7 @@ def test_the_next_mirror_has_it_right_or_has_it_at_all(
         assert "expected sha256" in caplog.text
 
 
-def test_corrupt_everywhere_names_the_object_and_both_digests(
-    store: TokenStore, open_store: OpenDataset, tmp_path: Path
-) -> None:
+def test_corrupt_everywhere_names_the_object_and_both_digests(store, open_store, tmp_path):
     shutil.copytree(store.folder, tmp_path / "second")
     for folder in (store.folder, tmp_path / "second"):
         spoil_all(folder)
@@ -307,13 +222,7 @@ def test_corrupt_everywhere_names_the_object_and_both_digests(
 
 
 @pytest.mark.parametrize("damage", [spoil, Path.unlink], ids=["spoilt", "missing"])
-def test_a_packed_form_that_cannot_be_had_is_made_up_for(
-    store: TokenStore,
-    open_store: OpenDataset,
-    expected: list[str],
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path], object],
-) -> None:
+def test_a_packed_form_that_cannot_be_had_is_made_up_for(store, open_store, expected, caplog, damage):
     for shard in range(2):
         damage(store.folder / packed_key(shard))
     assert take(open_store(store.url), 20) == expected
@@ -321,14 +230,7 @@ def test_a_packed_form_that_cannot_be_had_is_made_up_for(
 
 
 @pytest.mark.parametrize("position", [0, 300, 704, 9_000, -1])
-def test_a_cached_file_that_was_damaged_is_fetched_again(
-    store: TokenStore,
-    open_store: OpenDataset,
-    expected: list[str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    position: int,
-) -> None:
+def test_a_cached_file_that_was_damaged_is_fetched_again(store, open_store, expected, tmp_path, caplog, position):
     assert take(open_store(store.url), 20) == expected
     for path in (tmp_path / "cache").glob("shard_*"):
         spoil(path, position)
@@ -347,9 +249,7 @@ def test_a_cached_file_that_was_damaged_is_fetched_again(
 
 
 @pytest.mark.slow
-def test_an_answer_larger_than_the_shard_is_not_read(
-    store: TokenStore, open_store: OpenDataset, expected: list[str]
-) -> None:
+def test_an_answer_larger_than_the_shard_is_not_read(store, open_store, expected):
     """A server cannot make a node read more than what the index says there is."""
     sent: list[int] = []
 

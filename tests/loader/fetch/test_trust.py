@@ -14,17 +14,14 @@ import pytest
 from loader import (
     DataUnavailableError,
     GenesisDataset,
-    LoaderError,
     LoaderUsageError,
     ManifestRollbackError,
     ManifestSignatureError,
-    UntrustedManifestError,
 )
 from loader.fetch.known_store import KnownStore, ManifestMemory, RememberedManifest, TrustedManifest
 from manifests import MANIFEST_KEY, generate_private_key, public_key_pem, sha256_hex
 from tests.loader.fetch.conftest import OpenSession
 from tests.support.fault_proxy import FaultProxy, Reply, Request
-from tests.support.s3_servers import free_port
 from tests.support.serve_process import genesis_serve
 from tests.support.small_store import PRIVATE_KEY
 from tests.support.token_store import TokenStore, take
@@ -41,9 +38,7 @@ def alter_manifest(store: TokenStore, **fields: Any) -> None:
     store.put(MANIFEST_KEY, json.dumps({**value, **fields}).encode())
 
 
-def test_the_pinned_key_and_one_that_signs_no_more(
-    store: TokenStore, open_session: OpenSession, public_key: Path
-) -> None:
+def test_the_pinned_key_and_one_that_signs_no_more(store, open_session, public_key):
     assert sequence_at(open_session, store.url, public_key=public_key) == 1
     for _ in range(2):  # One of them is missed, which is no break.
         store.grow(1)
@@ -93,9 +88,7 @@ def test_a_key_that_is_pinned_later(store: TokenStore, open_session: OpenSession
 
 
 @pytest.mark.slow
-def test_without_one_the_loader_says_so_once_and_of_a_folder_of_this_machine_not_at_all(
-    store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_one_the_loader_says_so_once_and_of_a_folder_of_this_machine_not_at_all(store, open_session, caplog):
     for url in (store.url, store.folder.as_uri()):
         open_session(url)
     assert "nothing vouches" not in caplog.text
@@ -106,9 +99,7 @@ def test_without_one_the_loader_says_so_once_and_of_a_folder_of_this_machine_not
     assert "data.public_key" in caplog.text, "a run file has no --public-key"
 
 
-def test_an_older_one_is_passed_over(
-    store: TokenStore, open_session: OpenSession, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_older_one_is_passed_over(store, open_session, caplog):
     old = (store.folder / MANIFEST_KEY).read_bytes()
     store.grow(1)
     honest = (store.folder / MANIFEST_KEY).read_bytes()
@@ -144,9 +135,7 @@ def test_another_history_is_refused(store: TokenStore, open_session: OpenSession
     assert sequence_at(open_session, store.url) == 3
 
 
-def test_the_next_mirror_is_asked(
-    store: TokenStore, open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_next_mirror_is_asked(store, open_session, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     shutil.copytree(store.folder, tmp_path / "stale")
     store.grow(1)
@@ -160,21 +149,11 @@ def test_the_next_mirror_is_asked(
     assert "cannot" in caplog.text or "expected a store" in caplog.text
 
 
-def test_a_known_manifest_that_is_damaged(
-    store: TokenStore, open_session: OpenSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_known_manifest_that_is_damaged(store, open_session, tmp_path, caplog):
     open_session(store.url)
     (known,) = (tmp_path / "cache" / "stores").glob(f"*/{MANIFEST_KEY}")
     honest = known.read_bytes()
-    for damage in (
-        b"",
-        b"\n",
-        b"{}",
-        honest[:-1],
-        honest[:40],
-        b"[" * 100_000,
-        honest.replace(b'"alpha"', b'"delta"'),
-    ):
+    for damage in (b"", b"{}", honest[:-1], b"[" * 100_000, honest.replace(b'"alpha"', b'"delta"')):
         known.write_bytes(damage)
         assert sequence_at(open_session, store.url, manifest_max_age_s=600.0) == 1
     assert "damaged" in caplog.text
@@ -228,37 +207,6 @@ def test_a_network_that_is_gone(store: TokenStore, open_session: OpenSession, tm
         GenesisDataset(address, "node-a", **options)
 
 
-@pytest.mark.slow
-def test_nobody_there(open_session: OpenSession, tmp_path: Path) -> None:
-    with pytest.raises(DataUnavailableError):
-        open_session(f"http://127.0.0.1:{free_port()}", timeout_s=1.0)
-    with pytest.raises(DataUnavailableError, match="no such folder"):
-        open_session(str(tmp_path / "nowhere"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataUnavailableError, match="found no manifest"):
-        open_session(str(tmp_path / "empty"))
-    with pytest.raises(LoaderUsageError):
-        open_session("ftp://example.org/store")
-
-
-def test_answers_that_are_no_manifest_or_without_end(open_session: OpenSession) -> None:
-    # A captive portal, say.
-    def portal(_: Request) -> Reply:
-        return Reply(200, b"<html>Please log in</html>", (("Content-Type", "text/html"),))
-
-    with FaultProxy(1, answer=portal) as proxy, pytest.raises(UntrustedManifestError):
-        open_session(f"http://127.0.0.1:{proxy.port}")
-    asked: list[str] = []
-
-    def endless(request: Request) -> Reply:
-        asked.append(request.path)
-        return Reply(200, b"x", (("Content-Length", str(2**50)),), cut_after=1)
-
-    with FaultProxy(1, answer=endless) as proxy, pytest.raises(DataUnavailableError, match="at most"):
-        open_session(f"http://127.0.0.1:{proxy.port}")
-    assert asked == ["/manifest.json"]
-
-
 FORGED_AT = "2027-01-01T00:00:00Z"
 
 
@@ -282,9 +230,7 @@ def sequence_at(open_session: OpenSession, *addresses: str, **options: Any) -> i
     return open_session(*addresses, **options).catalog.manifest.sequence
 
 
-def test_what_was_seen_under_one_is_seen_under_all(
-    store: TokenStore, stale: str, open_session: OpenSession, tmp_path: Path
-) -> None:
+def test_what_was_seen_under_one_is_seen_under_all(store, stale, open_session, tmp_path):
     assert sequence_at(open_session, store.url, stale) == 2
     shutil.move(store.folder, tmp_path / "gone")
     for addresses in ((stale,), (stale, store.url), (store.url, stale)):
@@ -321,9 +267,7 @@ def test_one_of_another_history_does_not_keep_a_node_from_starting(
         ("none", DataUnavailableError),
     ],
 )
-def test_it_says_what_went_wrong_and_the_stream_goes_on(
-    store: TokenStore, stale: str, forged: str, tmp_path: Path, kind: str, error: type[LoaderError]
-) -> None:
+def test_it_says_what_went_wrong_and_the_stream_goes_on(store, stale, forged, tmp_path, kind, error):
     options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "cache_dir": tmp_path / "cache", "timeout_s": 1.0}
     expected = take(GenesisDataset(store.url, "node-a", **options), 12)
     dataset = GenesisDataset(store.url, "node-a", **options)
@@ -337,9 +281,7 @@ def test_it_says_what_went_wrong_and_the_stream_goes_on(
     assert found + take(dataset, 7) == expected
 
 
-def test_nothing_older_than_what_is_in_use_where_nothing_can_be_kept(
-    store: TokenStore, stale: str, open_session: OpenSession, tmp_path: Path
-) -> None:
+def test_nothing_older_than_what_is_in_use_where_nothing_can_be_kept(store, stale, open_session, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     session = open_session(store.url, cache_dir=tmp_path / "file" / "cache")
     honest = (store.folder / MANIFEST_KEY).read_bytes()
@@ -361,9 +303,7 @@ def test_a_newer_one_of_another_process_is_not_overwritten(store: TokenStore, st
         assert recalled.manifest == new
 
 
-def test_what_a_pinned_key_has_not_signed_neither_hides_nor_stays(
-    store: TokenStore, stale: str, open_session: OpenSession, tmp_path: Path, public_key: Path
-) -> None:
+def test_what_a_pinned_key_has_not_signed_neither_hides_nor_stays(store, stale, open_session, tmp_path, public_key):
     """Else one lie, believed while no key was pinned, would end the memory for good."""
     poison = TokenStore(tmp_path / "poison", entries=store.entries)
     poison.publish(sequence=2**53 - 1)

@@ -6,7 +6,7 @@ from collections import Counter
 from copy import deepcopy
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loader.stream.schedule import Lane, LanePosition, Rows, Schedule
@@ -36,9 +36,7 @@ def take(schedule: Schedule, steps: int) -> list[list[Rows]]:
 
 @pytest.mark.slow
 @given(LANES, BATCH_SIZES, STEPS)
-def test_each_lane_reads_its_windows_in_order_and_each_once_an_epoch(
-    lanes: list[Lane], batch_size: int, steps: int
-) -> None:
+def test_each_lane_reads_its_windows_in_order_and_each_once_an_epoch(lanes, batch_size, steps):
     taken = [window for rows in take(Schedule(lanes, batch_size), steps) for window in windows_of(rows)]
     assert len(taken) == steps * batch_size
     for lane in lanes:
@@ -53,9 +51,7 @@ def test_each_lane_reads_its_windows_in_order_and_each_once_an_epoch(
 
 
 @given(st.integers(1, 5), st.integers(1, 12), BATCH_SIZES, st.integers(1, 3))
-def test_an_epoch_holds_each_window_once_and_ends_with_a_partial_batch(
-    shards: int, windows: int, batch_size: int, epochs: int
-) -> None:
+def test_an_epoch_holds_each_window_once_and_ends_with_a_partial_batch(shards, windows, batch_size, epochs):
     lane = Lane(tuple(range(shards)), windows)
     schedule = Schedule([lane], batch_size, end_epoch=epochs)
     batches = []
@@ -174,9 +170,7 @@ def test_a_queued_lane_begins_with_the_next_epoch(
 
 @pytest.mark.slow
 @given(LANES, BATCH_SIZES, st.lists(STEPS, min_size=1, max_size=4), st.none() | st.integers(1, 6), st.booleans())
-def test_lanes_queued_from_the_beginning_are_lanes_queued_as_they_came(
-    lanes: list[Lane], batch_size: int, stops: list[int], end_epoch: int | None, skip: bool
-) -> None:
+def test_lanes_queued_from_the_beginning_are_lanes_queued_as_they_came(lanes, batch_size, stops, end_epoch, skip):
     """What makes a run again that took a grown store several times."""
     live = Schedule(lanes, batch_size, end_epoch=end_epoch)
     queued: list[dict[int, Lane]] = [{} for _ in lanes]
@@ -201,9 +195,7 @@ def test_lanes_queued_from_the_beginning_are_lanes_queued_as_they_came(
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=4), BATCH_SIZES, st.integers(0, 2**50), st.integers(0, 40))
-def test_far_steps_of_a_mixture_are_where_steps_lead(
-    weights: list[float], batch_size: int, far: int, more: int
-) -> None:
+def test_far_steps_of_a_mixture_are_where_steps_lead(weights, batch_size, far, more):
     lanes = [Lane((number,), 7, weight) for number, weight in enumerate(weights)]
     stepped, skipped = Schedule(lanes, batch_size), Schedule(lanes, batch_size)
     stepped.seek(far)
@@ -213,38 +205,3 @@ def test_far_steps_of_a_mixture_are_where_steps_lead(
     rows = (far + more) * batch_size
     for position, weight in zip(skipped.positions, weights, strict=True):
         assert abs(7 * position.epoch + position.window - rows * (weight / sum(weights))) <= 60 + rows * 2.0**-45
-
-
-@given(LANES, BATCH_SIZES, STEPS)
-def test_a_batch_left_its_shard_if_the_next_one_begins_in_another(
-    lanes: list[Lane], batch_size: int, steps: int
-) -> None:
-    schedule = Schedule(lanes, batch_size)
-    assert not schedule.batch_left_shard()
-
-    def shards() -> list[tuple[int, int]]:
-        at = zip(schedule.positions, lanes, strict=True)
-        return [(position.epoch, position.window // lane.windows_per_shard) for position, lane in at]
-
-    for _ in range(steps):
-        before = shards()
-        schedule.next_rows()
-        assert schedule.batch_left_shard() == (shards() != before)
-
-
-def test_the_shard_ahead_of_a_queued_lane_is_the_one_that_will_be_read() -> None:
-    schedule = Schedule([Lane((1, 2), 10)], 5)
-    schedule.queue_lane(0, Lane((7, 8), 10))
-    assert schedule.next_shard() == 2
-    take(schedule, 2)
-    assert (schedule.current_shard(), schedule.next_shard()) == (2, 7)
-
-
-@given(st.integers(20, 400), st.integers(1, 9), st.integers(0, 30))
-def test_steps_on_the_shard_of_a_single_lane(windows: int, batch_size: int, steps: int) -> None:
-    assume(steps * batch_size < windows)
-    schedule = Schedule([Lane((3, 4), windows)], batch_size)
-    take(schedule, steps)
-    assert schedule.steps_on_shard() == steps
-    schedule.rotate()
-    assert schedule.steps_on_shard() == 0
