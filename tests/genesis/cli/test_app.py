@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import stat
@@ -14,13 +13,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 from tokenizers import Tokenizer
 
-from genesis.cli.app import GROUP, add_plugins, app, run
+from genesis.cli.app import GROUP, app, run
 from genesis.cli.common import compact, printable, table
-from genesis.cli.status import render
-from genesis.extras import EXTRA_OF, with_extra
+from genesis.extras import EXTRA_OF
 from genesis.snapshot import read_vocabulary
 from genesis.status import StoreStatus
 from genesis.store import FolderStore
@@ -66,12 +63,6 @@ def test_wrong_usage_ends_with_two(line, said, capsys, tmp_path):
     captured = capsys.readouterr()
     assert said in captured.err + captured.out
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize("words", [[], *([name.name or ""] for name in app.registered_commands)])
-def test_help_is_there(words, capsys):
-    assert run([*words, "--help"]) == 0
-    assert "Usage" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -215,19 +206,6 @@ def test_a_broken_plugin_costs_one_line(install, capsys, kind):
     assert "No such command 'broken'" in capsys.readouterr().err
 
 
-def test_only_what_the_command_line_needs_is_imported(install):
-    module = install("another", COMMANDS)
-    broken = install("broken", "raise RuntimeError")
-    application = typer.Typer()
-    application.command("populate")(lambda: None)
-    add_plugins(application, ["populate", "--help"])
-    assert not {module, broken} & set(sys.modules)
-    add_plugins(application, ["another"])
-    add_plugins(application, ["another"])
-    assert module in sys.modules and broken not in sys.modules
-    assert [group.name for group in application.registered_groups] == ["another"]
-
-
 def test_a_plugin_does_not_replace_a_command(install, capsys):
     install("status", COMMANDS)
     assert run(["--help"]) == 0
@@ -274,28 +252,6 @@ def test_status(folder, capsys, tmp_path):
         assert str(path) in captured.err
 
 
-def test_status_of_large_figures_fits_the_screen(folder, capsys):
-    status = StoreStatus.model_validate_json(output_of(capsys, "status", "--store", str(folder), "--json"))
-    large = {
-        "name": "a-source-with-a-very-long-name",
-        "shards": 599_999,
-        "target_shards": 600_000,
-        "tokens": 1_499_997_500_000,
-        "documents": 1_999_999_999,
-        "text_bytes": 5_999_999_999_999,
-        "tokens_per_s": 123_456_789.0,
-        "eta_s": 86_400.0 * 99,
-        "last_commit_age_s": 86_399.0,
-        "ended": False,
-    }
-    source = status.sources[0].model_copy(update=large)
-    names = {f"source-{number}": 123_456 for number in range(20)}
-    assert status.vocabulary is not None
-    vocabulary = status.vocabulary.model_copy(update={"sources_contributed": names})
-    lines = render(status.model_copy(update={"sources": (source,), "vocabulary": vocabulary, "url": "s3://b/p"}))
-    assert max(map(len, lines)) <= 100, lines
-
-
 @pytest.mark.slow
 def test_watch_prints_again_and_ends_well_with_ctrl_c(folder):
     command = [*GENESIS, "status", "--store", str(folder), "--watch", "--json", "--interval-s", "0.1"]
@@ -308,31 +264,6 @@ def test_watch_prints_again_and_ends_well_with_ctrl_c(folder):
         assert process.stderr.read() == ""
         assert process.wait(30) == 0
     assert [StoreStatus.model_validate_json(line).totals.shards for line in lines] == [23, 23, 23]
-
-
-@pytest.mark.slow
-def test_watch_redraws_on_a_terminal_and_survives_a_store_that_is_gone(folder):
-    ours, theirs = pty.openpty()
-    command = [*GENESIS, "status", "--store", str(folder), "--watch", "--interval-s", "0.1"]
-    environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment) as process:
-        os.close(theirs)
-        shown = read_until(ours, b"23 shards")
-        assert shown.startswith(b"\x1b[H\x1b[2J")
-        folder.rename(folder.with_name("moved"))
-        read_until(ours, b"genesis: ")
-        folder.with_name("moved").rename(folder)
-        read_until(ours, b"\x1b[J\x1b[H")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-        os.close(ours)
-
-
-def read_until(descriptor: int, wanted: bytes) -> bytes:
-    shown = b""
-    while wanted not in shown:
-        shown += os.read(descriptor, 65536)
-    return shown
 
 
 def test_verify(folder, key_file, capsys, tmp_path):
@@ -354,14 +285,6 @@ def test_verify(folder, key_file, capsys, tmp_path):
     problems = sorted(line for line in text.splitlines() if line.startswith("problem: "))
     assert [line.split(": ")[1] for line in problems] == [shard_key(3), shard_key(5)]
     assert text.endswith("2 problems\n")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--sample", "half"), ("--public-key", "/nowhere/key.pub"), ("--sample", "0%")]
-)
-def test_verify_with_options_that_make_no_sense(folder, option, value, capsys):
-    assert run(["verify", "--store", str(folder), option, value]) == 2
-    assert option in capsys.readouterr().err
 
 
 def test_inspect_shard(folder, capsys):
@@ -437,11 +360,6 @@ def test_the_extra_that_is_named_brings_the_module_and_the_base_does_not(module)
     distribution = DISTRIBUTION_OF.get(module, module)
     assert distribution in distributions(PROJECT["optional-dependencies"][EXTRA_OF[module]])
     assert distribution not in distributions(PROJECT["dependencies"])
-
-
-def test_other_errors_are_left_alone():
-    error = ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
-    assert with_extra(error) is error
 
 
 @pytest.mark.slow

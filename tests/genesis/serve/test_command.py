@@ -149,22 +149,6 @@ def test_a_folder_behind_a_link_that_goes_away_for_a_while(tmp_path, contents):
         assert server.get("/healthz").text == "ok\n"
 
 
-@pytest.mark.slow
-def test_requests_are_logged_when_asked_for(store_folder):
-    with genesis_serve(store_folder) as quiet:
-        quiet.get("/manifest.json")
-        quiet.stop()
-    with genesis_serve(store_folder, log_level="DEBUG") as talking:
-        talking.get("/manifest.json")
-        with talking.connect() as client:
-            client.ask(b"/%0aFAKE").answer()
-        talking.stop()
-    assert not any("manifest.json" in line for line in quiet.errors)
-    logged = [line for line in talking.errors if "GET" in line]
-    assert any("127.0.0.1 GET '/manifest.json' 200" in line for line in logged)
-    assert any("'/%0aFAKE' 404" in line for line in logged)
-
-
 @pytest.fixture
 def fresh(tmp_path, contents):
     make_store(tmp_path / "store", contents)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genesis.errors import CorruptInputError, InputChangedError, SourceError
-from genesis.sources import BATCH_BYTES, LinesTask, WholeFilesTask, read_batches, resolve, tasks
+from genesis.sources import BATCH_BYTES, WholeFilesTask, read_batches, resolve, tasks
 from genesis.sources import lines as lines_module
 from genesis.sources import reading as module
 from genesis.sources.opening import read_ahead
@@ -196,19 +196,6 @@ def test_reading_on_from_any_cursor_is_skipping(tmp_path_factory, texts, suffix,
             rest = read_on(plan, cursor)
             assert rest.documents == whole.documents[count:]
             assert rest.cursors == whole.cursors[count:]
-
-
-@pytest.mark.slow
-@every_format
-def test_blocks_are_whole_lines_of_some_four_megabytes(tmp_path, suffix):
-    data = as_lines(noise(20_000, seed=6))
-    found = list(tasks(plan_of(write(tmp_path / f"a.{suffix}", COMPRESS[suffix](data)))))
-    blocks = [task.data for task in found if isinstance(task, LinesTask)]
-    assert b"".join(blocks) == data
-    assert all(block.endswith(b"\n") for block in blocks)
-    lines = itertools.accumulate((block.count(b"\n") for block in blocks[:-1]), initial=0)
-    assert [task.first_row for task in found] == list(lines)
-    assert 3 <= len(blocks) <= 4
 
 
 def test_pieces_come_in_order_with_one_fetched_ahead_and_the_error_last():

@@ -9,12 +9,9 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -161,34 +158,6 @@ def test_conditions(store):
 
 
 @pytest.mark.slow
-def test_threads_racing(exact_store):
-    assert exact_store.conditional_writes
-    assert list(exact_store.list()) == [], "the probe leaves nothing behind"
-    barrier = threading.Barrier(4)
-
-    def race(key: str, number: int, **condition: Any) -> str:
-        """The ETag of what the only thread wrote that got through."""
-
-        def attempt(thread: int) -> str | None:
-            barrier.wait(30)
-            try:
-                return exact_store.put(key, f"{number}/{thread}".encode(), cache=NONE, **condition)
-            except PreconditionFailedError:
-                return None
-
-        ((won, etag),) = [(thread, tag) for thread, tag in enumerate(pool.map(attempt, range(4))) if tag is not None]
-        found = exact_store.get(key)
-        assert (found.body, found.etag) == (f"{number}/{won}".encode(), etag)
-        return etag
-
-    with ThreadPoolExecutor(4) as pool:
-        etag = exact_store.put("k", b"start", cache=NONE)
-        for number in range(10):
-            race(f"k{number}", number, if_absent=True)
-            etag = race("k", number, if_match=etag)
-
-
-@pytest.mark.slow
 def test_processes_racing(exact_store):
     """Counting by compare-and-swap loses no step, and each key is created by one process only."""
     exact_store.put("n", b"0", cache=NONE)
@@ -217,26 +186,6 @@ def test_a_writer_that_is_killed_leaves_old_or_new(store):
         assert len(body) == size
         assert len(set(body)) == 1
         assert [(info.key, info.size_bytes) for info in store.list()] == [("k", size)]
-
-
-@pytest.mark.slow
-def test_readers_never_see_a_part(store):
-    sizes = [1 << 20, 3 << 18]
-    store.put("k", bytes([0]) * sizes[0], cache=NONE)
-    stop = threading.Event()
-
-    def write() -> None:
-        for value in range(1, 30):
-            store.put("k", bytes([value]) * sizes[value % 2], cache=NONE)
-        stop.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        while not stop.is_set() and not writing.done():
-            body = store.get("k").body
-            assert len(set(body)) == 1
-            assert len(body) == sizes[body[0] % 2]
-        writing.result(30)
 
 
 BODY = random.Random(4).randbytes(100_000)

@@ -22,7 +22,7 @@ from genesis.store.limits import RetryPolicy
 from manifests import InvalidDocumentError
 from tests.genesis.store.conftest import QUICK
 from tests.support.fault_proxy import Fault, FaultProxy, Reply, Request
-from tests.support.s3_servers import Server, free_port, rclone_http
+from tests.support.s3_servers import Server, rclone_http
 
 BODY = random.Random(8).randbytes(300_000)
 
@@ -159,13 +159,6 @@ def test_where_a_redirect_may_lead(source, target, is_followed):
     else:
         with pytest.raises(StoreError, match="expected a redirect"):
             _check_redirect(httpx.URL(source), httpx.URL(target), "k")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
-def test_an_unreachable_host(host):
-    store = HttpStore(f"http://{host}:{free_port()}", policy=QUICK)
-    with contextlib.closing(store), pytest.raises(StoreUnavailableError, match=host):
-        store.get("k")
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +13,7 @@ from genesis.errors import ObjectNotFoundError, StoreError, StoreUnavailableErro
 from genesis.store import CachePolicy, FolderStore, ReadableStore, RetryPolicy, Throttle
 from genesis.store.http import HttpStore
 from tests.genesis.store.conftest import QUICK, Origin
-from tests.support.fault_proxy import READ_FAULTS, Fault, FaultProxy, Reply, Request
+from tests.support.fault_proxy import READ_FAULTS, FaultProxy, Reply, Request
 
 BODY = random.Random(8).randbytes(300_000)
 OTHER = random.Random(9).randbytes(280_000)
@@ -91,25 +89,6 @@ def test_a_cut_body_goes_on_where_it_ended(reading):
     assert answers.ranges == [None, "bytes=100000-", "bytes=150000-"]
     assert store.received_bytes == len(BODY)
     assert store.get_if_changed(key, found.etag) is None
-
-
-@pytest.mark.slow
-def test_bodies_are_not_kept(origin):
-    """Nor are they copied: a reader that drops each body before the next needs the memory of one, and never two."""
-    size = 4 << 20
-    key = origin.put(random.Random(6).randbytes(size))
-    store = origin.open()
-    store.get(key)
-    gc.disable()
-    tracemalloc.start()
-    try:
-        for _ in range(4):
-            assert len(store.get(key, max_bytes=size).body) == size
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        gc.enable()
-    assert peak_bytes < 1.5 * size
 
 
 def test_an_object_replaced_meanwhile(origin, proxied, reading):
@@ -193,15 +172,6 @@ def test_an_unchanged_object_is_not_sent_and_one_that_is_gone_is_told(origin, re
         store.get_if_changed(key, second.etag)
 
 
-def test_a_connection_is_kept_over_unchanged_answers(origin, reading):
-    if origin.kind == "moto":
-        pytest.skip("moto's server closes after every answer")
-    key, answers, store = reading(untouched)
-    etag = store.get(key).etag
-    assert [store.get_if_changed(key, etag) for _ in range(5)] == [None] * 5
-    assert len({request.client_port for request in answers.requests}) == 1
-
-
 @pytest.mark.parametrize("is_weak", [False, True])
 def test_a_server_that_ignores_if_none_match(is_weak, origin, proxied):
     key = origin.put(BODY)
@@ -251,26 +221,6 @@ def test_the_wait_for_a_throttle_is_not_the_servers(web_server, web_folder):
         assert store.get("shard_900.pt", max_bytes=len(BODY)).body == BODY
         store.close()
     assert answers.ranges == [None, "bytes=150000-"]
-
-
-def test_a_store_waits_as_long_as_its_bytes_cost(origin):
-    waits: list[float] = []
-    throttle = Throttle(1000, burst_bytes=1, clock=lambda: 0.0, sleep=waits.append)
-    key = origin.put(BODY)
-    store = origin.open(throttle=throttle)
-    assert store.get(key).body == BODY
-    assert max(waits) == pytest.approx((len(BODY) - 1) / 1000)
-
-
-@pytest.mark.slow
-def test_retry_after_is_kept_and_never_beyond_the_deadline(origin, proxied):
-    key = origin.put(BODY)
-    proxy = proxied(retry_after="3600")
-    store = origin.open(proxy.port)
-    store.get(key)
-    proxy.script([Fault.TOO_MANY])
-    with pytest.raises(StoreUnavailableError, match=r"429.*attempts: 1,"):
-        store.get(key)
 
 
 @pytest.mark.slow

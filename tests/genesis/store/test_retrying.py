@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import threading
 import time
 
@@ -141,14 +140,6 @@ def test_time_earned_meanwhile_counts(waits):
         Retrier(RetryPolicy(first_wait_s=0.4, longest_wait_s=0.4)).call("work", attempt, call)
 
 
-def test_the_users_random_numbers_are_not_used_up(waits):
-    random.seed(1)
-    expected = random.random()
-    random.seed(1)
-    Retrier(QUICK).call("work", attempts_of(TransientError("busy"), "done"), Moving())
-    assert random.random() == expected
-
-
 RATE, BURST = 1000.0, 200.0
 
 
@@ -212,11 +203,3 @@ def test_threads_share_it():
         thread.join(30)
     assert max(waits) == pytest.approx((4 * 100 * 10 - BURST) / RATE)
     assert len(set(waits)) == len(waits)
-
-
-@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
-def test_a_cap_that_is_none(rate):
-    with pytest.raises(UsageError, match="bytes_per_s above 0"):
-        Throttle(rate)
-    with pytest.raises(UsageError, match="burst_bytes above 0"):
-        Throttle(1, burst_bytes=rate)

@@ -371,11 +371,6 @@ def test_refusals_are_errors_at_once(status, code, error, says, proxied, s3_stor
     assert len(asked) == 1
 
 
-def test_small_parts_are_refused():
-    with pytest.raises(UsageError, match="5,242,880"):
-        S3Store("s3://bucket", part_bytes=1 << 20)
-
-
 @pytest.mark.slow
 def test_two_hundred_calls_through_faults(proxied, s3_store):
     """Whatever fails on the way, every call succeeds and the store ends as a model of it says."""

@@ -134,21 +134,6 @@ def test_a_source_that_adds_nothing_and_the_cap():
     assert tokenizer.next_merge_id == tokenizer.to_file().vocab_size == FIRST_MERGE_ID + 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_merges": -1}, "num_merges of at least 0, found -1"),
-        ({"processes": 0}, "processes of at least 1, found 0"),
-        ({"min_frequency": 0}, "min_frequency of at least 1, found 0"),
-        ({"source": "Not a name"}, "the name of a source such as 'fineweb-edu', found 'Not a name'"),
-    ],
-)
-def test_learning_refuses_what_makes_no_sense(arguments, message):
-    given_arguments = {"num_merges": 1, "source": "s"} | arguments
-    with pytest.raises(UsageError, match=message):
-        NeuroTokenizer.empty().learn_merges(["text"], **given_arguments)  # type: ignore[arg-type]
-
-
 def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained):
     old = NeuroTokenizer.from_file(VocabularyFile.from_pairs(list(trained.merges[:700]), {"python-docs": 700}))
     before = old.encode("def function(self): return None")
