@@ -138,15 +138,7 @@ def test_the_name_of_a_special_token_is_text(engine, text, trained):
 
 
 @pytest.mark.parametrize(
-    ("resident", "num_builds"),
-    [
-        ([100, 150, 200, 200], 1),
-        ([100, 201, 201, 201], 2),
-        # What the rest of the process gives back does not become room for the cache.
-        ([500, 100, 201, 201], 2),
-        # Nor does what the rest of the process holds make every batch build anew.
-        ([100, 300, 900, 900, 900, 900], 3),
-    ],
+    ("resident", "num_builds"), [([100, 150, 200, 200], 1), ([500, 100, 201, 201], 2), ([100, 300, 900, 900, 900], 3)]
 )
 def test_when_the_encoder_is_rebuilt(resident, num_builds, trained, monkeypatch):
     readings: list[int] = []
