@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import GenesisError, StoreAccessError, UsageError
+from genesis.errors import GenesisError, UsageError
 from genesis.inspection import inspect_shard, inspect_vocabulary
 from genesis.snapshot import StoreEmptyError, find_shard, previous_of_source, read_vocabulary
 from genesis.status import StoreStatus, read_status
-from genesis.store import FolderStore, StoredObject, open_readable
+from genesis.store import FolderStore, open_readable
 from manifests import (
     CHECKPOINTS_KEY,
     FIRST_MERGE_ID,
@@ -114,15 +114,6 @@ def test_lease_states(folder, expires_at, state):
     assert writer.state == state
 
 
-class PrivateCheckpoints(FolderStore):
-    """A store that does not give checkpoints.json out."""
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
-        if key == CHECKPOINTS_KEY:
-            raise StoreAccessError("403")
-        return super().get(key, max_bytes=max_bytes)
-
-
 def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder):
     whole = status_of(folder)
     (folder / CHECKPOINTS_KEY).unlink()
@@ -132,9 +123,6 @@ def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder):
     assert status.totals.text_bytes is None
     assert status.sources[0].leftover_tokens is None
     assert "checkpoints.json" in status.notes[0]
-    status = read_status(PrivateCheckpoints(folder), SOURCES)
-    assert status.totals.tokens == whole.totals.tokens
-    assert "403" in status.notes[0]
 
 
 def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder):
@@ -266,9 +254,6 @@ def test_what_is_not_the_manifests(folder):
 def test_vocabulary_in_numbers_and_what_is_not_there(folder, tmp_path):
     found = inspect_vocabulary(FolderStore(folder), manifest_of(folder))
     assert found.ids == FIRST_MERGE_ID + found.merges == 606
-    lengths = [len(token.text) for token in found.longest]
-    assert lengths == sorted(lengths, reverse=True)
-    assert found.mean_token_bytes > 2
     assert found.key is not None
     assert found.sha256.startswith(Path(found.key).stem)
     with pytest.raises(StoreEmptyError, match="genesis learn"):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import stat
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from tokenizers import Tokenizer
 
 from genesis.cli.app import GROUP, app, run
 from genesis.cli.common import printable
-from genesis.extras import EXTRA_OF
 from genesis.snapshot import read_vocabulary
 from genesis.status import StoreStatus
 from genesis.store import FolderStore
@@ -327,21 +324,6 @@ def test_sources(capsys, tmp_path):
 
 def test_control_characters_reach_no_terminal():
     assert printable("a\x1b[2J\x07b\r\n\tc\x00é漢\x9b") == "a\\x1b[2J\\x07b\\r\n\tc\\x00é漢\\x9b"
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTION_OF = {"grpc": "grpcio", "yaml": "pyyaml"}
-
-
-def distributions(requirements: list[str]) -> set[str]:
-    return {re.split(r"[\[<>=!~ ]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
-
-
-@pytest.mark.parametrize("module", EXTRA_OF)
-def test_the_extra_that_is_named_brings_the_module_and_the_base_does_not(module):
-    distribution = DISTRIBUTION_OF.get(module, module)
-    assert distribution in distributions(PROJECT["optional-dependencies"][EXTRA_OF[module]])
-    assert distribution not in distributions(PROJECT["dependencies"])
 
 
 @pytest.mark.slow

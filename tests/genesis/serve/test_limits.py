@@ -121,3 +121,19 @@ def _is_cut_while_dripping(client: RawClient) -> bool:
     except ConnectionError:
         return True
     return False
+
+
+@pytest.mark.slow
+def test_descriptors_and_connections_are_given_back(impatient, contents):
+    def leave() -> None:
+        with impatient.connect(receive_buffer_bytes=4096) as client:
+            client.ask(b"/shard_0.pt").head()
+
+    leave()
+    wait_until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    before = impatient.metric("process_open_fds")
+    for _ in range(40):
+        leave()
+    wait_until(lambda: impatient.metric("genesis_serve_connections") == 1)
+    assert impatient.metric("process_open_fds") <= before + 1
+    assert impatient.get("/shard_7.pt").content == contents["shard_7.pt"]

@@ -76,13 +76,6 @@ CONTEXTS = "a{c}b {c}1{c}  {c}\n{c}'s"
 BASIC_PLANE = [chr(point) for point in range(0x10000) if not 0xD800 <= point < 0xE000]
 
 
-@pytest.mark.slow
-def test_engines_decode_every_character_alike(engines, trained):
-    text = "".join(CONTEXTS.replace("{c}", character) for character in [*BASIC_PLANE, *sorted(UNICODE_17)]).encode()
-    for engine in engines.values():
-        assert trained.decode_bytes(engine.encode_batch([text]).ids) == text
-
-
 @pytest.fixture(scope="module")
 def engines(trained: NeuroTokenizer) -> dict[str, Engine]:
     return {name: make_engine(name, trained.to_file()) for name in ENGINES}

@@ -21,7 +21,7 @@ from genesis.errors import (
     TokenizerError,
     VocabularyMismatchError,
 )
-from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_config, hf_tokenizer_json, tiktoken_ranks
+from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_json
 from manifests import BYTE_OFFSET, FIRST_MERGE_ID, SPECIAL_TOKENS, VocabularyFile
 from manifests.errors import ContractError, UnsupportedFormatError
 from tests.support.texts import adversarial_strings
@@ -203,18 +203,6 @@ def test_tiktoken_gives_our_ids(trained, tmp_path):
     for text in [*adversarial_strings(500, seed=8), NAMED]:
         assert encoding.encode_ordinary(text) == trained.encode(text).tolist()
     assert encoding.encode("<|eos|>", allowed_special="all") == [2]
-
-
-def test_the_exported_files(trained):
-    lines = tiktoken_ranks(trained.to_file()).splitlines()
-    assert lines[0] == b"AA== 10"
-    assert [int(line.split()[1]) for line in lines] == list(range(BYTE_OFFSET, trained.current_vocab_size))
-    again = NeuroTokenizer.from_bytes(trained.to_file().to_json())
-    for write in (hf_tokenizer_json, hf_tokenizer_config, tiktoken_ranks):
-        assert write(trained.to_file()) == write(again.to_file())
-    value = json.loads(hf_tokenizer_json(trained.to_file()))
-    assert value["added_tokens"] == []
-    assert [value["model"]["vocab"][name] for name in SPECIAL_TOKENS] == list(range(BYTE_OFFSET))
 
 
 def test_what_cannot_be_exported(trained, tmp_path):
