@@ -69,8 +69,8 @@ def test_a_server_met_before_is_given_the_whole_time():
 def test_deadlines():
     policy = RetryPolicy(deadline_s=10, slowest_bytes_per_s=1_000_000)
     assert policy.deadline(20_000_000).remaining_s() == pytest.approx(30, abs=1)
-    short = RetryPolicy().lasting(4)
-    assert (short.deadline_s, short.first_contact_s, short.connect_timeout_s, short.read_timeout_s) == (4, 2, 2, 2)
+    short = RetryPolicy().lasting(20)
+    assert (short.deadline_s, short.first_contact_s, short.connect_timeout_s, short.read_timeout_s) == (20, 10, 10, 10)
     for nonsense in (0, -1, float("nan")):
         with pytest.raises(UsageError, match="deadline_s above 0"):
             RetryPolicy().lasting(nonsense)
