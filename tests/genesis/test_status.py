@@ -1,4 +1,4 @@
-"""`read_status` on a store that the real populator made."""
+"""`read_status` on a store that the real populator made, and looking inside: documents are cut at EOS."""
 
 from __future__ import annotations
 
@@ -9,12 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import GenesisError, StoreAccessError
-from genesis.snapshot import StoreEmptyError
+from genesis.errors import GenesisError, UsageError
+from genesis.inspection import inspect_shard, inspect_vocabulary
+from genesis.snapshot import StoreEmptyError, find_shard, previous_of_source, read_vocabulary
 from genesis.status import StoreStatus, read_status
-from genesis.store import FolderStore, StoredObject, open_readable
-from manifests import CHECKPOINTS_KEY, MANIFEST_KEY, ContractError, SourcesFile, Writer, format_time, shard_file_bytes
-from tests.support.small_store import SHARD_TOKENS, checkpoints_of, copy_small_store, manifest_of, spec
+from genesis.store import FolderStore, open_readable
+from manifests import (
+    CHECKPOINTS_KEY,
+    FIRST_MERGE_ID,
+    MANIFEST_KEY,
+    ContractError,
+    SourcesFile,
+    Writer,
+    decode_shard,
+    format_time,
+    shard_file_bytes,
+    shard_key,
+)
+from tests.support.small_store import (
+    SHARD_TOKENS,
+    checkpoints_of,
+    copy_small_store,
+    manifest_of,
+    segment_of,
+    spec,
+    write_input,
+)
 
 SOURCES = SourcesFile(sources=(spec("alpha"), spec("beta"), spec("gamma")))
 NOW = datetime(2026, 11, 20, 17, 32, 3, tzinfo=UTC)
@@ -65,19 +85,12 @@ def test_figures_are_the_stores(folder):
     vocabulary = status.vocabulary
     assert vocabulary is not None
     assert vocabulary.sources_contributed == {"alpha": 300, "beta": 40}
-    assert vocabulary.merges == 340
-    assert vocabulary.ids == 266 + 340
-    assert [row.last_commit_age_s for row in status_of(folder, datetime(2020, 1, 1, tzinfo=UTC)).sources] == [0, 0]
+    assert (vocabulary.merges, vocabulary.ids) == (340, 266 + 340)
 
 
 def test_a_writer_at_work_gives_speed_and_time_left(folder):
-    writer = Writer(
-        id="elsewhere:1:1:boot",
-        token=9,
-        expires_at=format_time(NOW + timedelta(seconds=30)),
-        source="alpha",
-        tokens_per_s=1000.0,
-    )
+    expires_at = format_time(NOW + timedelta(seconds=30))
+    writer = Writer(id="elsewhere:1:1:boot", token=9, expires_at=expires_at, source="alpha", tokens_per_s=1000.0)
     change_writer(folder, writer)
     set_ended(folder, "alpha", False)
     status = status_of(folder, NOW)
@@ -101,19 +114,8 @@ def test_lease_states(folder, expires_at, state):
     assert writer.state == state
 
 
-class PrivateCheckpoints(FolderStore):
-    """A store that does not give checkpoints.json out."""
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
-        if key == CHECKPOINTS_KEY:
-            raise StoreAccessError("403")
-        return super().get(key, max_bytes=max_bytes)
-
-
 def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder):
     whole = status_of(folder)
-    (folder / CHECKPOINTS_KEY).write_bytes(b"{")
-    assert "checkpoints.json" in status_of(folder).notes[0]
     (folder / CHECKPOINTS_KEY).unlink()
     status = status_of(folder)
     assert status.totals.tokens == whole.totals.tokens
@@ -121,9 +123,6 @@ def test_without_a_checkpoint_the_manifest_tells_what_it_can(folder):
     assert status.totals.text_bytes is None
     assert status.sources[0].leftover_tokens is None
     assert "checkpoints.json" in status.notes[0]
-    status = read_status(PrivateCheckpoints(folder), SOURCES)
-    assert status.totals.tokens == whole.totals.tokens
-    assert "403" in status.notes[0]
 
 
 def test_a_commit_that_is_not_published_counts_and_an_old_one_does_not(folder):
@@ -158,14 +157,9 @@ def test_a_store_that_is_empty_or_damaged(tmp_path, folder):
         status_of(folder)
 
 
-def test_a_vocabulary_is_not_read_again_and_a_damaged_one_is_a_note(folder):
-    first = status_of(folder)
+def test_a_damaged_vocabulary_is_a_note(folder):
     reference = manifest_of(folder).tokenizer
     assert reference is not None
-    (folder / reference.key).unlink()
-    second = read_status(FolderStore(folder), SOURCES, previous=first)
-    assert second.vocabulary == first.vocabulary
-    assert second.notes == ()
     (folder / reference.key).write_bytes(b"{}")
     status = status_of(folder)
     assert status.vocabulary is not None
@@ -185,3 +179,85 @@ def test_the_page_describes_every_field_and_its_example_has_them(folder):
     for model in (StoreStatus, *map(type, parts)):
         for name in model.model_fields:
             assert f"`{name}`" in page, f"docs/status.md does not describe {name}"
+
+
+def documents_of(folder: Path, name: str) -> list[str]:
+    lines = write_input(folder.parent, name).read_text(encoding="utf-8").splitlines()
+    return [text for line in lines if (text := json.loads(line)["text"]) is not None]
+
+
+@pytest.mark.slow
+def test_all_documents_put_together_are_the_text(folder):
+    store, manifest = FolderStore(folder), manifest_of(folder)
+    found: dict[str, list[str]] = {"alpha": [], "beta": []}
+    for number in range(manifest.total_shards):
+        shard = inspect_shard(store, manifest, number, num_documents=10_000)
+        assert shard.sha256_matches
+        documents = found[shard.entry.source]
+        for document in shard.documents:
+            if document.begins_before:
+                assert document.ordinal == len(documents) - 1
+                documents[-1] += document.text
+            else:
+                assert document.ordinal == len(documents)
+                documents.append(document.text)
+        assert sum(document.num_tokens for document in shard.documents) == shard.entry.tokens
+        assert sum(not document.continues_after for document in shard.documents) == shard.num_eos
+        assert shard.documents[-1].ordinal == shard.entry.last_document
+    for name, documents in found.items():
+        whole = documents_of(folder, name)
+        assert documents[:-1] == whole[: len(documents) - 1]
+        assert whole[len(documents) - 1].startswith(documents[-1])
+
+
+@pytest.mark.slow
+def test_the_shard_before_is_the_one_of_the_same_source(folder):
+    store, manifest, shards = FolderStore(folder), manifest_of(folder), segment_of(folder).shards
+    before = {shard.id: previous_of_source(store, manifest, shard) for shard in shards}
+    assert [number for number, found in before.items() if found is None] == [0, 9]
+    assert all(found.id == number - 1 for number, found in before.items() if found is not None)
+    for number in (0, 9):
+        first = inspect_shard(store, manifest, number).documents[0]
+        assert (first.ordinal, first.begins_before) == (0, False)
+
+
+def test_a_document_can_be_cut_and_listed(folder):
+    store, manifest = FolderStore(folder), manifest_of(folder)
+    whole = inspect_shard(store, manifest, 2, num_documents=3)
+    cut = inspect_shard(store, manifest, 2, num_documents=3, max_tokens=5, with_tokens=True)
+    for long, short in zip(whole.documents, cut.documents, strict=True):
+        assert short.num_tokens == long.num_tokens
+        assert long.text.startswith(short.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert short.is_cut == (long.num_tokens > 5)
+        assert short.tokens is not None
+        ids = decode_shard((folder / shard_key(2)).read_bytes())
+        assert {token.id for token in short.tokens} <= set(ids.tolist())
+    assert not any(document.is_cut for document in whole.documents)
+    assert inspect_shard(store, manifest, 0, num_documents=0).documents == ()
+
+
+def test_what_is_not_the_manifests(folder):
+    store, manifest = FolderStore(folder), manifest_of(folder)
+    (folder / shard_key(1)).write_bytes((folder / shard_key(2)).read_bytes())
+    assert not inspect_shard(store, manifest, 1).sha256_matches
+    assert manifest.tokenizer is not None
+    path = folder / manifest.tokenizer.key
+    path.write_bytes(path.read_bytes().replace(b'"beta":40', b'"beta":41'))
+    with pytest.raises(ContractError, match="expected sha256"):
+        read_vocabulary(store, manifest)
+    path = folder / manifest.index[0].key
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ContractError, match="expected sha256"):
+        inspect_shard(store, manifest, 0)
+
+
+def test_vocabulary_in_numbers_and_what_is_not_there(folder, tmp_path):
+    found = inspect_vocabulary(FolderStore(folder), manifest_of(folder))
+    assert found.ids == FIRST_MERGE_ID + found.merges == 606
+    assert found.key is not None
+    assert found.sha256.startswith(Path(found.key).stem)
+    with pytest.raises(StoreEmptyError, match="genesis learn"):
+        read_vocabulary(FolderStore(tmp_path), None)
+    for number in (-1, 23, 10**12):
+        with pytest.raises(UsageError, match="shards 0 to 22"):
+            find_shard(FolderStore(folder), manifest_of(folder), number)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import re
 import signal
 import stat
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 from tokenizers import Tokenizer
 
-from genesis.cli.app import GROUP, add_plugins, app, run
-from genesis.cli.common import compact, printable, table
-from genesis.cli.status import render
-from genesis.extras import EXTRA_OF, with_extra
+from genesis.cli.app import GROUP, app, run
+from genesis.cli.common import printable
 from genesis.snapshot import read_vocabulary
 from genesis.status import StoreStatus
 from genesis.store import FolderStore
@@ -68,12 +62,6 @@ def test_wrong_usage_ends_with_two(line, said, capsys, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("words", [[], *([name.name or ""] for name in app.registered_commands)])
-def test_help_is_there(words, capsys):
-    assert run([*words, "--help"]) == 0
-    assert "Usage" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_reader_that_closes_early_is_no_error():
     line = f"{' '.join(command('sources'))} | head -n 1"
@@ -113,12 +101,9 @@ def test_keygen_overwrites_nothing(tmp_path, there, capsys):
     assert [path.name for path in tmp_path.iterdir()] == [there]
     assert (tmp_path / there).read_text() == "precious"
     assert there in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert run(["keygen", "--output", str(tmp_path / "file" / "k")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_export_to_a_folder(tmp_path, capsys, monkeypatch):
+def test_export_to_a_folder(tmp_path, capsys):
     store = copy_small_store(tmp_path / "store")
     target = tmp_path / "out"
     assert run(["export", "tokenizer", "--to", "hf", "--store", store.url, "--output", str(target)]) == 0
@@ -129,10 +114,6 @@ def test_export_to_a_folder(tmp_path, capsys, monkeypatch):
     text = "the list of items, é漢 <|eos|>"
     expected = NeuroTokenizer.from_file(read_vocabulary(store, manifest_of(tmp_path / "store"))).encode(text)
     assert Tokenizer.from_file(str(target / "tokenizer.json")).encode(text).ids == expected.tolist()
-    monkeypatch.chdir(tmp_path)
-    assert run(["export", "tokenizer", "--to", "tiktoken", "--store", store.url]) == 0
-    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert all(path.parent == Path("tokenizer-tiktoken") and path.is_file() for path in written)
 
 
 def test_export_into_a_store(tmp_path, capsys):
@@ -165,7 +146,6 @@ def fail() -> None:
 BROKEN = {
     "raises": ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
     "needs": ("import a_package_that_is_not_here", "ModuleNotFoundError"),
-    "lacks": ("", "AttributeError"),
     "other": ("app = 3", "expected a typer.Typer, found int"),
 }
 
@@ -215,19 +195,6 @@ def test_a_broken_plugin_costs_one_line(install, capsys, kind):
     assert "No such command 'broken'" in capsys.readouterr().err
 
 
-def test_only_what_the_command_line_needs_is_imported(install):
-    module = install("another", COMMANDS)
-    broken = install("broken", "raise RuntimeError")
-    application = typer.Typer()
-    application.command("populate")(lambda: None)
-    add_plugins(application, ["populate", "--help"])
-    assert not {module, broken} & set(sys.modules)
-    add_plugins(application, ["another"])
-    add_plugins(application, ["another"])
-    assert module in sys.modules and broken not in sys.modules
-    assert [group.name for group in application.registered_groups] == ["another"]
-
-
 def test_a_plugin_does_not_replace_a_command(install, capsys):
     install("status", COMMANDS)
     assert run(["--help"]) == 0
@@ -274,65 +241,22 @@ def test_status(folder, capsys, tmp_path):
         assert str(path) in captured.err
 
 
-def test_status_of_large_figures_fits_the_screen(folder, capsys):
-    status = StoreStatus.model_validate_json(output_of(capsys, "status", "--store", str(folder), "--json"))
-    large = {
-        "name": "a-source-with-a-very-long-name",
-        "shards": 599_999,
-        "target_shards": 600_000,
-        "tokens": 1_499_997_500_000,
-        "documents": 1_999_999_999,
-        "text_bytes": 5_999_999_999_999,
-        "tokens_per_s": 123_456_789.0,
-        "eta_s": 86_400.0 * 99,
-        "last_commit_age_s": 86_399.0,
-        "ended": False,
-    }
-    source = status.sources[0].model_copy(update=large)
-    names = {f"source-{number}": 123_456 for number in range(20)}
-    assert status.vocabulary is not None
-    vocabulary = status.vocabulary.model_copy(update={"sources_contributed": names})
-    lines = render(status.model_copy(update={"sources": (source,), "vocabulary": vocabulary, "url": "s3://b/p"}))
-    assert max(map(len, lines)) <= 100, lines
-
-
 @pytest.mark.slow
-def test_watch_prints_again_and_ends_well_with_ctrl_c(folder):
+def test_watch_prints_again_survives_a_store_that_is_gone_and_ends_well_with_ctrl_c(folder):
     command = [*GENESIS, "status", "--store", str(folder), "--watch", "--json", "--interval-s", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        lines = [process.stdout.readline() for _ in range(3)]
+        lines = [process.stdout.readline() for _ in range(2)]
+        folder.rename(folder.with_name("moved"))
+        assert process.stderr.readline().startswith("genesis: ")
+        folder.with_name("moved").rename(folder)
+        lines.append(process.stdout.readline())
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.stderr.read() == ""
+        assert "Traceback" not in process.stderr.read()
         assert process.wait(30) == 0
     assert [StoreStatus.model_validate_json(line).totals.shards for line in lines] == [23, 23, 23]
-
-
-@pytest.mark.slow
-def test_watch_redraws_on_a_terminal_and_survives_a_store_that_is_gone(folder):
-    ours, theirs = pty.openpty()
-    command = [*GENESIS, "status", "--store", str(folder), "--watch", "--interval-s", "0.1"]
-    environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment) as process:
-        os.close(theirs)
-        shown = read_until(ours, b"23 shards")
-        assert shown.startswith(b"\x1b[H\x1b[2J")
-        folder.rename(folder.with_name("moved"))
-        read_until(ours, b"genesis: ")
-        folder.with_name("moved").rename(folder)
-        read_until(ours, b"\x1b[J\x1b[H")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-        os.close(ours)
-
-
-def read_until(descriptor: int, wanted: bytes) -> bytes:
-    shown = b""
-    while wanted not in shown:
-        shown += os.read(descriptor, 65536)
-    return shown
 
 
 def test_verify(folder, key_file, capsys, tmp_path):
@@ -343,25 +267,15 @@ def test_verify(folder, key_file, capsys, tmp_path):
     text = output_of(capsys, "verify", "--store", str(folder), "--json", "--sample", "3", "--seed", "7")
     report = VerifyReport.model_validate_json(text)
     assert (report.seed, report.counts.shards_verified, report.signature) == (7, 3, "not checked")
-    other = tmp_path / "other.pub"
-    other.write_bytes(public_key_pem(generate_private_key().public_key()))
-    assert "SIGNATURE INVALID" in output_of(
-        capsys, "verify", "--store", str(folder), "--public-key", str(other), expected=1
-    )
+    (tmp_path / "key.pub").write_bytes(public_key_pem(generate_private_key().public_key()))
+    text = output_of(capsys, "verify", "--store", str(folder), "--public-key", key_file, expected=1)
+    assert "SIGNATURE INVALID" in text
     (folder / shard_key(3)).unlink()
     (folder / shard_key(5)).write_bytes(b"")
     text = output_of(capsys, "verify", "--store", str(folder), expected=1)
     problems = sorted(line for line in text.splitlines() if line.startswith("problem: "))
     assert [line.split(": ")[1] for line in problems] == [shard_key(3), shard_key(5)]
     assert text.endswith("2 problems\n")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--sample", "half"), ("--public-key", "/nowhere/key.pub"), ("--sample", "0%")]
-)
-def test_verify_with_options_that_make_no_sense(folder, option, value, capsys):
-    assert run(["verify", "--store", str(folder), option, value]) == 2
-    assert option in capsys.readouterr().err
 
 
 def test_inspect_shard(folder, capsys):
@@ -391,12 +305,9 @@ def test_inspect_others(folder, tmp_path, capsys):
     command = ["inspect", "vocabulary", "--store", str(folder), "--encode", "a list"]
     encoded = json.loads(output_of(capsys, *command, "--json"))
     assert "".join(token["text"] for token in encoded["tokens"]) == "a list"
-    pieces = [f"{token['id']}:{token['text']!r}" for token in encoded["tokens"]]
-    assert output_of(capsys, *command) == " ".join(pieces) + "\n"
     vocabulary = read_vocabulary(FolderStore(folder), manifest_of(folder))
     ids = NeuroTokenizer.from_file(vocabulary).encode("a list").tolist()
     assert [token["id"] for token in encoded["tokens"]] == ids
-    assert run([*command[:-1], ""]) == 2
 
 
 def test_sources(capsys, tmp_path):
@@ -411,37 +322,8 @@ def test_sources(capsys, tmp_path):
     assert listed["file"] == str(own)
 
 
-def test_figures_tables_and_control_characters():
-    assert [compact(number) for number in (None, 0, 999_999, 1e6, 320e6, 1.5e12)] == [
-        "-",
-        "0",
-        "999,999",
-        "1.00 M",
-        "320.00 M",
-        "1.50 T",
-    ]
-    assert table(("a", "b"), [("xx", "1"), ("y", "22")]) == ["a    b", "xx   1", "y   22"]
+def test_control_characters_reach_no_terminal():
     assert printable("a\x1b[2J\x07b\r\n\tc\x00é漢\x9b") == "a\\x1b[2J\\x07b\\r\n\tc\\x00é漢\\x9b"
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTION_OF = {"grpc": "grpcio", "yaml": "pyyaml"}
-
-
-def distributions(requirements: list[str]) -> set[str]:
-    return {re.split(r"[\[<>=!~ ]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
-
-
-@pytest.mark.parametrize("module", EXTRA_OF)
-def test_the_extra_that_is_named_brings_the_module_and_the_base_does_not(module):
-    distribution = DISTRIBUTION_OF.get(module, module)
-    assert distribution in distributions(PROJECT["optional-dependencies"][EXTRA_OF[module]])
-    assert distribution not in distributions(PROJECT["dependencies"])
-
-
-def test_other_errors_are_left_alone():
-    error = ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
-    assert with_extra(error) is error
 
 
 @pytest.mark.slow

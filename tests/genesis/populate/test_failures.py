@@ -27,10 +27,7 @@ def test_input_that_changed(small_input, undisturbed, tmp_path):
     arguments = populate_arguments(tmp_path / "store", path)
     genesis(*arguments, "--max-shards", "5")
     write_parquet(path, documents(seed=99, count=400), 30)
-    line = failure(*arguments)
-    assert "a.parquet" in line
-    assert "restore" in line
-    assert "row" in line
+    assert "a.parquet" in failure(*arguments)
     shutil.copy(small_input, path)
     genesis(*arguments)
     assert snapshot(tmp_path / "store") == undisturbed
@@ -82,9 +79,8 @@ def test_earlier_files_may_not_change_even_so(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [b"", b'{"text": ""}\n{"text": null}\n'])
-def test_input_without_text_is_no_success(text, small_input, undisturbed, tmp_path):
-    (tmp_path / "empty.jsonl").write_bytes(text)
+def test_input_without_text_is_no_success(small_input, undisturbed, tmp_path):
+    (tmp_path / "empty.jsonl").write_bytes(b'{"text": ""}\n{"text": null}\n')
     line = failure(*populate_arguments(tmp_path / "store", tmp_path / "empty.jsonl"))
     assert "no document" in line
     genesis(*populate_arguments(tmp_path / "store", small_input))

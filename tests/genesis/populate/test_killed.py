@@ -11,7 +11,6 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
-import psutil
 import pytest
 
 from genesis.errors import CorruptInputError, LeaseHeldError, WorkerError
@@ -22,9 +21,9 @@ from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
 from genesis.populate.pool import WorkerPool
 from genesis.sources import read_batches, resolve, tasks
-from genesis.store import CachePolicy, open_store
+from genesis.store import open_store
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
-from manifests import SourceSpec, Writer
+from manifests import SourceSpec
 from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.populating import genesis, populate_arguments, snapshot, start, stray_objects
 from tests.support.waiting import wait_until
@@ -153,43 +152,6 @@ def test_a_stop_is_heard_while_the_source_is_silent(tmp_path, monkeypatch):
     assert read_checkpoints(store)[0].writer.expires_at is None
 
 
-def peak_bytes(arguments):
-    """The most that a populate and its workers had in memory together."""
-    process = start(*arguments)
-    peak, ended = 0, threading.Event()
-
-    def watch():
-        nonlocal peak
-        while not ended.wait(0.02):
-            try:
-                members = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
-                peak = max(peak, sum(member.memory_info().rss for member in members))
-            except psutil.NoSuchProcess:
-                continue
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        _, errors = process.communicate(timeout=100)
-    finally:
-        ended.set()
-        watcher.join()
-    assert process.returncode == 0, errors
-    return peak
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_sixty_shards_take_the_memory_of_six(tmp_path):
-    path = write_json_lines(tmp_path / "long.jsonl", documents(seed=13, count=1500) * 120)
-    arguments = [*populate_arguments(tmp_path / "store", path, shard_tokens=500_000), "--workers", "1"]
-    few = peak_bytes([*arguments, "--max-shards", "6"])
-    many = peak_bytes([*arguments, "--max-shards", "66"])
-    assert len(list((tmp_path / "store").glob("shard_*.pt"))) > 60
-    assert many < 1.10 * few
-    assert many < 1e9
-
-
 def long_arguments(store):
     """A populate that takes long enough to be met while it runs."""
     arguments = ["populate", "--source", "python-docs", "--store", str(store), "--shard-tokens", "20000"]
@@ -236,18 +198,6 @@ def test_a_lease_is_kept_while_nothing_is_committed(tmp_path):
     assert later.expires_at > first.expires_at
     assert keeper.failure is None
     CommitLog(store, 100).open()
-
-
-def test_a_keeper_says_when_the_lease_is_lost(tmp_path):
-    store = open_store(str(tmp_path / "store"))
-    commit_log, lost = CommitLog(store, 100, lease_s=0.9), threading.Event()
-    commit_log.open()
-    with LeaseKeeper(commit_log, on_lost=lost.set) as keeper:
-        checkpoints, etag = read_checkpoints(store)
-        usurped = checkpoints.model_copy(update={"writer": Writer(id="gpu-9:1:1:", token=99)})
-        store.put("checkpoints.json", usurped.to_json(), cache=CachePolicy.NONE, if_match=etag)
-        assert lost.wait(30)
-    assert "taken over by process 1 on gpu-9" in str(keeper.failure)
 
 
 @pytest.fixture(scope="module")

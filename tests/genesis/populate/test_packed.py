@@ -1,7 +1,5 @@
 """The transfer form beside the shards: always what the shard is, whatever was left there, whoever wrote it."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -43,16 +41,6 @@ def test_a_store_may_be_mixed(small_input, undisturbed, tmp_path):
     assert snapshot(tmp_path)["shards"] == undisturbed["shards"]
     assert stray_objects(tmp_path) == []
     assert verify_store(store).ok
-
-
-@pytest.mark.slow
-def test_a_dry_run_counts_both_forms(small_input, tmp_path):
-    arguments = [*populate_arguments(tmp_path / "store", small_input), "--dry-run", "--json"]
-    both, one = (
-        json.loads(genesis(*arguments, option, GENESIS_PACKED="0").stdout) for option in ("--packed", "--no-packed")
-    )
-    assert both["estimated_new_shards"] == one["estimated_new_shards"] > 0
-    assert both["estimated_new_bytes"] - one["estimated_new_bytes"] == 2_500 * both["estimated_new_shards"]
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -142,14 +139,6 @@ def test_only_the_text_columns_ranges_travel(texts, hub):
     assert len(hub.requests("cdn")) == 2 * groups + footers, "footers of the files opened last are kept"
 
 
-def test_a_plan_of_many_files_reads_no_footer_before_its_turn(hub):
-    given = tasks(resolve(spec_of("data/*.parquet")))
-    assert not hub.requests("cdn")
-    first = next(given)
-    assert len(hub.requests("cdn")) == 1
-    assert len(pickle.dumps(first)) < 2000
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("seed", range(6))
@@ -280,13 +269,3 @@ def test_deadlines_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("GENESIS_HUB_DEADLINE_S", "soon")
     with pytest.raises(SourceError, match=r"GENESIS_HUB_DEADLINE_S.*'soon'"):
         HubRetryPolicy.from_environment()
-
-
-@pytest.mark.slow
-def test_local_input_does_not_import_the_hub_client():
-    script = (
-        "import sys; from genesis.sources import *; [*map(read_batches, tasks(resolve(PYTHON_DOCS)))]; "
-        "print({'huggingface_hub', 'datasets', 'torch'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "set()\n"

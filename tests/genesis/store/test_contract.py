@@ -9,12 +9,9 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,20 +125,14 @@ def test_lists_and_heads(store):
     assert list(store.list("nothing")) == []
     sizes = {info.key: (info.size_bytes, info.etag) for info in store.list()}
     assert sizes["a/c/d"] == (5, store.get("a/c/d").etag)
-    etag = store.put("index/a.json", b"one", cache=CachePolicy.IMMUTABLE)
-    found = store.get("index/a.json")
-    assert (found.body, found.etag) == (b"one", etag)
-    info = store.head("index/a.json")
-    assert (info.key, info.size_bytes, info.etag) == ("index/a.json", 3, etag)
+    info = store.head("a/c/d")
+    assert (info.key, info.size_bytes, info.etag) == ("a/c/d", *sizes["a/c/d"])
     assert abs(info.modified_at.timestamp() - time.time()) < 3600
     etag = store.put("k", b"1", cache=NONE)
     store.delete("k")
     with pytest.raises(PreconditionFailedError, match="found no object"):
         store.put("k", b"2", cache=NONE, if_match=etag)
     assert store.head("k") is None
-    body = random.Random(5).randbytes(20 << 20)
-    store.put("shard_0.pt", memoryview(bytearray(body)), cache=CachePolicy.IMMUTABLE, if_absent=True)
-    assert store.get("shard_0.pt").body == body
 
 
 def test_conditions(store):
@@ -158,34 +149,6 @@ def test_conditions(store):
     assert store.get("k").body == b"2"
     with pytest.raises(UsageError):
         store.put("k", b"", cache=NONE, if_absent=True, if_match="x")
-
-
-@pytest.mark.slow
-def test_threads_racing(exact_store):
-    assert exact_store.conditional_writes
-    assert list(exact_store.list()) == [], "the probe leaves nothing behind"
-    barrier = threading.Barrier(4)
-
-    def race(key: str, number: int, **condition: Any) -> str:
-        """The ETag of what the only thread wrote that got through."""
-
-        def attempt(thread: int) -> str | None:
-            barrier.wait(30)
-            try:
-                return exact_store.put(key, f"{number}/{thread}".encode(), cache=NONE, **condition)
-            except PreconditionFailedError:
-                return None
-
-        ((won, etag),) = [(thread, tag) for thread, tag in enumerate(pool.map(attempt, range(4))) if tag is not None]
-        found = exact_store.get(key)
-        assert (found.body, found.etag) == (f"{number}/{won}".encode(), etag)
-        return etag
-
-    with ThreadPoolExecutor(4) as pool:
-        etag = exact_store.put("k", b"start", cache=NONE)
-        for number in range(10):
-            race(f"k{number}", number, if_absent=True)
-            etag = race("k", number, if_match=etag)
 
 
 @pytest.mark.slow
@@ -217,26 +180,6 @@ def test_a_writer_that_is_killed_leaves_old_or_new(store):
         assert len(body) == size
         assert len(set(body)) == 1
         assert [(info.key, info.size_bytes) for info in store.list()] == [("k", size)]
-
-
-@pytest.mark.slow
-def test_readers_never_see_a_part(store):
-    sizes = [1 << 20, 3 << 18]
-    store.put("k", bytes([0]) * sizes[0], cache=NONE)
-    stop = threading.Event()
-
-    def write() -> None:
-        for value in range(1, 30):
-            store.put("k", bytes([value]) * sizes[value % 2], cache=NONE)
-        stop.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        while not stop.is_set() and not writing.done():
-            body = store.get("k").body
-            assert len(set(body)) == 1
-            assert len(body) == sizes[body[0] % 2]
-        writing.result(30)
 
 
 BODY = random.Random(4).randbytes(100_000)
@@ -285,9 +228,7 @@ def test_a_store_pickled_and_closed(origin):
     found = acted("pickled", key, stdin=pickle.dumps(store))
     assert found == {"url": store.url, "received": 0, "digests": [DIGEST] * 3}
     assert store.get(key).body == BODY
-    # Closed, it is opened again by its next call.
-    store.close()
-    store.close()
+    store.close()  # Opened again by its next call.
     assert store.get(key).body == BODY
 
 

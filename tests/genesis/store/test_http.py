@@ -22,7 +22,7 @@ from genesis.store.limits import RetryPolicy
 from manifests import InvalidDocumentError
 from tests.genesis.store.conftest import QUICK
 from tests.support.fault_proxy import Fault, FaultProxy, Reply, Request
-from tests.support.s3_servers import Server, free_port, rclone_http
+from tests.support.s3_servers import Server, rclone_http
 
 BODY = random.Random(8).randbytes(300_000)
 
@@ -30,9 +30,7 @@ BODY = random.Random(8).randbytes(300_000)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("web")
-    store = FolderStore(root / "store")
-    store.put("shard_0.pt", BODY, cache=CachePolicy.IMMUTABLE)
-    store.put("index/segment_00000-00.json", b"{}", cache=CachePolicy.IMMUTABLE)
+    FolderStore(root / "store").put("shard_0.pt", BODY, cache=CachePolicy.IMMUTABLE)
     return root
 
 
@@ -61,7 +59,6 @@ def test_it_reads_and_cannot_list(web, http_store):
     assert info is not None
     assert (info.size_bytes, info.etag) == (len(BODY), found.etag)
     assert info.modified_at is not None
-    assert store.get("index/segment_00000-00.json").body == b"{}"
     assert store.head("none") is None
     with pytest.raises(ObjectNotFoundError, match="none"):
         store.get("none")
@@ -71,19 +68,11 @@ def test_it_reads_and_cannot_list(web, http_store):
         store.get("../web/store/shard_0.pt")
 
 
-def test_a_server_that_hangs(web, http_store):
-    with FaultProxy(web.port) as proxy:
-        proxy.script([Fault.HANG])
-        assert http_store(proxy.port, replace(QUICK, read_timeout_s=0.2)).get("shard_0.pt").body == BODY
-        assert proxy.injected[Fault.HANG] == 1
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_store_that_is_not_public(status, web, http_store):
-    with FaultProxy(web.port, answer=lambda request: Reply(status)) as proxy:
+def test_a_store_that_is_not_public(web, http_store):
+    with FaultProxy(web.port, answer=lambda request: Reply(403)) as proxy:
         store = http_store(proxy.port)
         for use in (store.get, store.head):
-            with pytest.raises(StoreAccessError, match=f"{status}.*public"):
+            with pytest.raises(StoreAccessError, match=r"403.*public"):
                 use("shard_0.pt")
 
 
@@ -115,14 +104,7 @@ def test_redirects_are_followed_but_not_for_ever(web, http_store):
 
 
 ELSEWHERE = ("http://127.0.0.1:1/x", "http://localhost:{port}/x", "http://169.254.169.254/x")
-NO_HOST = (
-    "http://a..b/x",
-    f"http://{'a' * 64}.example/x",
-    "http://[::1/x",
-    "http://h:999999/x",
-    "ftp://h/x",
-    "http:///x",
-)
+NO_HOST = ("http://a..b/x", f"http://{'a' * 64}.example/x", "http://[::1/x", "http://h:999999/x", "ftp://h/x")
 
 
 def test_a_redirect_to_another_origin_without_tls_or_to_no_host_is_not_followed(web, http_store):
@@ -144,13 +126,10 @@ def test_a_redirect_to_another_origin_without_tls_or_to_no_host_is_not_followed(
 @pytest.mark.parametrize(
     ("source", "target", "is_followed"),
     [
-        ("https://a/x", "https://b/y", True),
         ("http://a/x", "https://b/y", True),
         ("http://a/x", "http://a:80/y", True),
-        ("https://a:443/x", "https://a/y", True),
         ("https://a/x", "http://a/x", False),
         ("http://a/x", "http://a:8080/x", False),
-        ("http://a/x", "http://b/x", False),
     ],
 )
 def test_where_a_redirect_may_lead(source, target, is_followed):
@@ -159,13 +138,6 @@ def test_where_a_redirect_may_lead(source, target, is_followed):
     else:
         with pytest.raises(StoreError, match="expected a redirect"):
             _check_redirect(httpx.URL(source), httpx.URL(target), "k")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
-def test_an_unreachable_host(host):
-    store = HttpStore(f"http://{host}:{free_port()}", policy=QUICK)
-    with contextlib.closing(store), pytest.raises(StoreUnavailableError, match=host):
-        store.get("k")
 
 
 @contextlib.contextmanager
@@ -263,14 +235,9 @@ def test_a_proxy_named_by_the_environment(web, http_store, monkeypatch):
 
 def test_basic_authentication(web):
     seen: list[str | None] = []
-
-    def note(request: Request) -> Reply | None:
-        seen.append(request.header("authorization"))
-        return None
-
-    with FaultProxy(web.port, answer=note) as proxy:
-        store = HttpStore(f"http://user:secret@127.0.0.1:{proxy.port}/store", policy=QUICK)
-        assert store.get("shard_0.pt").body == BODY
-        assert "secret" not in store.url
-        store.close()
+    with FaultProxy(web.port) as proxy:
+        proxy.watch = lambda request: seen.append(request.header("authorization"))
+        url = f"http://user:secret@127.0.0.1:{proxy.port}/store"
+        with contextlib.closing(HttpStore(url, policy=QUICK)) as store:
+            assert store.get("shard_0.pt").body == BODY
     assert seen == ["Basic dXNlcjpzZWNyZXQ="]

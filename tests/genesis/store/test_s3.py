@@ -26,7 +26,7 @@ from genesis.store.cloudfront import Invalidator
 from genesis.store.s3 import S3Store
 from tests.genesis.store.conftest import BUCKET, QUICK
 from tests.support.fault_proxy import FAST_FAULTS, Fault, FaultProxy, Reply, Request
-from tests.support.s3_servers import Server, boto3_client, free_port, rclone_s3, s3_client
+from tests.support.s3_servers import Server, boto3_client, rclone_s3, s3_client
 
 NONE = CachePolicy.NONE
 PART = 5 << 20
@@ -243,14 +243,10 @@ def test_a_body_that_is_not_its_etags_or_checksums_is_read_again(proxied, s3_sto
 
 
 @pytest.mark.slow
-def test_a_gateway_that_ignores_conditions(rclone, s3_env, s3_store, caplog):
+def test_a_gateway_that_ignores_conditions(rclone, s3_env, s3_store):
     s3_env(rclone)
     store = s3_store()
-    with caplog.at_level(logging.WARNING):
-        assert not store.conditional_writes
-        assert not store.conditional_writes
-    (record,) = caplog.records
-    assert rclone.endpoint in record.getMessage()
+    assert not store.conditional_writes
     assert list(store.list()) == []
     # On a server without conditions, what another writes between the write and the second look is noticed.
     other = s3_client(rclone)
@@ -316,10 +312,7 @@ def test_wrong_credentials(variable, says, rclone, s3_env, s3_store, monkeypatch
         store.head("k")
 
 
-def elsewhere(address: str, error: type[StoreError], **says: str):
-    return pytest.param({"AWS_ENDPOINT_URL": address}, error, says.get("says", address), marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "error", "says"),
     [
@@ -329,9 +322,8 @@ def elsewhere(address: str, error: type[StoreError], **says: str):
             "usable AWS credentials.*AWS_PROFILE",
         ),
         ({"AWS_PROFILE": "nobody"}, StoreAccessError, r"nobody.*AWS_PROFILE"),
-        elsewhere("no address", UsageError, says="AWS_ENDPOINT_URL"),
-        elsewhere("http://127.0.0.1:9", StoreUnavailableError),
-        elsewhere("http://nowhere.invalid:9", StoreUnavailableError),
+        ({"AWS_ENDPOINT_URL": "no address"}, UsageError, "AWS_ENDPOINT_URL"),
+        ({"AWS_ENDPOINT_URL": "http://nowhere.invalid:9"}, StoreUnavailableError, "http://nowhere.invalid:9"),
     ],
 )
 def test_an_environment_that_leads_nowhere(environment, error, says, moto, s3_env, s3_store, monkeypatch):
@@ -347,9 +339,7 @@ def test_an_environment_that_leads_nowhere(environment, error, says, moto, s3_en
     [
         (403, "AccessDenied", StoreAccessError, "s3:PutObject"),
         (400, "ExpiredToken", StoreAccessError, "sign in again"),
-        (403, "RequestTimeTooSkewed", StoreAccessError, "clock"),
         (301, "PermanentRedirect", StoreAccessError, "AWS_DEFAULT_REGION"),
-        (403, "QuotaExceeded", StoreFullError, "make room"),
         (507, "InsufficientStorage", StoreFullError, "make room"),
         (400, "EntityTooLarge", StoreError, "EntityTooLarge"),
     ],
@@ -369,11 +359,6 @@ def test_refusals_are_errors_at_once(status, code, error, says, proxied, s3_stor
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(asked) == 1
-
-
-def test_small_parts_are_refused():
-    with pytest.raises(UsageError, match="5,242,880"):
-        S3Store("s3://bucket", part_bytes=1 << 20)
 
 
 @pytest.mark.slow
@@ -412,24 +397,21 @@ def test_two_hundred_calls_through_faults(proxied, s3_store):
 @pytest.fixture
 def cloudfront(moto, s3_env) -> Iterator[Any]:
     s3_env(moto)
-    client = boto3_client(moto, "cloudfront")
-    yield client
-    client.close()
+    with closing(boto3_client(moto, "cloudfront")) as client:
+        yield client
 
 
 @pytest.fixture
 def distribution(cloudfront: Any) -> str:
     origin = {"Id": "o", "DomainName": "bucket.s3.amazonaws.com", "S3OriginConfig": {"OriginAccessIdentity": ""}}
-    created = cloudfront.create_distribution(
-        DistributionConfig={
-            "CallerReference": uuid.uuid4().hex,
-            "Comment": "",
-            "Enabled": True,
-            "Origins": {"Quantity": 1, "Items": [origin]},
-            "DefaultCacheBehavior": {"TargetOriginId": "o", "ViewerProtocolPolicy": "allow-all"},
-        }
-    )
-    name: str = created["Distribution"]["Id"]
+    config = {
+        "CallerReference": uuid.uuid4().hex,
+        "Comment": "",
+        "Enabled": True,
+        "Origins": {"Quantity": 1, "Items": [origin]},
+        "DefaultCacheBehavior": {"TargetOriginId": "o", "ViewerProtocolPolicy": "allow-all"},
+    }
+    name: str = cloudfront.create_distribution(DistributionConfig=config)["Distribution"]["Id"]
     return name
 
 
@@ -440,7 +422,7 @@ def sent(cloudfront: Any, distribution: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution):
+def test_at_most_once_a_minute_the_last_not_lost_and_below_a_prefix(cloudfront, distribution):
     times_s = [100.0]
     invalidator = Invalidator(distribution, clock=lambda: times_s[-1])
     invalidator.flush()
@@ -451,37 +433,23 @@ def test_at_most_once_a_minute_and_the_last_is_not_lost(cloudfront, distribution
         invalidator.published()
         counts.append(len(sent(cloudfront, distribution)))
     assert counts == [1, 1, 1, 2, 2, 3]
-    invalidator.flush()
-    assert len(sent(cloudfront, distribution)) == 3, "nothing was pending"
     times_s.append(301)
     invalidator.published()
     invalidator.flush()
-    invalidator.flush()
     assert sent(cloudfront, distribution) == [["/manifest.json", "/tokenizer.json"]] * 4
-
-
-@pytest.mark.slow
-def test_a_store_below_a_prefix(cloudfront, distribution):
     Invalidator(distribution, prefix="data/v1/").published()
     both = ["/data/v1/manifest.json", "/data/v1/tokenizer.json", "/manifest.json", "/tokenizer.json"]
-    assert [sorted(paths) for paths in sent(cloudfront, distribution)] == [both]
+    assert both in sent(cloudfront, distribution)
 
 
 @pytest.mark.slow
-def test_a_failure_is_a_warning_and_sent_later(cloudfront, distribution, moto, monkeypatch, caplog):
+def test_a_failure_is_a_warning_and_sent_later(cloudfront, distribution, monkeypatch, caplog):
     invalidator = Invalidator(distribution)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
     with caplog.at_level(logging.WARNING, "genesis"):
         invalidator.published()
     assert [distribution in record.getMessage() for record in caplog.records] == [True]
     assert sent(cloudfront, distribution) == []
-    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
-    Invalidator("NOSUCHID").published()
-    assert len(caplog.records) == 2
-    invalidator = Invalidator(distribution)
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    invalidator.published()
     monkeypatch.delenv("AWS_PROFILE")
     invalidator.flush()
     assert len(sent(cloudfront, distribution)) == 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -127,16 +125,6 @@ def test_the_merges_of_a_text_are_pinned():
     assert tokenizer.sha256 == "5a3e8fcb7c67a9167e17fd238218a2986c12711493006f334b535f85631a81a2"
 
 
-def test_fewer_merges_than_asked_for_and_min_frequency():
-    assert len(learn_at_once(["ab ab"], 100)) == 1
-    assert learn_at_once(["abc"], 100) == []
-    assert learn_at_once(["a b c", ""], 100) == []
-    assert learn_at_once([], 100) == []
-    texts = [b"ab " * 7]
-    assert learn(EMPTY, texts, 10, min_frequency=8) == []
-    assert len(learn(EMPTY, texts, 10, min_frequency=6)) == 2
-
-
 def test_a_pair_that_spells_an_existing_token_is_left_out_with_all_made_of_it():
     a, b, c, d = (BYTE_OFFSET + byte for byte in b"abcd")
     vocabulary = VocabularyFile.from_pairs([(a, b), (b, c), (266, c)], {})
@@ -152,9 +140,6 @@ def test_symbols_skip_the_surrogates_and_are_not_more_than_can_be_counted():
     many = np.array([2**30, 2**30], dtype=np.uint64)
     with pytest.raises(UsageError, match="found one 2,147,483,648 times; learn from fewer documents"):
         symbolise(words, many)
-    # The same number of pairs, but no pair as often.
-    apart = EncodedBatch(np.array([20, 21, 22, 23], dtype=np.uint32), np.array([0, 2, 4]))
-    assert len(symbolise(apart, many).words) == 2
     ids = np.arange(10, 60_010, dtype=np.uint32)
     sample = symbolise(EncodedBatch(ids, np.array([0, len(ids)])), np.array([1], dtype=np.uint64))
     points = [ord(symbol) for symbol in sample.symbols]
@@ -191,26 +176,6 @@ def test_a_helper_that_is_killed_is_an_error(monkeypatch, tmp_path, python_sourc
     with pytest.raises(WorkerError, match="killed by SIGKILL; if memory ran out, learn from fewer documents"):
         tokenizer.learn_merges(python_sources, 100, source="s", processes=2)
     assert tokenizer.to_file() == EMPTY
-
-
-UNGUARDED = """
-from genesis.tokenizer import NeuroTokenizer
-tokenizer = NeuroTokenizer.empty()
-text = open(r"{path}", "rb").read() * {times}
-print(tokenizer.learn_merges([text], 50, source="s", processes=2))
-"""
-
-
-@pytest.mark.slow
-def test_learning_works_from_a_script_without_a_main_guard(tmp_path):
-    script = tmp_path / "script.py"
-    source = Path(textwrap.__file__)
-    script.write_text(UNGUARDED.format(path=source, times=2_000_000 // source.stat().st_size))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    found = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path
-    )
-    assert (found.stdout, found.stderr) == ("50\n", "")
 
 
 def test_ctrl_c_is_left_to_the_process_that_asked():
@@ -255,14 +220,6 @@ def test_the_words_of_adversarial_strings_and_of_every_pair_of_bytes():
         f"a{chr(left)}{chr(right)}{tail}" for left in range(128) for right in range(128) for tail in ("b", " b", "")
     ]
     assert count_words([text.encode() for text in texts]) == plainly_counted(texts)
-
-
-@pytest.mark.slow
-def test_neither_the_order_of_texts_nor_blocks_matter(monkeypatch, python_sources):
-    whole = count_words(python_sources)
-    monkeypatch.setattr("genesis.tokenizer.words._BLOCK_BYTES", 50_000)
-    assert count_words(python_sources) == whole
-    assert count_words(python_sources) == count_words(reversed(python_sources))
 
 
 @pytest.mark.parametrize("character", ["a", "中", "😀", "\n", "!", " \n"])

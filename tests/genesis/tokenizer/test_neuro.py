@@ -19,10 +19,9 @@ from genesis.errors import (
     StoreAccessError,
     StoreError,
     TokenizerError,
-    UsageError,
     VocabularyMismatchError,
 )
-from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_config, hf_tokenizer_json, tiktoken_ranks
+from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_json
 from manifests import BYTE_OFFSET, FIRST_MERGE_ID, SPECIAL_TOKENS, VocabularyFile
 from manifests.errors import ContractError, UnsupportedFormatError
 from tests.support.texts import adversarial_strings
@@ -77,19 +76,13 @@ def test_an_empty_vocabulary_is_the_bytes_and_special_tokens_are_dropped(trained
         NeuroTokenizer.from_bytes(b'{"format": 7}')
 
 
-def test_saved_is_loaded_replaced_and_a_failure_leaves_the_old_file(trained, tmp_path):
+def test_saved_is_loaded_and_a_failure_leaves_the_old_file(trained, tmp_path):
     path = tmp_path / "new" / "tokenizer.json"
     trained.save(path)
     loaded = NeuroTokenizer.load(path)
     assert loaded.to_file() == trained.to_file()
-    assert loaded.sha256 == trained.sha256
-    assert loaded.merges == trained.merges
     assert loaded.sources_contributed == {"python-docs": 1500}
     assert [entry.name for entry in path.parent.iterdir()] == ["tokenizer.json"]
-    path = tmp_path / "tokenizer.json"
-    NeuroTokenizer.empty().save(path)
-    trained.save(path)
-    assert NeuroTokenizer.load(path).next_merge_id == trained.next_merge_id
     with pytest.raises(StoreAccessError, match="cannot write"):
         trained.save(path / "below-a-file.json")
     assert NeuroTokenizer.load(path).next_merge_id == trained.next_merge_id
@@ -125,28 +118,12 @@ def test_growth_keeps_old_ids_and_what_was_encoded_with_them(trained, python_sou
 def test_a_source_that_adds_nothing_and_the_cap():
     tokenizer = NeuroTokenizer.empty()
     assert tokenizer.learn_merges(["no two"], 5, source="small") == 0
-    assert tokenizer.learn_merges([], 0, source="none") == 0
-    assert tokenizer.sources_contributed == {"small": 0, "none": 0}
+    assert tokenizer.sources_contributed == {"small": 0}
     full = VocabularyFile.from_pairs([], {}).model_copy(update={"vocab_size": FIRST_MERGE_ID + 2})
     tokenizer = NeuroTokenizer.from_file(full)
     assert tokenizer.learn_merges(["abcdef " * 9], 10, source="s") == 2
     assert tokenizer.learn_merges(["abcdef " * 9], 10, source="s") == 0
     assert tokenizer.next_merge_id == tokenizer.to_file().vocab_size == FIRST_MERGE_ID + 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_merges": -1}, "num_merges of at least 0, found -1"),
-        ({"processes": 0}, "processes of at least 1, found 0"),
-        ({"min_frequency": 0}, "min_frequency of at least 1, found 0"),
-        ({"source": "Not a name"}, "the name of a source such as 'fineweb-edu', found 'Not a name'"),
-    ],
-)
-def test_learning_refuses_what_makes_no_sense(arguments, message):
-    given_arguments = {"num_merges": 1, "source": "s"} | arguments
-    with pytest.raises(UsageError, match=message):
-        NeuroTokenizer.empty().learn_merges(["text"], **given_arguments)  # type: ignore[arg-type]
 
 
 def test_a_newer_file_is_taken_over_and_an_older_one_changes_nothing(trained):
@@ -228,30 +205,11 @@ def test_tiktoken_gives_our_ids(trained, tmp_path):
     assert encoding.encode("<|eos|>", allowed_special="all") == [2]
 
 
-def test_the_exported_files(trained):
-    lines = tiktoken_ranks(trained.to_file()).splitlines()
-    assert lines[0] == b"AA== 10"
-    assert [int(line.split()[1]) for line in lines] == list(range(BYTE_OFFSET, trained.current_vocab_size))
-    again = NeuroTokenizer.from_bytes(trained.to_file().to_json())
-    for write in (hf_tokenizer_json, hf_tokenizer_config, tiktoken_ranks):
-        assert write(trained.to_file()) == write(again.to_file())
-    value = json.loads(hf_tokenizer_json(trained.to_file()))
-    assert value["added_tokens"] == []
-    assert [value["model"]["vocab"][name] for name in SPECIAL_TOKENS] == list(range(BYTE_OFFSET))
-
-
 def test_what_cannot_be_exported(trained, tmp_path):
     ids = [BYTE_OFFSET + byte for byte in b"<|eos|>"]
     pairs = [(ids[0], ids[1]), *((265 + order, byte) for order, byte in enumerate(ids[2:], start=1))]
     with pytest.raises(TokenizerError, match=r"found '<\|eos\|>'"):
         hf_tokenizer_json(VocabularyFile.from_pairs(pairs, {}))
-    a, b, c = (BYTE_OFFSET + byte for byte in b"abc")
-    vocabulary = VocabularyFile.from_pairs([(a, b), (b, c), (266, c), (a, 267)], {})
-    for write in (hf_tokenizer_json, tiktoken_ranks):
-        with pytest.raises(TokenizerError, match="ids 268 and 269"):
-            write(vocabulary)
-    with pytest.raises(UsageError, match="expected an export to hf or tiktoken, found 'onnx'"):
-        export_tokenizer(trained.to_file(), "onnx", tmp_path)  # type: ignore[arg-type]
     (tmp_path / "hf").write_text("a file in the way")
     with pytest.raises(StoreAccessError, match=r"hf/tokenizer\.json"):
         export_tokenizer(trained.to_file(), "hf", tmp_path)
