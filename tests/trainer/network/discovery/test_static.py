@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import socket
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.announcements import announce, announcement
 from trainer.errors import RefusedError
-from trainer.network.discovery import verify_announcement
+from trainer.network.discovery import PeerWatchdog, verify_announcement
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
@@ -109,11 +110,13 @@ async def _until(condition: Callable[[], object], what: str = "") -> None:
         await asyncio.sleep(0.05)
 
 
-async def _until_known(node: _Node, *names: str) -> None:
-    async def is_known() -> bool:
-        return await node.knows() == set(names)
+async def _knows(node: _Node, *names: str, others: bool = False) -> bool:
+    known = await node.knows()
+    return set(names) <= known and (others or known == set(names))
 
-    await _until(is_known, f"{names} known")
+
+async def _until_known(node: _Node, *names: str, others: bool = False) -> None:
+    await _until(lambda: _knows(node, *names, others=others), f"{names} known")
 
 
 def _free_port() -> int:
@@ -155,6 +158,38 @@ async def test_a_node_that_returns_elsewhere_or_with_another_certificate_is_foun
         async with _node("a again", identity=listed, port=int(a.address.rpartition(":")[2])) as again:
             await _until_known(b, "a again")
             await _until_known(again, "b")
+
+
+def _levels(address: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Levels of what was logged of an address, debug left out."""
+    said = [it for it in caplog.records if it.name == "trainer.network.discovery.static" and address in it.getMessage()]
+    return [it.levelname for it in said if it.levelname != "DEBUG"]
+
+
+@pytest.mark.slow
+async def test_an_address_that_stays_silent_is_reported_once_and_one_that_is_late_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.network.discovery.static._REPORT_AFTER_S", 1.0)
+    caplog.set_level("DEBUG")
+    late, dead = f"127.0.0.1:{(port := _free_port())}", "127.0.0.1:9"
+
+    def num_attempts() -> int:
+        return sum(f"{late} does not answer" in it.getMessage() for it in caplog.records)
+
+    # Long-lived: on a busy machine the late one is not forgotten before an attempt shows that it is gone.
+    async with _node("b", late, dead, config=dataclasses.replace(_QUICK, announcement_lifetime_s=60.0)) as b:
+        await _until(lambda: _levels(late, caplog), "the first attempt")
+        assert await b.knows() == set()
+        async with _node("a", late, b.address, port=port) as a:
+            await _until_known(b, "a")
+            await _until_known(a, "b")
+            await _until(lambda: "WARNING" in _levels(dead, caplog), "a report")
+            await asyncio.sleep(1.2)
+        before = num_attempts()
+        await _until(lambda: num_attempts() > before, "that it is gone")
+    assert _levels(late, caplog) == ["INFO"]
+    assert _levels(dead, caplog) == ["INFO", "WARNING"]
 
 
 async def test_lies_are_dropped_and_counted_and_another_run_is_not_heard() -> None:
@@ -217,19 +252,59 @@ async def test_an_address_that_many_announce_gets_one_knock() -> None:
     assert len(knocks) == 1
 
 
-async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.network.discovery.base._RETRY_S", 0.1)
-    other = _stranger()
-    calls = []
+@pytest.mark.slow
+async def test_sybils_neither_push_out_nor_keep_out_nor_get_about() -> None:
+    """Three times as many as the table holds: dead ones, and real nodes that tell of further dead ones."""
+    small = dataclasses.replace(_QUICK, max_peers=8, announcement_lifetime_s=20.0)
+    dead = [announce(Identity.create(), address=f"127.0.0.1:{20_000 + it}", node_id="dead") for it in range(24)]
+    async with _node("a", config=small) as a, _node("b", a.address, config=small) as b, AsyncExitStack() as stack:
+        await _until_known(a, "b")
+        await _until_known(b, "a")
+        a.discovery._table.used(b.endpoint.peer_id)
+        b.discovery._table.used(a.endpoint.peer_id)
+        for number in range(24):
+            liar = _stranger()
+            stack.push_async_callback(liar.stop)
+            if number % 2:
+                await _pretend(liar, dead)
+            address = liar.address if number % 2 else f"127.0.0.1:{21_000 + number}"
+            record = announce(liar.identity, address=address, lifetime_s=3600.0, node_id="sybil")
+            await _send(liar, a.endpoint.peer, record)
+        await _until(lambda: a.discovery.refused["full"] >= 4, "the table is contested")
+        assert "b" in await a.knows() <= {"b", "sybil"}
+        async with _node("c", a.address, config=small) as c:
+            await _until_known(a, "c", others=True)
+            a.discovery._table.used(c.endpoint.peer_id)
+            await _until_known(b, "c", others=True)
+            await _until_known(c, "b", others=True)
+            for node in (a, b, c):
+                assert "dead" not in await node.knows()
+                assert len(await node.discovery.peers()) <= 8
+
+
+async def _pretend(endpoint: Endpoint, told: list[bytes], num_busy: int = 0) -> list[int]:
+    """Answers what discovery asks, at first that it is busy, and passes on ``told``; the calls, as they come."""
+    calls: list[int] = []
+
+    async def exchange(_: Request[PeerExchangeRequest]) -> Reply[PeerExchangeReply]:
+        return Reply(PeerExchangeReply(sizes=tuple(map(len, told))), b"".join(told))
 
     async def present(_: Request[PeerExchangeRequest]) -> Reply[PresentReply]:
-        calls.append(1)
-        if len(calls) <= 2:
+        calls.append(len(calls))
+        if calls[-1] < num_busy:
             raise RefusedError("busy", "later")
         return Reply(PresentReply())
 
-    other.register(PRESENT_METHOD, PeerExchangeRequest, present)
-    await other.start()
+    endpoint.register(EXCHANGE_METHOD, PeerExchangeRequest, exchange, any_recipient=True)
+    endpoint.register(PRESENT_METHOD, PeerExchangeRequest, present)
+    await endpoint.start()
+    return calls
+
+
+async def test_a_node_that_is_busy_when_it_is_first_called_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.network.discovery.base._RETRY_S", 0.1)
+    other = _stranger()
+    calls = await _pretend(other, [], num_busy=2)
     async with _node("a") as a:
         certificate = (other.certificate or b"").decode()
         record = announce(other.identity, address=other.address, node_id="b", certificate_pem=certificate)
@@ -248,6 +323,29 @@ async def test_a_node_announced_for_anothers_address_does_not_keep_that_one_out(
             await _until_known(a, "b", "late")
             with pytest.raises(RefusedError):
                 await _send(b.endpoint, Peer(Identity.create().peer_id, a.address, a.endpoint.certificate), b"")
+
+
+async def test_a_lack_of_peers_is_reported_when_it_has_lasted_and_again_every_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}"
+    now_s = 1000.0
+    async with _node("a", first, second) as a:
+        watchdog = PeerWatchdog(a.discovery, "worker of any stage", 30.0, clock=lambda: now_s)
+        await _until(lambda: {first, second} <= set(a.discovery.no_peers_reason().replace(",", " ").split()))
+        for seconds, num_others in ((0, 0), (29, 0), (2, 0), (58, 0), (3, 0), (500, 3), (29, 0)):
+            now_s += seconds
+            watchdog.look(num_others)
+    said = [it.getMessage() for it in caplog.records if it.name == "trainer.network.discovery.base"]
+    assert said == 2 * [f"nobody answers at {first}, {second}: no worker of any stage has been heard of"]
+
+
+async def test_a_node_that_only_knows_its_own_address_misses_nobody() -> None:
+    """The first of a run, with the list of addresses that all have."""
+    own = f"127.0.0.1:{(port := _free_port())}"
+    async with _node("a", own, port=port) as a:
+        await _until(lambda: not a.discovery._addresses)
+        assert a.discovery.no_peers_reason() == ""
 
 
 def test_pauses_double_up_to_a_bound_and_end_with_an_answer() -> None:

@@ -16,10 +16,11 @@ from tests.support.rpc_node import RUN_ID, Question
 from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity
-from trainer.network.rpc.connections import Connection, Connections, worst_connections
+from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections
 from trainer.network.rpc.limits import (
     KEPT_S,
     MAX_PER_ADDRESS,
+    MAX_PROVEN,
     MIN_GOOD_CALLS,
     MIN_TENURE_S,
     ByteBudget,
@@ -61,6 +62,20 @@ def _calls(*, total: int = 8, holder: int = 2, address: int = 4) -> _Calls:
 
 def _stranger(address: str) -> Share:
     return Share(address, False)
+
+
+async def test_slots_are_bounded_per_holder_and_in_all_and_come_back() -> None:
+    calls = _calls(total=3)
+    held = [calls.take("1", PROVEN_A, holder="a", stalled_s=0.1), calls.take("2", PROVEN_A, holder="a")]
+    assert calls.is_busy(PROVEN_A, "a")
+    held.append(calls.take("3", PROVEN_B, holder="b"))
+    assert calls.is_busy(PROVEN_B, "b")
+    for slot in [*held, *held]:
+        calls.slots.give(slot)
+        calls.slots.shed(slot)  # Without effect: it was given back.
+    assert len(calls.slots) == 0 and not calls.shed
+    assert not calls.slots.stalled(asyncio.get_running_loop().time())
+    assert not calls.is_busy(PROVEN_A, "a")
 
 
 async def test_strangers_share_what_their_address_may_take_and_leave_a_quarter_to_proven_peers() -> None:
@@ -188,6 +203,17 @@ async def test_a_peer_that_has_answered_has_slots_of_its_own() -> None:
                 task.cancel()
 
 
+@pytest.mark.slow
+async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
+    async with running_endpoint() as victim, AsyncExitStack() as stack:
+        standing = victim._serving.standing
+        connection = await stack.enter_async_context(no_window_connection(victim.peer, RUN_ID))
+        identity = Identity.create()
+        standing.prove(identity.peer_id, "127.0.0.1")
+        connection.call("test/echo", {}, identity=identity)
+        await until(lambda: not standing.is_proven(identity.peer_id))
+
+
 async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_time() -> None:
     """What 32 calls of one connection cost is what one does, and a newcomer of the same address gets in at once."""
     async with running_endpoint() as victim, running_endpoint() as newcomer, AsyncExitStack() as stack:
@@ -296,7 +322,9 @@ def test_no_message_is_ever_taken_twice(events: list[tuple[int, int, float, floa
     st.floats(0.1, 100.0),
     st.lists(st.tuples(st.floats(0.0, 20.0), st.sampled_from("abc")), max_size=200),
 )
-def test_no_key_takes_more_than_its_bucket_and_the_time_give(capacity, per_s, steps) -> None:
+def test_no_key_takes_more_than_its_bucket_and_the_time_give(
+    capacity: float, per_s: float, steps: list[tuple[float, str]]
+) -> None:
     now_s = 0.0
     buckets = TokenBuckets(capacity, per_s, lambda: now_s)
     taken = dict.fromkeys("abc", 0)
@@ -343,6 +371,16 @@ def test_an_address_has_so_many_proven_peers_and_the_first_stay() -> None:
     standing.prove("later", "192.0.2.1")
     assert standing.is_proven("first") and standing.is_proven("later")
     assert len(standing) == 2
+
+
+def test_proven_and_greylisted_ones_are_bounded_in_all() -> None:
+    standing = Standing(Clock())
+    for number in range(MAX_PROVEN + 10):
+        standing.prove(str(number), f"192.0.{number // 50}.{number % 50}")
+    assert len(standing) == MAX_PROVEN
+    for number in range(20_000):
+        standing.let_stall(f"192.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(standing._stalls) <= 4096
 
 
 def test_an_address_is_greylisted_for_a_minute_after_its_strangers_let_answers_stall() -> None:
@@ -412,3 +450,17 @@ def test_a_peer_is_proven_by_calls_in_good_order_for_a_while_on_one_connection()
         call("steady")
     assert standing.is_proven("steady")
     assert len(standing) == 1
+
+
+@pytest.mark.skipif(not AcceptedSockets.are_visible(), reason="no /proc/self/fd here")
+async def test_a_guard_sees_and_shuts_accepted_connections_only() -> None:
+    async with running_endpoint() as endpoint, running_endpoint() as other:
+        await ask(other, endpoint.peer)
+        sockets = AcceptedSockets(int(endpoint.address.rpartition(":")[2]))
+        [peer] = sockets.scan()
+        assert peer.startswith("ipv4:127.0.0.1:")
+        assert not AcceptedSockets(int(other.address.rpartition(":")[2])).scan()
+        assert not sockets.shut("ipv4:127.0.0.1:1")
+        assert sockets.shut(peer)
+        await until(lambda: not sockets.scan())
+        await ask(other, endpoint.peer)

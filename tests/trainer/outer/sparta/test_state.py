@@ -141,7 +141,7 @@ def test_a_state_moves_between_devices_and_into_a_fused_adamw(trains_on: str, jo
     donor.step(9)
     joiner.step(9)
     states = donor.trainer.shared_state(), joiner.trainer.shared_state()
-    assert torch.allclose(states[0].parameters, states[1].parameters, atol=1e-6)
+    assert torch.allclose(states[0].parameters, states[1].parameters, atol=1e-5)
 
 
 CONFIGS = {
