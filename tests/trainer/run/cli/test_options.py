@@ -51,9 +51,7 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
         (("--node-id", "a", "--holdout", "99"), "99 of each source are held out"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(arguments, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     places = ("--store", str(text_store()), "--checkpoint-dir", str(tmp_path / "checkpoints"), "--no-api")
     code = run([*places, "--preset", "tiny", "--max-steps", "1", *arguments])
@@ -77,9 +75,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
         ("swarm", "up", "--run", "RUN"),
     ],
 )
-def test_where_to_begin_is_checked_first(
-    process: tuple[str, ...], address: str, tmp_path: Path, capsys: Captured
-) -> None:
+def test_where_to_begin_is_checked_first(process, address, tmp_path, capsys):
     """There is no such store, nor would there be anything to read or to join: none of it is looked at."""
     file = tmp_path / "run.yaml"
     begin = f"discovery: {{initial_peers: [{address}]}}\n" if "up" in process else ""

@@ -91,9 +91,7 @@ def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, 
         (("--set", "swarm.checkpoint.every=5"), 2, "swarm.checkpoint.every: there is no such option"),
     ],
 )
-def test_what_cannot_be_exported(
-    here: TrainerHere, run_file: Path, tmp_path: Path, options: tuple[str, ...], code: int, said: str
-) -> None:
+def test_what_cannot_be_exported(here, run_file, tmp_path, options, code, said):
     assert said in here.other("export", "--run", run_file, tmp_path / "out", *options, expect=code)
     assert not (tmp_path / "out").exists()
 

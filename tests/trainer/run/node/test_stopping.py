@@ -77,12 +77,8 @@ def test_a_second_node_of_the_same_wallet_is_refused(trainer: TrainerCommand, he
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(
-    "more",
-    [(), ("--set", "diloco.num_fragments=2", "--set", "diloco.overlap_steps=2", "--set", "data.plateau=relative")],
-    ids=["plain", "streamed"],
-)
-def test_killed_again_and_again(tmp_path: Path, seed: int, more: tuple[str, ...]) -> None:
+def test_killed_again_and_again_with_streamed_fragments(tmp_path: Path, seed: int) -> None:
+    more = ("--set", "diloco.num_fragments=2", "--set", "diloco.overlap_steps=2", "--set", "data.plateau=relative")
     options = (*ROUNDS, *more, "--max-steps", "40")
     whole = TrainerCommand(text_store(), tmp_path / "whole")
     whole(*options)

@@ -6,7 +6,7 @@ rounds: 8 outer steps, 48 inner ones a member.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -74,9 +74,7 @@ def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> Non
         *(pytest.param(rule, ATTACKS, *who, marks=pytest.mark.long) for rule in RULES for who in ((5, 1), (7, 2))),
     ],
 )
-def test_rules_against_lies(
-    cast: TrainingCast, rule: str, attacks: Iterable[str], num_members: int, num_liars: int
-) -> None:
+def test_rules_against_lies(cast, rule, attacks, num_members, num_liars):
     alone = cast.run(num_members - num_liars, {"rule": rule, "num_byzantine": 0, "validation": "log"})
     robust: dict[str, Any] = {"rule": rule, "num_byzantine": num_liars, "validation": "log"}
     for attack in attacks:

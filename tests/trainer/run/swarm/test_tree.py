@@ -30,10 +30,10 @@ DIES = "import sys; print('trainer: the disk is full', file=sys.stderr); sys.exi
 class Watched(ProcessTree):
     """A tree and what it told."""
 
-    def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float, asked: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float) -> None:
         self.told: list[str] = []
         self.pids: set[int] = set()
-        super().__init__(folder, policy, tell=self.told.append, grace_s=grace_s, asked=asked)
+        super().__init__(folder, policy, tell=self.told.append, grace_s=grace_s)
 
     def begin(self, name: str, program: str, role: Role = "worker", stage: str = "head") -> Child:
         command = (sys.executable, "-S", "-c", program)
@@ -72,8 +72,8 @@ Patch = pytest.MonkeyPatch
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Watched] = []
 
-    def tree(policy: RestartPolicy = QUICK, grace_s: float = 30.0, asked: Callable[[], bool] = bool) -> Watched:
-        made.append(Watched(tmp_path, policy, grace_s, asked))
+    def tree(policy: RestartPolicy = QUICK, grace_s: float = 30.0) -> Watched:
+        made.append(Watched(tmp_path, policy, grace_s))
         return made[-1]
 
     yield tree
@@ -209,15 +209,6 @@ def test_a_second_ctrl_c_kills_what_is_left_and_an_error_ends_it(make: Make) -> 
         watched.until_up(watched.begin("head.2", OBEYS))
         raise RuntimeError("a display that broke")
     wait_until_gone(watched.pids)
-
-
-@pytest.mark.parametrize("was_asked_before", [True, False])
-def test_a_request_to_end_while_it_is_ending_is_answered(was_asked_before: bool, make: Make) -> None:
-    answers = iter([was_asked_before, False])
-    with make(grace_s=0.3, asked=lambda: next(answers, True)) as watched:
-        watched.until_up(watched.begin("head.1", STUBBORN))
-    told = [text for text in watched.told if "Ctrl+C" in text]
-    assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
 
 
 _PARENT = f"""
