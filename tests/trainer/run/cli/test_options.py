@@ -21,8 +21,6 @@ from trainer.run.cli.train import config_of
 from trainer.run.config import RunConfig
 from trainer.run.node.stopping import StopRequest
 
-Captured = pytest.CaptureFixture[str]
-
 
 def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -46,7 +44,6 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
         (("--node-id", "a", "--device", "tpu"), "device: expected auto, cpu, cuda or cuda:N, found 'tpu'"),
         (("--node-id", "a", "--set", "inner"), "--set: expected name.name=value, found 'inner'"),
         (("--node-id", "a", "--compression", "zip"), "collective.compression: "),
-        (("--node-id", "a", "--set", "data.cache_bytes=much"), "much"),
         (("--node-id", "a", "--set", "data.sources.nowhere=1"), "nowhere"),
         (("--node-id", "a", "--holdout", "99"), "99 of each source are held out"),
     ],

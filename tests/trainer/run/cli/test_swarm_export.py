@@ -88,7 +88,6 @@ def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, 
         (("--at", "1970-01-01T00:20:01"), 1, "found none of body-1, tail"),
         (("--checkpoint-dir", "/nowhere"), 1, "found no whole one"),
         (("--node-id", "a"), 2, "--run: expected neither"),
-        (("--set", "swarm.checkpoint.every=5"), 2, "swarm.checkpoint.every: there is no such option"),
     ],
 )
 def test_what_cannot_be_exported(here, run_file, tmp_path, options, code, said):

@@ -186,9 +186,7 @@ def test_what_makes_no_sense_is_told(values: dict[str, Any], said: str) -> None:
     assert str(told.value).startswith(said)
 
 
-def test_names_words_and_the_store_of_the_environment_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gpu-7", "node_2", "host.example.org", "7", "alice@lab:3"):
-        assert replace(RunConfig(), node_id=name, run_id=name).node_id == name
+def test_words_and_the_store_of_the_environment_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GENESIS_STORE", "s3://bucket/prefix")
     assert RunConfig().data.store == "s3://bucket/prefix"
     for word in ("off", "Off", "no"):  # A word stays a word, and a switch reads it as one.

@@ -71,8 +71,6 @@ def view(config: RunConfig, shape: SwarmShape) -> DriverPeerView:
 
 
 Make = Callable[..., SimpleNamespace]
-Log = pytest.LogCaptureFixture
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -133,7 +131,7 @@ def test_who_is_the_keeper_by_name_and_by_key(view, config, shape, caplog):
     assert keeps_account(impostor, STRANGE)
 
 
-def test_a_stranger_is_not_asked_and_named_once(view: DriverPeerView, shape: SwarmShape, caplog: Log) -> None:
+def test_a_stranger_is_not_asked_and_named_once(view, shape, caplog):
     stranger = said(shape, "stranger", "b", "tail", fits=False)
     head, *drivers = said(shape, "head", "a", "head"), said(shape, "d-7", "c"), said(shape, "d-8", "d", fits=False)
     view.hear((head, stranger, *drivers))
@@ -228,7 +226,7 @@ async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: Swar
 
 
 @pytest.mark.slow
-async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(make: Make, monkeypatch: Patch) -> None:
+async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(make, monkeypatch):
     asked, released, given_up = threading.Event(), threading.Event(), threading.Event()
 
     def hanging_store(*_: object) -> tuple[Lane, ...]:
@@ -262,7 +260,7 @@ def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig, make
 
 
 @pytest.mark.slow
-async def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(tmp_path: Path, monkeypatch: Patch) -> None:
+async def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(tmp_path, monkeypatch):
     """It has leased and the workers it heard of are gone: in the end nothing is held, all is handed back."""
     serving = {"incarnation": "1" * 16, "status": "serving"}
     heard_of = [StageReport(uid=f"{stage}.0.40", **serving) for stage in ("head", "body1", "tail")]

@@ -52,20 +52,6 @@ def test_by_default_who_lies_is_left_out_of_every_round(cast: TrainingCast) -> N
         assert all(reason.startswith("direction") for reason in why), why
 
 
-@pytest.mark.long
-def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:
-    mean = {"rule": "mean", "validation": "log"}
-    alone = cast.run(4, {**mean, "num_byzantine": 0})
-    flipped = cast.run(5, mean, "flip", 1)
-    assert flipped.loss > TOLERANCE * alone.loss
-    assert any(flipped.said_of_liars("validation"))
-    assert all(not report["dropped"] and report["rule"] == "mean" for report in flipped.reports)
-    poisoned = cast.run(5, mean, "nan", 1)
-    assert poisoned.loss < TOLERANCE * alone.loss
-    check_named(poisoned, "nan")
-    assert all(dict(report["dropped"]).popitem()[1] == "not finite" for report in poisoned.reports)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rule", "attacks", "num_members", "num_liars"),

@@ -27,7 +27,6 @@ from trainer.run.swarm.running import (
     SwarmSnapshot,
     ask_account,
     ask_stages,
-    free_ports,
     run_local,
     seed_address,
     seed_spec,
@@ -36,8 +35,6 @@ from trainer.run.swarm.running import (
 )
 from trainer.run.swarm.tree import ExitStatus, RestartPolicy
 
-Captured = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
 
@@ -74,7 +71,7 @@ class Shown:
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: Patch) -> Path:
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "calls"
     monkeypatch.setenv("PRETENDED_SWARM_CALLS", str(file))
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
@@ -97,17 +94,14 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     assert "worker --stage body-1 --node-id body-1.2" in lines[3] and "--no-api" in lines[3]
     assert "--pipeline swarm" in lines[6] and "--max-steps 7" in lines[6]
     assert specs[6].api_url.rpartition(":")[2] == specs[6].command[specs[6].command.index("--api-port") + 1]
-    assert [spec.stage for spec in specs] == ["head", "head", "body-1", "body-1", "tail", "tail", "", ""]
 
 
 def test_seeds_know_those_before_them_and_all_others_know_those_that_are_ready(tmp_path: Path) -> None:
-    assert len(set(free_ports(20))) == 20
     swarm = _swarm(num_seeds=2)
     ports = _ports(swarm)
     first, second = (seed_spec(swarm, ports, tmp_path, known) for known in ([], ["/ip4/a"]))
     assert "--initial-peers" not in first.command
     assert second.command[-2:] == ("--initial-peers", "/ip4/a")
-    assert (first.name, second.name) == ("seed-1", "seed-2")
     for spec in swarm_specs(swarm, ports, ["/ip4/a", "/ip4/b"]):
         given = [value for name, value in pairwise(spec.command) if name == "--initial-peers"]
         assert given == ["/ip4/a", "/ip4/b"]
@@ -137,7 +131,7 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     assert {path.stem for path in (tmp_path / "logs").glob("*.log")} == set(logs)
 
 
-def test_all_that_could_not_save_are_named(calls: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_all_that_could_not_save_are_named(calls, tmp_path, monkeypatch):
     monkeypatch.setenv("PRETENDED_SWARM_UNSAVED", "head,tail")
 
     def are_up() -> bool:
@@ -205,7 +199,7 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkeypatch: Patch, capsys: Captured) -> None:
+def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkeypatch, capsys):
     with driver_api(SeenPipeline()) as server:
         url = server.url
         assert ask_stages(url + "/") == some_stages()

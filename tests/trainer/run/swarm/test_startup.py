@@ -34,8 +34,6 @@ from trainer.run.swarm.shape import only_process, shape_of, stage_of
 from trainer.run.swarm.worker_node import WorkerNode
 
 GRACE_S = 30.0
-Log = pytest.LogCaptureFixture
-Patch = pytest.MonkeyPatch
 RUN = """
 run_id: first
 strategy: async_sparta
@@ -89,7 +87,7 @@ def test_the_second_of_a_name_is_refused_until_the_first_is_killed(tmp_path: Pat
 
 
 @pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: Patch) -> Path:
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
@@ -173,12 +171,12 @@ FAR = [worker("body-1", 12, saved=12), worker("tail", 1, saved=1)]
         [*FAR, worker("head", 12, saved=12, status="joining")],  # Its stage's state is on its way.
     ],
 )
-def test_a_common_beginning_is_not_logged(others: list[StageReport], caplog: Log) -> None:
+def test_a_common_beginning_is_not_logged(others, caplog):
     assert Beginner(others).check.may_serve()
     assert not caplog.records
 
 
-def test_a_lost_stage_whose_others_have_saved_is_waited_for_and_refused(caplog: Log) -> None:
+def test_a_lost_stage_whose_others_have_saved_is_waited_for_and_refused(caplog):
     beginner = Beginner(FAR)
     assert not beginner.check.may_serve()
     assert not beginner.check.may_serve()
@@ -195,7 +193,7 @@ def test_a_lost_stage_whose_others_have_saved_is_waited_for_and_refused(caplog: 
         beginner.check.may_serve()
 
 
-def test_before_anybody_has_saved_a_stage_begins_anew_loudly_and_for_good(caplog: Log) -> None:
+def test_before_anybody_has_saved_a_stage_begins_anew_loudly_and_for_good(caplog):
     beginner = Beginner([worker("body-1", 500), worker("tail", 499)])
     assert beginner.check.may_serve()
     (said,) = caplog.records
@@ -246,7 +244,7 @@ def worker_node(tmp_path: Path) -> Iterator[WorkerNode]:
         yield WorkerNode(config, shape, build_stage_site(config, shape, "head"), StopRequest())
 
 
-def tell(monkeypatch: Patch, name: str, value: Any) -> None:
+def tell(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
     """What the network of any node says from now on."""
     monkeypatch.setattr(Network, name, property(lambda _: value))
 
@@ -256,7 +254,7 @@ def announced(stage: StageReport, number: int, terms_digest: str = "") -> Announ
     return Announcement(**who, terms_digest=terms_digest, stage=stage)
 
 
-def test_a_worker_that_does_not_fit_does_not_join(worker_node: WorkerNode, monkeypatch: Patch) -> None:
+def test_a_worker_that_does_not_fit_does_not_join(worker_node, monkeypatch):
     shape, peers = shape_of(worker_node._config), list[Announcement]()
     tell(monkeypatch, "announcements", peers)
     peers += [announced(each, n, shape.terms(stage_of(each)).digest()) for n, each in enumerate(FAR)]

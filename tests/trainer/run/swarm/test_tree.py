@@ -65,7 +65,6 @@ class Watched(ProcessTree):
 
 
 Make = Callable[..., Watched]
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -129,9 +128,7 @@ def test_a_steady_life_clears_failures_and_options_that_make_no_sense_are_not_tr
     assert wrong.num_restarts == 0
 
 
-def test_the_reason_is_what_a_child_prints_in_its_last_life_and_what_was_waited_for_is_sent_nothing(
-    make: Make, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_the_reason_is_of_the_last_life_and_what_was_waited_for_is_sent_nothing(make, tmp_path, monkeypatch):
     log = tmp_path / "head.1.log"
     log.write_text("--- an earlier life\ntrainer: another reason\n")
     says = "print('INFO up'); print('trainer: the disk is full'); print('WARNING late'); exit(1)"
@@ -149,7 +146,7 @@ def test_the_reason_is_what_a_child_prints_in_its_last_life_and_what_was_waited_
         monkeypatch.undo()
 
 
-def test_without_restarts_it_ends_with_the_drivers_or_a_whole_stage(make: Make, monkeypatch: Patch) -> None:
+def test_without_restarts_it_ends_with_the_drivers_or_a_whole_stage(make, monkeypatch):
     with make(NO_RESTART) as watched:
         watched.begin("head.1", OBEYS)
         dies = watched.begin("head.2", DIES)
@@ -180,7 +177,7 @@ def test_drivers_end_before_workers_and_workers_before_seeds(make: Make, tmp_pat
     assert Path(log).read_text() == "dws"
 
 
-def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make: Make, monkeypatch: Patch) -> None:
+def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make, monkeypatch):
     monkeypatch.setattr("trainer.run.swarm.tree._SAY_S", 0.2)
     with make(grace_s=2.0) as watched:
         children = [watched.begin("head.1", STUBBORN), watched.begin("driver-1", OBEYS, "driver")]
