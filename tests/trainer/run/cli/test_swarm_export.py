@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import time
 from pathlib import Path
@@ -17,7 +15,6 @@ from tests.support.stage_files import write_model
 from tests.support.token_store import TokenStore
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
-from trainer.checkpoint.stages import load_initial_state
 from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.monitor import TallyStatus
@@ -25,7 +22,6 @@ from trainer.run.cli.app import run
 from trainer.run.cli.commands import ending_texts
 from trainer.run.cli.displays import settled_text
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.swarm.keeper import ledger_folder, read_last_account, write_last_account
 
 _CONFIG = small_config(vocab_size=1024)
 _PLAN = StagePlan.of(_CONFIG, 3)
@@ -70,19 +66,6 @@ def test_transformers_computes_what_the_stages_did_then(here: TrainerHere, run_f
 
 
 @pytest.mark.slow
-def test_a_run_can_begin_with_torchtitan_s_form(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
-    here.other("export", "--run", run_file, "--to", "torchtitan", tmp_path / "titan")
-    states = [load_initial_state(tmp_path / "titan", _PLAN, stage) for stage in _PLAN.names]
-    found = {name: value for state in states for name, value in state.items()}
-    expected = _model(2).state_dict()
-    assert found.keys() == expected.keys()
-    num_ids = json.loads((tmp_path / "titan" / "genesis_model.json").read_text())["torchtitan"]["vocab_size"]
-    for name in expected:  # Rows that are no ids are left out of the export.
-        rows = slice(num_ids) if name in ("embedding.weight", "readout.output.weight") else slice(None)
-        assert torch.equal(found[name][rows], expected[name][rows]), name
-
-
-@pytest.mark.slow
 def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, tmp_path: Path) -> None:
     """With the settings of its workers, as the export has them."""
     moved = (tmp_path / "swarm").rename(tmp_path / "moved")
@@ -93,7 +76,8 @@ def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, 
     said = here.other(*line)
     assert "tail: 19700101T002030.000000Z, step 10" in said
     assert "3 newer files set aside in" in said
-    assert "step 10" in here.other("export", *settings, "--at", "now", tmp_path / "hf")
+    assert "step 10" in here.other("export", *settings, "--at", "now", "--to", "torchtitan", tmp_path / "titan")
+    assert (tmp_path / "titan" / "genesis_model.json").exists()
     assert "0 newer files" in here.other(*line)
 
 
@@ -104,12 +88,9 @@ def test_rolled_back_the_newest_is_the_older(here: TrainerHere, run_file: Path, 
         (("--at", "1970-01-01T00:20:01"), 1, "found none of body-1, tail"),
         (("--checkpoint-dir", "/nowhere"), 1, "found no whole one"),
         (("--node-id", "a"), 2, "--run: expected neither"),
-        (("--set", "swarm.checkpoint.every=5"), 2, "swarm.checkpoint.every: there is no such option"),
     ],
 )
-def test_what_cannot_be_exported(
-    here: TrainerHere, run_file: Path, tmp_path: Path, options: tuple[str, ...], code: int, said: str
-) -> None:
+def test_what_cannot_be_exported(here, run_file, tmp_path, options, code, said):
     assert said in here.other("export", "--run", run_file, tmp_path / "out", *options, expect=code)
     assert not (tmp_path / "out").exists()
 
@@ -127,57 +108,27 @@ def test_the_store_of_the_vocabulary_can_be_named(here: TrainerHere, run_file: P
     assert "expected the vocabulary the model was trained with (000000000000), found another" in said
 
 
-def _run_config(folder: Path) -> RunConfig:
+def test_the_end_tells_what_is_open_and_a_command_that_exports_as_it_stands(tmp_path, capsys):
     content = {
         "run_id": "trial",
-        "state_dir": str(folder / "state"),
+        "state_dir": str(tmp_path / "state"),
         "inner": {"seq_len": 64, "micro_batch_size": 2},
-        "swarm": {"num_stages": 3, "checkpoint": {"directory": str(folder / "with space")}},
+        "swarm": {"num_stages": 3, "checkpoint": {"directory": str(tmp_path / "with space")}},
     }
-    return from_mapping(RunConfig, content)
-
-
-def test_what_is_open_in_the_end_is_handed_back_or_may_be_counted() -> None:
-    tally = TallyStatus(leased=112, done=88, lost=0, open=24)
-    settled = an_account(micro_batches=tally, waiting=24)
-    assert settled_text(settled, 11) == (
-        "step 11; 112 micro-batches leased = 88 done + 0 lost + 24 handed back (the next start leases them again)"
-    )
-    unclear = settled_text(settled.model_copy(update={"waiting": 20}), 11)
-    assert unclear.endswith(" + 4 begun and not settled (the next start asks the workers)")
-    done = an_account(micro_batches=TallyStatus(leased=3, done=3, lost=0, open=0), waiting=0)
-    assert settled_text(done, 1) == "step 1; 3 micro-batches leased = 3 done + 0 lost"
-
-
-def test_the_account_is_the_one_of_this_run_and_whole(tmp_path: Path) -> None:
-    config = _run_config(tmp_path)
-    assert read_last_account(config, 0.0) is None
-    write_last_account(config, an_account())  # Without a folder: told, and no error.
-    ledger_folder(config).mkdir(parents=True)
-    began_at = time.time() - 1
-    write_last_account(config, an_account())
-    (found,) = ledger_folder(config).iterdir()
-    assert read_last_account(config, began_at) == an_account()
-    os.utime(found, (began_at - 5, began_at - 5))
-    assert read_last_account(config, began_at) is None, "that is of the life before"
-    found.write_text("{")
-    assert read_last_account(config, 0.0) is None
-
-
-def test_the_command_that_is_said_exports_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, store = _run_config(tmp_path), TokenStore.of(tmp_path / "store", 1)
+    config, store = from_mapping(RunConfig, content), TokenStore.of(tmp_path / "store", 1)
     file, logs = tmp_path / "run.yaml", tmp_path / "logs"
     file.write_text("run_id: trial\nswarm: {num_stages: 3}\n")
     folder = Path(config.swarm.checkpoint.directory)
-
-    def said() -> list[str]:
-        return list(ending_texts(config, file, logs, time.time(), store.url))
-
-    assert said()[1] == f"checkpoints are in {folder / 'trial'}, none of head, body-1, tail; logs are in {logs}"
-    assert len(said()) == 2
+    assert len(list(ending_texts(config, file, logs, time.time(), store.url))) == 2
     write_model(folder, _model(1), _PLAN, _NAMED, run_id="trial", version=10)
-    assert said()[1] == f"checkpoints are in {folder / 'trial'}; logs are in {logs}"
-    command = shlex.split(said()[2].partition(": ")[2])
+    _, places, told = ending_texts(config, file, logs, time.time(), store.url)
+    assert places == f"checkpoints are in {folder / 'trial'}; logs are in {logs}"
+    command = shlex.split(told.partition(": ")[2])
     assert command[:4] == ["python", "-m", "trainer", "export"] and command[-1] == "DIR"
     assert run([*command[3:-1], str(tmp_path / "hf")]) == 0, capsys.readouterr().err
     assert (tmp_path / "hf" / "config.json").exists()
+    tally = TallyStatus(leased=112, done=88, lost=0, open=24)
+    assert settled_text(an_account(micro_batches=tally, waiting=20), 11) == (
+        "step 11; 112 micro-batches leased = 88 done + 0 lost + 20 handed back (the next start leases them again)"
+        " + 4 begun and not settled (the next start asks the workers)"
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -37,17 +37,13 @@ LEARNING = (
 )
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """A run that has ended: its command, and what it printed."""
 
     command: TrainerCommand
+    logs: Path
     output: str
     errors: str
-
-    @property
-    def logs(self) -> Path:
-        return self.command.folder / "logs"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     command = TrainerCommand(text_store(), folder, LEARNING)
     options = ("--node-id", "a", "--max-steps", str(STEPS), "--log-dir", folder / "logs", "--json")
     done = command(*options, GENESIS_TOKEN=TOKEN, GENESIS_LOG="DEBUG")
-    return Trained(command, done.stdout, done.stderr)
+    return Trained(command, folder / "logs", done.stdout, done.stderr)
 
 
 def saved_model(trained: Trained) -> Transformer:
@@ -94,7 +90,6 @@ def test_lines_and_log_tell_every_step_and_round_and_the_log_every_checkpoint(tr
     lines = [json.loads(line) for line in trained.output.splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(STEPS))
     rounds = [line for line in lines if line["kind"] == "round"]
-    assert [line["outer_step"] for line in rounds] == list(range(1, STEPS // INNER_STEPS + 1))
     assert all(line["committed"] and line["members"] == ["a"] and line["completeness"] == 1.0 for line in rounds)
     events = list(read_events(trained.logs))
     steps = [event.fields for event in events if event.kind == "step"]
@@ -102,7 +97,6 @@ def test_lines_and_log_tell_every_step_and_round_and_the_log_every_checkpoint(tr
     assert sum(step["num_tokens"] for step in steps) == STEPS * 4 * 64
     rounds = [event.fields for event in events if event.kind == "round"]
     assert [found["outer_step"] for found in rounds] == [1, 2, 3]
-    assert all(len(found["state_digest"]) == 64 for found in rounds)
     checkpoints = [event.fields for event in events if event.kind == "checkpoint"]
     assert {found["step"] for found in checkpoints} >= {40, 80, 120, STEPS}
     assert {found["outcome"] for found in checkpoints} <= {"saved", "skipped"}
@@ -148,12 +142,9 @@ def test_what_can_be_exported_by_a_token_and_what_cannot(here: TrainerHere, trai
     none = tmp_path / "none"
     for options, code, said in (
         (("--to", "gguf"), 2, "--to: expected hf or torchtitan, found 'gguf'"),
-        (("--dtype", "int8"), 2, "--dtype: expected one of float32, bfloat16, float16, found 'int8'"),
         (("--node-id", "nobody"), 1, "found none; check --node-id"),
-        (("--checkpoint", "nothing.pt"), 1, "expected a file, found none at nothing.pt"),
         ((), 2, "expected one node's checkpoint in"),
         (("--at", "now"), 2, "--at: expected --run"),
-        (("--set", "run_id=a"), 2, "--set: expected --run"),
     ):
         assert said in here.other("export", none, "--checkpoint-dir", none, *options, expect=code)
     places = ("--checkpoint-dir", trained.command.checkpoints, "--dtype", "bfloat16")

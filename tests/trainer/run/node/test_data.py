@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sysconfig
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from torch import Tensor
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
 from genesis.store import FolderStore
-from loader.session import Session
 from manifests import SourceSpec
 from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.trainer_here import TrainerHere
+from tests.support.training_swarm import wait_until
 from trainer.checkpoint.files import read_checkpoint
 from trainer.checkpoint.node import checkpoint_path, kept_paths, wallet_id
 from trainer.model import ModelConfig, build_model, preset
@@ -141,42 +140,20 @@ def test_a_model_of_fewer_rows_trains_on_a_store_that_is_ahead(tmp_path: Path) -
     dataset.close()
 
 
-def opened(store: object, tmp_path: Path) -> Session:
-    return open_session(DataConfig(store=str(store), cache_dir=str(tmp_path / "cache"), timeout_s=1.0))
-
-
-def looked_until_answered(watch: StoreWatch) -> bool:
-    """Looks until the question that is asked now is answered."""
-    grown = watch.look()
-    deadline_s = time.monotonic() + 60
-    while not grown and watch._request is not None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-        grown = watch.look()
-    return grown
-
-
 def test_a_grown_store_is_seen_and_one_that_is_gone_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = copy_text_store(tmp_path / "store")
-    now_s = 0.0
-    watch = StoreWatch(opened(store, tmp_path), 60.0, lambda: now_s)
-    now_s = 61.0
-    assert (watch.rows(), looked_until_answered(watch)) == (1024, False)
+    watch, other = (
+        StoreWatch(open_session(DataConfig(store=str(url), cache_dir=str(tmp_path / "cache"), timeout_s=1.0)), 0.0)
+        for url in (store, text_store("other"))
+    )
     before = watch.vocabulary
     grow_text_store(store)
-    now_s = 120.0
-    assert not looked_until_answered(watch)
-    now_s = 122.0
-    assert looked_until_answered(watch)
+    assert watch.rows() == 1024
+    wait_until(watch.look, "the growth to be seen", 60)
     assert (watch.rows(), watch.num_ids > 1024) == (2048, True)
-    assert lineage_of(watch.vocabulary) == lineage_of(before)
-    assert lineage_of(opened(text_store("other"), tmp_path).catalog.vocabulary()) != lineage_of(before)
-    now_s = 200.0
-    assert not looked_until_answered(watch)
+    assert lineage_of(watch.vocabulary) == lineage_of(before) != lineage_of(other.vocabulary)
     shutil.rmtree(store)
-    now_s = 300.0
-    assert not looked_until_answered(watch)
-    assert "the store cannot be asked for what is new" in caplog.text
+    wait_until(lambda: watch.look() or "the store cannot be asked for what is new" in caplog.text, "it to be told", 60)
     assert watch.rows() == 2048
 
 

@@ -1,8 +1,7 @@
-"""A node's state among others: which of theirs it takes up, what it hands out when states come faster than they go."""
+"""A node's state among others: which of theirs it takes up, and what it does not wait for."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -53,10 +52,9 @@ def packed(shared: SharedState) -> tuple[Meta, Mapping[str, torch.Tensor]]:
 
 
 class Listening:
-    """Remembers the states that others can fetch; in the event loop's thread, which a test may hold up."""
+    """Hears that others can fetch a state; in the event loop's thread, which a test may hold up."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
         self.news = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
@@ -69,7 +67,6 @@ class Listening:
         self.others = announcements
 
     def state(self, outer_step: int, digest: str) -> None:
-        self.steps.append(outer_step)
         self.news.set()
         assert self.go_on.wait(WAIT_S)
 
@@ -134,9 +131,7 @@ def test_only_a_state_that_fits_is_taken(begin: Begin, tmp_path: Path, caplog: p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["expectation", "unpack"])
-def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
-    begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(begin, caplog, monkeypatch, step):
     holder, held = begin("a")
     holder.publish(state())
     assert held.news.wait(WAIT_S)
@@ -149,26 +144,6 @@ def test_a_state_that_nobody_foresaw_is_passed_over_and_ends_no_node(
     assert newcomer.catch_up(wait_s=3.0) is None
     said = [record.getMessage() for record in caplog.records if "does not fit this node" in record.getMessage()]
     assert len(said) == 1 and "no such storage" in said[0]
-
-
-@pytest.mark.slow
-def test_a_newcomer_that_hears_of_a_stranger_first_hears_the_others_out(tmp_path: Path) -> None:
-    """The stranger is the one both were pointed at, and passes on who else is there."""
-    other, port = TERMS.model_copy(update={"synchronisation": {"seed": 2}}), free_port()
-    peers = [f"127.0.0.1:{port}"]
-    stranger = network_of("stranger", tmp_path / "a", [], port, other)
-    newcomer, alike = (network_of(name, tmp_path / name, peers, free_port()) for name in "bc")
-    with ExitStack() as stack:
-        for network in (stranger, newcomer, alike):
-            stack.callback(network.stop)
-        stranger.start(Listening())
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            starting = [pool.submit(newcomer.start, Listening())]
-            wait_until(lambda: bool(newcomer.announcements), "the newcomer to hear of the stranger")
-            starting.append(pool.submit(alike.start, Listening()))
-            for started in starting:
-                started.result(WAIT_S)
-        assert len(newcomer.alike()) == 1
 
 
 @pytest.mark.slow
@@ -200,18 +175,6 @@ def test_a_node_that_is_stopped_while_it_looks_for_others_saves_and_leaves(train
     assert trainer.saved("a")["training_rounds"] == 0
 
 
-def test_of_states_that_come_while_one_is_written_the_newest_is_handed_out(begin: Begin) -> None:
-    network, listening = begin("a")
-    listening.go_on.clear()
-    network.publish(state(1))
-    assert listening.news.wait(WAIT_S)
-    for outer_step in range(2, 7):
-        network.publish(state(outer_step))
-    listening.go_on.set()
-    network.settle(WAIT_S)
-    assert listening.steps == [1, 6]
-
-
 def test_a_state_fits_with_any_full_number_of_rows_and_its_layout_is_that_of_a_built_model() -> None:
     for rows in (1024, 5 * 1024):
         shared = state(rows=rows)
@@ -230,13 +193,9 @@ def test_a_state_fits_with_any_full_number_of_rows_and_its_layout_is_that_of_a_b
         ({"vocab_rows": 1025}, "in steps of 1024"),
         ({"vocab_rows": 10_001_408}, "rows of vocabulary"),
         ({"vocab_rows": 2048}, "layout"),
-        ({"vocab_rows": True}, "vocab_rows"),
-        ({"vocab_rows": "1024"}, "vocab_rows"),
         ({"fragment": 1}, "fragment"),
         ({"outer_step": 2**53}, "outer_step"),
-        ({"num_inner_steps": -1}, "num_inner_steps"),
         ({"layout_digest": "cd" * 32}, "layout"),
-        ({"layout_digest": 3}, "version 1"),
         ({"version": 2}, "version 1"),
     ],
 )
@@ -273,9 +232,7 @@ STATES = [f"{number:x}" * 64 for number in range(8)]
         ((4,), [(2, 7)], None, None),  # One other node with another state is no majority.
     ],
 )
-def test_which_state_most_others_hold(
-    held: tuple[int, ...], announced: list[tuple[int, int]], adopted: int | None, elsewhere: int | None
-) -> None:
+def test_which_state_most_others_hold(held, announced, adopted, elsewhere):
     """States are numbers; those held were held after the outer step of the same number."""
     book = PeerBook(TERMS.digest())
     for step in held:

@@ -77,12 +77,8 @@ def test_a_second_node_of_the_same_wallet_is_refused(trainer: TrainerCommand, he
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(
-    "more",
-    [(), ("--set", "diloco.num_fragments=2", "--set", "diloco.overlap_steps=2", "--set", "data.plateau=relative")],
-    ids=["plain", "streamed"],
-)
-def test_killed_again_and_again(tmp_path: Path, seed: int, more: tuple[str, ...]) -> None:
+def test_killed_again_and_again_with_streamed_fragments(tmp_path: Path, seed: int) -> None:
+    more = ("--set", "diloco.num_fragments=2", "--set", "diloco.overlap_steps=2", "--set", "data.plateau=relative")
     options = (*ROUNDS, *more, "--max-steps", "40")
     whole = TrainerCommand(text_store(), tmp_path / "whole")
     whole(*options)
@@ -96,24 +92,8 @@ def send(number: int) -> None:
     time.sleep(0)  # Lets the interpreter run the handler.
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_and_is_remembered(number: int) -> None:
-    before = signal.getsignal(number)
-    stop = StopRequest()
-    with stop.on_signals():
-        assert not stop()
-        send(number)
-        assert (stop(), stop.signal) == (True, number)
-        send(signal.SIGTERM)  # Again, as an init system may: what is being saved is not given up for it.
-        assert stop.signal == number
-    assert signal.getsignal(number) is before
-
-
 def test_an_impatient_second_interrupt_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 100.0
-    asked = StopRequest()
-    asked.ask()
-    assert (asked(), asked.signal) == (True, None)
+    now_s, before = 100.0, signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     stop = StopRequest()
     with stop.on_signals():
@@ -121,11 +101,14 @@ def test_an_impatient_second_interrupt_interrupts(monkeypatch: pytest.MonkeyPatc
         now_s = 100.5
         send(signal.SIGINT)  # torchrun's copy of the first.
         now_s = 102.0
+        send(signal.SIGTERM)  # As an init system may: what is being saved is not given up for it.
+        assert (stop(), stop.signal) == (True, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-AUTO = ("--node-id", "a", "--preset", "auto", "--max-steps")
+AUTO = ("--node-id", "a", "--preset", "auto", "--batch-size", "0", "--max-steps")
 
 
 def dim(trainer: TrainerCommand) -> int:
@@ -148,12 +131,15 @@ def test_on_a_cpu_outer_steps_take_memory_too() -> None:
 
 def test_memory_decides_at_first_and_then_the_checkpoint(trainer: TrainerCommand, here: TrainerHere) -> None:
     """Below the first tier of 500 MB there is only the smallest."""
-    here(*AUTO, "1", "--set", "model.memory_bytes=400_000_000")
+    here(*AUTO, "1", "--set", "model.memory_bytes=100_000_000")
     assert dim(trainer) == 128
+    chosen = trainer.saved("a")["config"]["inner"]["micro_batch_size"]
+    assert 1 <= chosen <= 8
     assert yaml.safe_load(newest(trainer).with_suffix(".yaml").read_text())["model"]["preset"] == "tiny"
     here(*AUTO, "2", "--set", "model.memory_bytes=64_000_000_000")
     assert dim(trainer) == 128
-    assert trainer.saved("a")["training_rounds"] == 2
+    after = trainer.saved("a")
+    assert (after["training_rounds"], after["config"]["inner"]["micro_batch_size"]) == (2, chosen)
 
 
 def test_a_checkpoint_of_another_preset_than_was_named_is_put_aside(trainer: TrainerCommand, here: TrainerHere) -> None:
@@ -168,15 +154,6 @@ def test_a_checkpoint_of_another_preset_than_was_named_is_put_aside(trainer: Tra
     assert aside in said
     (trainer.checkpoints / aside).rename(newest(trainer))  # As a user would who wants it back.
     assert not differences(trainer.saved("a"), before)
-
-
-def test_the_batch_size_by_memory_is_kept(trainer: TrainerCommand, here: TrainerHere) -> None:
-    here("--node-id", "a", "--batch-size", "0", "--set", "model.memory_bytes=100_000_000", "--max-steps", "1")
-    chosen = trainer.saved("a")["config"]["inner"]["micro_batch_size"]
-    assert 1 <= chosen <= 8
-    here("--node-id", "a", "--batch-size", "0", "--set", "model.memory_bytes=64_000_000_000", "--max-steps", "2")
-    assert trainer.saved("a")["config"]["inner"]["micro_batch_size"] == chosen
-    assert trainer.saved("a")["training_rounds"] == 2
 
 
 def test_what_does_not_fit_the_checkpoint_is_refused(trainer: TrainerCommand, here: TrainerHere) -> None:

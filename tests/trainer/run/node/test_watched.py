@@ -97,10 +97,3 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(here: TrainerHere, t
     assert "the last of 10 such steps in a row" in said
     told = [event.fields["skipped"] for event in read_events(tmp_path) if event.kind == "step"]
     assert told[-9:] == 9 * [True]  # The tenth is the error itself.
-
-
-def test_no_memory_is_told_in_a_line(trainer: TrainerCommand) -> None:
-    limited = ("prlimit", f"--as={4_000_000_000}", sys.executable, "-m", "trainer")
-    narrow = TrainerCommand(trainer.store, trainer.folder, starter=limited)
-    done = narrow("--node-id", "a", "--preset", "1b", expect=1)
-    assert "found none left" in done.stderr.splitlines()[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
@@ -73,8 +71,6 @@ def view(config: RunConfig, shape: SwarmShape) -> DriverPeerView:
 
 
 Make = Callable[..., SimpleNamespace]
-Log = pytest.LogCaptureFixture
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -118,9 +114,7 @@ def keepers_found(view: DriverPeerView, heard: list[tuple[Announcement, ...]]) -
     return found
 
 
-def test_who_is_the_keeper_by_name_and_by_key(
-    view: DriverPeerView, config: RunConfig, shape: SwarmShape, caplog: Log
-) -> None:
+def test_who_is_the_keeper_by_name_and_by_key(view, config, shape, caplog):
     stranger = said(shape, "driver-1", "a", fits=False)
     first, second = said(shape, "driver-1", "b"), said(shape, "driver-1", "c")
     heard = [(stranger,), (stranger, first), (second, first), (first, second), (second,), (first, second)]
@@ -137,7 +131,7 @@ def test_who_is_the_keeper_by_name_and_by_key(
     assert keeps_account(impostor, STRANGE)
 
 
-def test_a_stranger_is_not_asked_and_named_once(view: DriverPeerView, shape: SwarmShape, caplog: Log) -> None:
+def test_a_stranger_is_not_asked_and_named_once(view, shape, caplog):
     stranger = said(shape, "stranger", "b", "tail", fits=False)
     head, *drivers = said(shape, "head", "a", "head"), said(shape, "d-7", "c"), said(shape, "d-8", "d", fits=False)
     view.hear((head, stranger, *drivers))
@@ -164,9 +158,7 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerVi
 
 
 @pytest.mark.slow
-async def test_a_driver_whose_addresses_are_dead_looks_on(
-    config: RunConfig, shape: SwarmShape, monkeypatch: Patch, caplog: Log
-) -> None:
+async def test_a_driver_whose_addresses_are_dead_looks_on(config, shape, monkeypatch, caplog):
     monkeypatch.setattr("trainer.run.swarm.peer_view._UNHEARD_S", 0.2)
     looks = iter(range(1000))
 
@@ -219,25 +211,7 @@ class Working:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, False), (0.1, True)])
-async def test_a_keeper_does_not_wait_for_a_quiet_driver(
-    quiet_s: float, waits: bool, make: Make, shape: SwarmShape
-) -> None:
-    node = make(discovery=DiscoveryConfig(announce_interval_s=0.1, announcement_lifetime_s=1.0)).node
-    node._peers.hear((said(shape, "driver-9", "d"), *workers_of_all(shape)))
-    account = AsyncMock(return_value=SimpleNamespace(leases=0))
-    told_nobody = SimpleNamespace(has_told=lambda _: False, quiet_s=lambda _: quiet_s, account=account)
-    driver, node._keeper = Working(), told_nobody
-    driver.stop()
-    working = asyncio.create_task(node._work(driver))
-    await asyncio.wait([working], timeout=5.0)
-    assert working.done() != waits
-    working.cancel()
-
-
-@pytest.mark.slow
-async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: SwarmShape, caplog: Log) -> None:
-    caplog.set_level("INFO")
+async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: SwarmShape) -> None:
     node, driver = make().node, Working()
     *some, last = workers_of_all(shape)
     working = asyncio.create_task(node._work(driver))
@@ -249,23 +223,10 @@ async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: Swar
     await asyncio.wait_for(driver.begun.wait(), 20)
     driver.stop()
     await working
-    waiting = [it.getMessage() for it in caplog.records if "waiting" in it.message]
-    assert waiting == ["waiting for workers of head, body-1, tail"]
-
-
-@pytest.mark.parametrize(("wait_s", "max_steps"), [(0.0, 0), (30.0, 3)])
-async def test_it_does_not_wait_for_ever(wait_s: float, max_steps: int, make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("trainer.run.swarm.driver_node._FIRST_WORKERS_S", wait_s)
-    node, driver = make(max_steps=max_steps).node, Working()
-    node._steps = max_steps
-    driver.stop()
-    await asyncio.wait_for(node._work(driver), 20)
-    assert driver.begun.is_set()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["it begins", "it keeps the account"])
-async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(when: str, make: Make, monkeypatch: Patch) -> None:
+async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(make, monkeypatch):
     asked, released, given_up = threading.Event(), threading.Event(), threading.Event()
 
     def hanging_store(*_: object) -> tuple[Lane, ...]:
@@ -275,14 +236,8 @@ async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(when: str, make
         return ()
 
     monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", hanging_store)
-    monkeypatch.setattr("trainer.run.swarm.driver_node._NOTE_SHARDS_S", 0.0)
     made = make()
-    if when == "it begins":
-        running = asyncio.create_task(made.node.run())
-    else:
-        driver = made.node._driver = Working()
-        made.node._keeper = SimpleNamespace(failed=for_ever)
-        running = asyncio.create_task(made.node._drive(driver))
+    running = asyncio.create_task(made.node.run())
     while not asked.is_set() and not running.done():
         await asyncio.sleep(0.01)
     made.stop.ask()
@@ -305,7 +260,7 @@ def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig, make
 
 
 @pytest.mark.slow
-async def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(tmp_path: Path, monkeypatch: Patch) -> None:
+async def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(tmp_path, monkeypatch):
     """It has leased and the workers it heard of are gone: in the end nothing is held, all is handed back."""
     serving = {"incarnation": "1" * 16, "status": "serving"}
     heard_of = [StageReport(uid=f"{stage}.0.40", **serving) for stage in ("head", "body1", "tail")]
@@ -333,55 +288,30 @@ async def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(tmp_p
     assert account.waiting == account.micro_batches.open == account.micro_batches.leased > 0
 
 
-class Living:
-    """A driver that belongs to the thread it was made in, as all of its dictionaries do."""
+def test_other_threads_are_shown_snapshots_of_workers_of_its_own_run_file(config, shape):
+    made_in, peers = threading.get_ident(), view_of(config, shape)
+    own = said(shape, "n", "a", "tail", version=7, unsaved_s=63.0, unsaved_because="no space left")
+    peers.hear((own, said(shape, "n", "b", "tail", version=900, fits=False)))
+    view, banned, silent = DriverView(config, shape, peers), dict[str, float](), dict[str, float]()
 
-    def __init__(self) -> None:
-        self.done = 3
-        self.silent: dict[str, float] = {}
-        self.banned: dict[str, float] = {}
-        self.audit = AuditStatus()
-        self._thread = threading.get_ident()
-
-    def status(self) -> DriverStatus:
-        assert threading.get_ident() == self._thread
+    def status() -> DriverStatus:
+        assert threading.get_ident() == made_in
         load = WorkerLoad(OWN, runtime_s=0.0, s_per_unit=1.0, proven=True, in_flight=2, num_done=3)
-        tail = StageView("tail", (load,), {OWN: "tail.0.40"}, self.banned, stalled_s=0.0)
-        return DriverStatus(4, self.done, 0, 0, 0, 99, {}, {}, {}, (tail,), self.audit, silent=self.silent)
+        stage = StageView("tail", (load,), {OWN: "tail.0.40"}, dict(banned), stalled_s=0.0)
+        audit = AuditStatus(undecided=(("tail.0.33", "tail.0.40"),))
+        return DriverStatus(4, 3, 0, 0, 0, 99, {}, {}, {}, (stage,), audit, silent=dict(silent))
 
-
-def num_done(view: DriverView) -> float:
-    return next(value for name, _, value in view.figures() if name == "driver_done")
-
-
-def test_other_threads_are_shown_snapshots_of_workers_of_its_own_run_file(config: RunConfig, shape: SwarmShape) -> None:
-    endpoint, peers = Endpoint(Identity.create(), config.run_id, config.rpc), view_of(config, shape)
-    unsaved = {"unsaved_s": 63.0, "unsaved_because": "no space left"}
-    own = said(shape, "n", "a", "tail", version=7, **unsaved)
-    peers.hear((own, said(shape, "n", "b", "tail", version=900, fits=False, **unsaved)))
-    driver, view = Living(), DriverView(config, shape, peers)
+    view.begin(SimpleNamespace(status=status), None, Endpoint(Identity.create(), config.run_id, config.rpc))
     with ThreadPoolExecutor(1) as api:
-        assert api.submit(lambda: list(view.figures())).result() == []
-        assert api.submit(view.stages).result().in_flight == 0
-        view.begin(driver, None, endpoint)
-        driver.done = 5
-        assert api.submit(num_done, view).result() == 3
-        view.look()
-        assert api.submit(num_done, view).result() == 5
         seen = api.submit(view.stages).result()
-    tail = seen.stages[-1]
-    assert (seen.in_flight, tail.num_serving, tail.version) == (4, 1, 7)
-    assert [(worker.peer_id, worker.in_flight) for worker in tail.workers] == [(OWN, 2)]
-    assert tail.workers[0].age_s < 60
-    driver.banned = {OWN: 3600.0}
-    assert view.stages().stages[-1] == tail
+    assert (seen.in_flight, seen.stages[-1].num_serving, seen.stages[-1].version) == (4, 1, 7)
+    (worker,) = seen.stages[-1].workers
+    assert (worker.peer_id, worker.in_flight, worker.differs_from) == (OWN, 2, ("tail.0.33",))
+    assert (worker.unsaved_s, worker.unsaved_because) == (63.0, "no space left")
+    banned[OWN] = 3600.0
+    assert view.stages().stages[-1] == seen.stages[-1]
     view.look()
-    tail = view.stages().stages[-1]
-    assert (tail.workers[0].banned_for_s, tail.num_serving) == (3600.0, 0)
-    driver.banned, driver.silent = {}, {OWN: 12.0}
-    driver.audit = AuditStatus(undecided=(("head.0.32", "head.0.33"), ("tail.0.33", "tail.0.40")))
+    assert (view.stages().stages[-1].workers[0].banned_for_s, view.stages().stages[-1].num_serving) == (3600.0, 0)
+    banned, silent = {}, {OWN: 12.0}
     view.look()
-    tail = view.stages().stages[-1]
-    assert (tail.workers[0].status, tail.workers[0].silent_s, tail.num_serving) == ("serving", 12.0, 0)
-    assert (tail.workers[0].unsaved_s, tail.workers[0].unsaved_because) == (63.0, "no space left")
-    assert tail.workers[0].differs_from == ("tail.0.33",)
+    assert (view.stages().stages[-1].workers[0].silent_s, view.stages().stages[-1].num_serving) == (12.0, 0)

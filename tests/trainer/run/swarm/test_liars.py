@@ -6,7 +6,7 @@ rounds: 8 outer steps, 48 inner ones a member.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,20 +52,6 @@ def test_by_default_who_lies_is_left_out_of_every_round(cast: TrainingCast) -> N
         assert all(reason.startswith("direction") for reason in why), why
 
 
-@pytest.mark.long
-def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> None:
-    mean = {"rule": "mean", "validation": "log"}
-    alone = cast.run(4, {**mean, "num_byzantine": 0})
-    flipped = cast.run(5, mean, "flip", 1)
-    assert flipped.loss > TOLERANCE * alone.loss
-    assert any(flipped.said_of_liars("validation"))
-    assert all(not report["dropped"] and report["rule"] == "mean" for report in flipped.reports)
-    poisoned = cast.run(5, mean, "nan", 1)
-    assert poisoned.loss < TOLERANCE * alone.loss
-    check_named(poisoned, "nan")
-    assert all(dict(report["dropped"]).popitem()[1] == "not finite" for report in poisoned.reports)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rule", "attacks", "num_members", "num_liars"),
@@ -74,9 +60,7 @@ def test_under_the_mean_the_report_says_what_happened(cast: TrainingCast) -> Non
         *(pytest.param(rule, ATTACKS, *who, marks=pytest.mark.long) for rule in RULES for who in ((5, 1), (7, 2))),
     ],
 )
-def test_rules_against_lies(
-    cast: TrainingCast, rule: str, attacks: Iterable[str], num_members: int, num_liars: int
-) -> None:
+def test_rules_against_lies(cast, rule, attacks, num_members, num_liars):
     alone = cast.run(num_members - num_liars, {"rule": rule, "num_byzantine": 0, "validation": "log"})
     robust: dict[str, Any] = {"rule": rule, "num_byzantine": num_liars, "validation": "log"}
     for attack in attacks:

@@ -19,16 +19,14 @@ from tests.support.dht_processes import descendants, wait_until_gone
 from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, driver_api, some_stages
 from tests.support.pretended_swarm import PROGRAM
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
-from trainer.monitor import SwarmStages, WorkerStatus
 from trainer.run.cli.app import run
-from trainer.run.cli.displays import _SwarmJson, _SwarmLines, _Table, account_text, stage_table, workers_table
+from trainer.run.cli.displays import _SwarmJson, _SwarmLines, _Table, stage_table, workers_table
 from trainer.run.swarm.running import (
     LocalSwarm,
     ProcessCount,
     SwarmSnapshot,
     ask_account,
     ask_stages,
-    free_ports,
     run_local,
     seed_address,
     seed_spec,
@@ -37,8 +35,6 @@ from trainer.run.swarm.running import (
 )
 from trainer.run.swarm.tree import ExitStatus, RestartPolicy
 
-Captured = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 _ROOT = Path(__file__).resolve().parents[4]
 _STAGES = ("head", "body-1", "tail")
 
@@ -75,7 +71,7 @@ class Shown:
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: Patch) -> Path:
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "calls"
     monkeypatch.setenv("PRETENDED_SWARM_CALLS", str(file))
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
@@ -98,22 +94,18 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     assert "worker --stage body-1 --node-id body-1.2" in lines[3] and "--no-api" in lines[3]
     assert "--pipeline swarm" in lines[6] and "--max-steps 7" in lines[6]
     assert specs[6].api_url.rpartition(":")[2] == specs[6].command[specs[6].command.index("--api-port") + 1]
-    assert [spec.stage for spec in specs] == ["head", "head", "body-1", "body-1", "tail", "tail", "", ""]
 
 
 def test_seeds_know_those_before_them_and_all_others_know_those_that_are_ready(tmp_path: Path) -> None:
-    assert len(set(free_ports(20))) == 20
     swarm = _swarm(num_seeds=2)
     ports = _ports(swarm)
     first, second = (seed_spec(swarm, ports, tmp_path, known) for known in ([], ["/ip4/a"]))
     assert "--initial-peers" not in first.command
     assert second.command[-2:] == ("--initial-peers", "/ip4/a")
-    assert (first.name, second.name) == ("seed-1", "seed-2")
     for spec in swarm_specs(swarm, ports, ["/ip4/a", "/ip4/b"]):
         given = [value for name, value in pairwise(spec.command) if name == "--initial-peers"]
         assert given == ["/ip4/a", "/ip4/b"]
     for printed, address in (
-        ("", None),
         ("ready\n  --initial-peers /ip4/127.0.0.1/tc", None),  # Not a whole line.
         ("ready\n  --initial-peers /ip4/x/p2p/Qm\n  --initial-peers /ip4/y\n", "/ip4/x/p2p/Qm"),
     ):
@@ -139,7 +131,7 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     assert {path.stem for path in (tmp_path / "logs").glob("*.log")} == set(logs)
 
 
-def test_all_that_could_not_save_are_named(calls: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_all_that_could_not_save_are_named(calls, tmp_path, monkeypatch):
     monkeypatch.setenv("PRETENDED_SWARM_UNSAVED", "head,tail")
 
     def are_up() -> bool:
@@ -206,29 +198,8 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     assert f"state_dir={tmp_path / 'all' / 'state'}" in settings
 
 
-def test_one_line_and_exit_code_for_a_mistake(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    file = _run_file(tmp_path, "num_stages: 1")
-    assert run(["swarm", "up", "--run", str(file)]) == 2
-    assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
-    assert run(["swarm", "up", "--run", str(file), "--workers", "0"]) == 2
-    capsys.readouterr()
-    up = ["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]
-    refused = ExitStatus(2, "head.1: expected a folder for checkpoints")
-    for outcome, code, said in (
-        (lambda *_: refused, 2, refused.reason),
-        (interrupted, 130, "interrupted; nothing was"),
-    ):
-        monkeypatch.setattr("trainer.run.swarm.running.run_local", outcome)
-        assert run(up) == code
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"trainer: {said}")
-
-
 @pytest.mark.slow
-def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkeypatch: Patch, capsys: Captured) -> None:
+def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkeypatch, capsys):
     with driver_api(SeenPipeline()) as server:
         url = server.url
         assert ask_stages(url + "/") == some_stages()
@@ -236,9 +207,7 @@ def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkey
         assert run(["swarm", "status", "--api", url]) == 0
         text = capsys.readouterr().out
         heading, first, *_ = text.splitlines()
-        assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"], (
-            "whose processes, none knows"
-        )
+        assert heading.split() == ["stage", "serving", "version", "rows/s", "busy", "queued"]
         assert first.split() == ["head", "1/2", "12", "30.0", "75%", "2"] and len(first) == len(heading)
         assert "120 leased = 100 done + 3 lost + 17 open; 2 given again; at most 1 of them perished in a stage" in text
         assert "head.0.43" in text and "empty for 8 s" in text and "lost at body-1: 3 (unclear)" in text
@@ -259,82 +228,51 @@ def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkey
         assert snapshot_through(["http://127.0.0.1:1", url, url]).tokens_per_s == 2 * 1234.5
 
 
-def _snapshot() -> SwarmSnapshot:
+def test_one_line_and_exit_code_for_a_mistake(tmp_path, monkeypatch, capsys):
+    assert run(["swarm", "up", "--run", str(_run_file(tmp_path, "num_stages: 1"))]) == 2
+    assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
+    refused = ExitStatus(2, "head.1: expected a folder for checkpoints")
+    monkeypatch.setattr("trainer.run.swarm.running.run_local", lambda *_: refused)
+    assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"trainer: {refused.reason}\n"
+
+
+def test_a_swarm_is_a_table_redrawn_in_place_or_a_line_or_an_object(monkeypatch):
     counts = (ProcessCount("drivers", 1, 1, 0), ProcessCount("head", 2, 2, 1), ProcessCount("tail", 0, 1, 4))
-    return SwarmSnapshot(counts, some_stages(), an_account(), 1234.5)
-
-
-def test_the_table_has_a_line_a_stage_and_is_redrawn_in_place_cut_to_the_width(monkeypatch: Patch) -> None:
-    lines = stage_table(_snapshot())
-    assert [line.split()[0] for line in lines] == ["stage", "head", "tail", "drivers", "step", "micro-batches:"]
-    assert lines[0].split()[1] == "processes"
+    snapshot = SwarmSnapshot(counts, some_stages(), an_account(), 1234.5)
+    lines = stage_table(snapshot)
     assert lines[1].split()[1:5] == ["2/2", "1/2", "12", "30.0"] and lines[1].endswith("restarts: 1")
     assert "empty for 8 s" in lines[2] and lines[2].endswith("restarts: 4")
     assert lines[4] == "step 12  loss 5.2500  1,234 tokens/s"
-    assert not any("\x1b" in line for line in lines)
-    assert "\x1b[31mtail" in stage_table(_snapshot(), is_coloured=True)[2]
-    assert stage_table(SwarmSnapshot())[-2:] == ["no driver answers yet", account_text(None)]
+    assert "\x1b[31mtail" in stage_table(snapshot, is_coloured=True)[2]
     monkeypatch.setenv("COLUMNS", "40")
-    stream = io.StringIO()
+    stream, plain, objects = io.StringIO(), io.StringIO(), io.StringIO()
     table = _Table(stream, is_coloured=False)
-    table.show(_snapshot())
-    first = stream.getvalue().splitlines()
-    assert len(first) == 6 and max(map(len, first)) < 40
+    table.show(snapshot)
+    assert len(lines) == 6 and max(map(len, stream.getvalue().splitlines())) < 40
     table.event("head.1 ended (SIGKILL)")
-    table.show(_snapshot())
-    assert stream.getvalue().count("\x1b[6F\x1b[J") == 2
-    assert "head.1 ended (SIGKILL)\n" in stream.getvalue()
-
-
-def test_elsewhere_it_is_one_line_or_one_object() -> None:
-    plain, objects = io.StringIO(), io.StringIO()
-    _SwarmLines(plain).show(_snapshot())
-    assert plain.getvalue().count("\n") == 1
+    assert stream.getvalue().count("\x1b[6F\x1b[J") == 1
+    _SwarmLines(plain).show(snapshot)
     assert "3/4 processes" in plain.getvalue() and plain.getvalue().endswith("nobody serves tail\n")
-    lines = _SwarmJson(objects)
-    lines.event("x")
-    lines.show(_snapshot())
-    event, shown = (json.loads(line) for line in objects.getvalue().splitlines())
-    assert event == {"kind": "event", "text": "x"}
+    _SwarmJson(objects).show(snapshot)
+    shown = json.loads(objects.getvalue())
     assert shown["stages"]["step"] == 12 and shown["processes"][1]["restarts"] == 1
 
 
-def _stages_with(*workers: WorkerStatus, at: int = 0, **changes: object) -> SwarmStages:
-    """One stage of `some_stages` with these workers."""
-    stages = some_stages()
-    stage = stages.stages[at].model_copy(update={"workers": workers, **changes})
-    return stages.model_copy(update={"stages": (stage,)})
-
-
-def test_what_is_wrong_with_workers_is_shown_and_whose_it_is_and_those_who_disagree_are_both_named() -> None:
-    worker = a_worker("head.0.42", node_id="head.1", unsaved_s=63.2, unsaved_because="No space left\x1b[2J")
-    troubled = _stages_with(*(worker,) * 10)
-    snapshot = SwarmSnapshot((ProcessCount("head", 1, 1, 0),), troubled)
-    said = "head.1: no checkpoint for 63 s: No space left?[2J"
-    assert stage_table(snapshot)[2:-2] == [said] * 8 + ["and 2 more of this kind: see swarm status"]
-    plain = io.StringIO()
-    _SwarmLines(plain).show(snapshot)
-    assert f"; {said}; {said}" in plain.getvalue()
-    assert "no checkpoint for 63 s: No space left" in workers_table(troubled, None)[1]
-    assert "no checkpoint" not in "\n".join(stage_table(SwarmSnapshot(stages=troubled))), "the table of workers says it"
-    pairs = ((42, 43), (43, 42))
-    differ = [a_worker(f"tail.0.{a}", node_id=f"tail.{a}", differs_from=(f"tail.0.{b}",)) for a, b in pairs]
-    seen = _stages_with(*differ)
-    assert "computes something else than tail.0.43; one of them is wrong" in "\n".join(workers_table(seen, None))
-    table = stage_table(SwarmSnapshot((ProcessCount("tail", 2, 2, 0),), seen))
-    assert "tail.42: computes something else than tail.0.43" in "\n".join(table)
-    lines = workers_table(_stages_with(a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20)), None)
-    assert len(lines) == 2, "a name of a node cannot break the table"
-    assert not any(character in line for line in lines for character in "\n\x1b")
-
-
-def test_a_worker_that_does_not_answer_is_not_shown_as_busy() -> None:
-    worker = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)
-    stages = _stages_with(worker, at=1, version=12, empty_for_s=0.0)
-    snapshot = SwarmSnapshot((ProcessCount("tail", 1, 1, 0),), stages)
-    _, row, *troubles, _, _ = stage_table(snapshot)
-    assert row.split() == ["tail", "1/1", "0/1", "12", "–", "–", "–"]
-    waits = "has not answered for 12 s; micro-batches wait for it (3)"
-    assert troubles == [f"tail.1: {waits}", "tail.1: last heard of 30 s ago"]
-    assert workers_table(stages, None)[1].split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
-    assert stage_table(snapshot, is_coloured=True)[1].startswith("\x1b[31mtail")
+def test_what_is_wrong_with_a_worker_is_shown_and_no_name_breaks_the_table():
+    worker = a_worker("head.0.42", node_id="a\nb\x1b[2J" * 20, differs_from=("head.0.43",), unsaved_s=63.2)
+    full = worker.model_copy(update={"unsaved_because": "No space left\x1b[2J"})
+    silent = a_worker("tail.0.42", node_id="tail.1", silent_s=12.3, age_s=30.0, in_flight=3)
+    head, tail = some_stages().stages
+    seen = (head.model_copy(update={"workers": (full,) * 4}), tail.model_copy(update={"workers": (silent,)}))
+    stages = some_stages().model_copy(update={"stages": seen})
+    table = stage_table(SwarmSnapshot((ProcessCount("tail", 1, 1, 0),), stages))
+    assert "computes something else than head.0.43; one of them is wrong" in table[3]
+    assert table[4].endswith("no checkpoint for 63 s: No space left?[2J")
+    assert "and 2 more of this kind: see swarm status" in table
+    assert table[2].split()[:7] == ["tail", "1/1", "0/1", "–", "–", "–", "–"]
+    _, row, *_, last = workers = workers_table(stages, None)
+    assert "no checkpoint for 63 s: No space left" in row
+    assert last.split()[:7] == ["tail.0.42", "tail.1", "silent", "12", "–", "–", "–"]
+    assert "has not answered for 12 s; micro-batches wait for it (3)" in last and "last heard of 30 s ago" in last
+    assert not any(character in line for line in (*table, *workers) for character in "\n\x1b")

@@ -30,10 +30,10 @@ DIES = "import sys; print('trainer: the disk is full', file=sys.stderr); sys.exi
 class Watched(ProcessTree):
     """A tree and what it told."""
 
-    def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float, asked: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path, policy: RestartPolicy, grace_s: float) -> None:
         self.told: list[str] = []
         self.pids: set[int] = set()
-        super().__init__(folder, policy, tell=self.told.append, grace_s=grace_s, asked=asked)
+        super().__init__(folder, policy, tell=self.told.append, grace_s=grace_s)
 
     def begin(self, name: str, program: str, role: Role = "worker", stage: str = "head") -> Child:
         command = (sys.executable, "-S", "-c", program)
@@ -65,15 +65,14 @@ class Watched(ProcessTree):
 
 
 Make = Callable[..., Watched]
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Watched] = []
 
-    def tree(policy: RestartPolicy = QUICK, grace_s: float = 30.0, asked: Callable[[], bool] = bool) -> Watched:
-        made.append(Watched(tmp_path, policy, grace_s, asked))
+    def tree(policy: RestartPolicy = QUICK, grace_s: float = 30.0) -> Watched:
+        made.append(Watched(tmp_path, policy, grace_s))
         return made[-1]
 
     yield tree
@@ -129,9 +128,7 @@ def test_a_steady_life_clears_failures_and_options_that_make_no_sense_are_not_tr
     assert wrong.num_restarts == 0
 
 
-def test_the_reason_is_what_a_child_prints_in_its_last_life_and_what_was_waited_for_is_sent_nothing(
-    make: Make, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_the_reason_is_of_the_last_life_and_what_was_waited_for_is_sent_nothing(make, tmp_path, monkeypatch):
     log = tmp_path / "head.1.log"
     log.write_text("--- an earlier life\ntrainer: another reason\n")
     says = "print('INFO up'); print('trainer: the disk is full'); print('WARNING late'); exit(1)"
@@ -149,7 +146,7 @@ def test_the_reason_is_what_a_child_prints_in_its_last_life_and_what_was_waited_
         monkeypatch.undo()
 
 
-def test_without_restarts_it_ends_with_the_drivers_or_a_whole_stage(make: Make, monkeypatch: Patch) -> None:
+def test_without_restarts_it_ends_with_the_drivers_or_a_whole_stage(make, monkeypatch):
     with make(NO_RESTART) as watched:
         watched.begin("head.1", OBEYS)
         dies = watched.begin("head.2", DIES)
@@ -180,7 +177,7 @@ def test_drivers_end_before_workers_and_workers_before_seeds(make: Make, tmp_pat
     assert Path(log).read_text() == "dws"
 
 
-def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make: Make, monkeypatch: Patch) -> None:
+def test_one_that_does_not_end_is_killed_and_waited_for_meanwhile(make, monkeypatch):
     monkeypatch.setattr("trainer.run.swarm.tree._SAY_S", 0.2)
     with make(grace_s=2.0) as watched:
         children = [watched.begin("head.1", STUBBORN), watched.begin("driver-1", OBEYS, "driver")]
@@ -209,15 +206,6 @@ def test_a_second_ctrl_c_kills_what_is_left_and_an_error_ends_it(make: Make) -> 
         watched.until_up(watched.begin("head.2", OBEYS))
         raise RuntimeError("a display that broke")
     wait_until_gone(watched.pids)
-
-
-@pytest.mark.parametrize("was_asked_before", [True, False])
-def test_a_request_to_end_while_it_is_ending_is_answered(was_asked_before: bool, make: Make) -> None:
-    answers = iter([was_asked_before, False])
-    with make(grace_s=0.3, asked=lambda: next(answers, True)) as watched:
-        watched.until_up(watched.begin("head.1", STUBBORN))
-    told = [text for text in watched.told if "Ctrl+C" in text]
-    assert told == ([] if was_asked_before else ["ending already, waiting for head.1; Ctrl+C again kills what is left"])
 
 
 _PARENT = f"""
