@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.text_store import text_store
-from tests.support.trainer_command import WAIT_S, TrainerCommand, finished
+from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, finished
 from trainer.inner import StepResult
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
@@ -86,6 +87,16 @@ def test_where_to_begin_is_checked_first(process, address, tmp_path, capsys):
     assert repr(address) in errors
     assert errors.count("\n") == 1
     assert [found.name for found in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.slow
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    look = "import sys; from trainer.run.cli.app import run; sys.exit(run(sys.argv[1:]) or 'torch' in sys.modules)"
+    for arguments, said in (("--help", "--initial-peers"), ("--version", "trainer "), ("plot --help", "LOGDIR")):
+        command = [sys.executable, "-c", look, *arguments.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
 
 
 @pytest.mark.slow

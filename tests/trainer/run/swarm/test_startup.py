@@ -277,3 +277,13 @@ def test_a_state_has_its_nearest_holder_s_version(worker_node, monkeypatch, vers
     monkeypatch.setattr(Network, "publish", lambda *_: None)
     worker_node._adopt(replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38))
     assert worker_node.progress().inner_step == 40
+
+
+@pytest.mark.parametrize(("rounds", "is_current"), [([0], True), ([0, 0, 5], True), ([0, 5, 5], False), ([5], False)])
+def test_who_is_current(worker_node, monkeypatch, rounds, is_current):
+    said = tuple(announced(worker("head", 0, round_index=index), number) for number, index in enumerate(rounds))
+    monkeypatch.setattr(Network, "alike", lambda _: said)
+    tell(monkeypatch, "shares_common_state", True)
+    assert not worker_node._is_still_current(), "without a checkpoint of its own"
+    worker_node._is_resumed = True
+    assert worker_node._is_still_current() == is_current
