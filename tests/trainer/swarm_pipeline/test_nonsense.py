@@ -12,7 +12,7 @@ import copy
 import secrets
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,6 +170,7 @@ class Victims(NamedTuple):
     keeper_endpoint: Endpoint
     run: Run
     callers: dict[str, HostileCaller]
+    runner: asyncio.Runner
 
     async def send(self, where: str, method: str, body: dict[str, Json], payload: bytes, streamed: bool) -> str:
         """What comes back."""
@@ -184,7 +185,7 @@ class Victims(NamedTuple):
 
 
 @asynccontextmanager
-async def _victims(folder: Path) -> AsyncIterator[Victims]:
+async def _victims(folder: Path, runner: asyncio.Runner) -> AsyncIterator[Victims]:
     run = ledger_run(folder)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -194,29 +195,33 @@ async def _victims(folder: Path) -> AsyncIterator[Victims]:
         keeper, keeper_endpoint = await enter(run.keeper())
         peers = {"head": head.peer, "tail": tail.peer, "keeper": keeper_endpoint.peer}
         callers = {name: await enter(hostile_caller(peer)) for name, peer in peers.items()}
-        yield Victims(head, tail, keeper, keeper_endpoint, run, callers)
+        yield Victims(head, tail, keeper, keeper_endpoint, run, callers, runner)
+
+
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
+    with asyncio.Runner() as runner:
+        context = _victims(tmp_path_factory.mktemp("nonsense"), runner)
+        yield runner.run(context.__aenter__())
+        runner.run(context.__aexit__(None, None, None))
 
 
 @pytest.mark.slow
-def test_nonsense_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
+def test_nonsense_is_refused_by_name_and_changes_nothing(victims: Victims) -> None:
     answers: Counter[tuple[str, str]] = Counter()
 
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(messages_almost_in_order())
     def send(message: tuple[str, str, dict[str, Json], bytes, bool]) -> None:
-        said = runner.run(victims.send(*message))
+        said = victims.runner.run(victims.send(*message))
         _, method, _, _, streamed = message
         answers[method, said] += 1
         assert said in REFUSED | {"accepted"} or (streamed and said == CUT_OFF), said
 
-    with asyncio.Runner() as runner:
-        context = _victims(tmp_path)
-        victims = runner.run(context.__aenter__())
-        send()
-        runner.run(_check_unchanged(victims))
-        runner.run(context.__aexit__(None, None, None))
+    send()
     assert {"accepted", "body", "malformed", "nonfinite", "method"} <= {said for _, said in answers}
     assert {method for method, _ in answers} == {method for _, method, _ in CASES}
+    victims.runner.run(_check_unchanged(victims))
 
 
 async def _check_unchanged(victims: Victims) -> None:

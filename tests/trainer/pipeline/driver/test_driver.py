@@ -68,9 +68,6 @@ async def test_undisturbed_every_stage_counts_everything_once(config: DriverConf
             assert result.outcome.loss_sum == pytest.approx(loss_of(number, STAGES))
             assert result.outcome.num_tokens == ROWS * POSITIONS
             assert [hop.stage for hop in result.hops] == hops
-        settled = next(iter(drive.work.settled.values()))
-        assert sorted(credit.stage for credit in settled.credits) == sorted(STAGES)
-        assert all(credit.applied_number >= 1 for credit in settled.credits)
 
 
 @pytest.mark.slow
@@ -203,7 +200,6 @@ async def test_a_worker_that_has_dropped_its_input_is_sent_it() -> None:
     ("method", "refusal", "reason"), [(BACKWARD, "already-applied", "answer-gone"), (FORWARD, "malformed", "malformed")]
 )
 async def test_what_is_lost_says_where_and_why(method: str, refusal: str, reason: str) -> None:
-    """It was counted and its answer is gone, or all workers call it malformed."""
     async with driving(TWO_EACH, 1) as drive:
         for body in drive.swarm.workers_by_stage["body-1"]:
             body.faults[method].extend([refuse(refusal)] * 9)

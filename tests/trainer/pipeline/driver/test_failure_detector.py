@@ -64,7 +64,7 @@ async def test_here_a_refusal_is_proof_enough_elsewhere_it_takes_silence_too_fro
     for host in ("127.0.0.1", "localhost"):
         assert await LivenessProbe(Heard()).probe(worker_at(f"{host}:{port}"), 5.0) == "gone"
     worker = worker_at(f"0.0.0.0:{port}")
-    heard = Heard(LastWord("first", worker.peer.address, heard_s=10.0))  # Silent for long, and not refused.
+    heard = Heard(word=LastWord("first", worker.peer.address, heard_s=10.0))  # Silent for long, and not refused.
     liveness = LivenessProbe(heard, heard.clock)
 
     async def probed_after(seconds: float) -> str:
@@ -87,7 +87,7 @@ async def test_here_a_refusal_is_proof_enough_elsewhere_it_takes_silence_too_fro
 async def test_its_key_may_say_that_it_is_another_process_elsewhere(incarnation, moved, proven, port):
     """At the same address it may be the other process that was asked, and that has counted behind what refuses."""
     worker = worker_at(f"0.0.0.0:{port}")
-    heard = Heard(LastWord(incarnation, "0.0.0.0:9" if moved else worker.peer.address, heard_s=99.0))
+    heard = Heard(word=LastWord(incarnation, "0.0.0.0:9" if moved else worker.peer.address, heard_s=99.0))
     assert await LivenessProbe(heard, heard.clock).probe(worker, 5.0) == ("gone" if proven else "refused")
 
 
