@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from scripts.swarm_bench.disturbing import Disturbance, Disturber, is_at_work, schedule
+from scripts.swarm_bench.disturbing import Disturber, is_at_work, schedule
 from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
 from tests.support.one_process import records_of
@@ -26,7 +26,6 @@ from tests.support.pipeline_account import Recount, account_at_rest
 from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm
 from tests.support.training_swarm import WAIT_S, TrainingNode, merged, wait_until
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.pipeline.ledger import Account
 from trainer.pipeline.ledger.records import Settled
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
 from trainer.pipeline.protocol.work import Settlement
@@ -81,12 +80,11 @@ class CountedAt(NamedTuple):
     keys: frozenset[str]
 
 
-def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Disturbance]) -> tuple[Disturber, Progress]:
+def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], duration_s: float) -> None:
     """Carries a schedule out until all are at work again; fails at once when a process ends that was not killed."""
-    disturber = Disturber(plan, workers)
-    begun_s = time.monotonic()
-    progress = Progress(0, begun_s)
-    limit_s = 4 * WAIT_S + (plan[-1].at_s if plan else 0.0)
+    plan, begun_s = schedule(SEED, duration_s), time.monotonic()
+    disturber, progress = Disturber(plan, workers), Progress(0, begun_s)
+    limit_s = 4 * WAIT_S + plan[-1].at_s
     try:
         while not disturber.is_over:
             now_s = time.monotonic() - begun_s
@@ -101,7 +99,8 @@ def disturb(swarm: PipelineSwarm, workers: Sequence[Worker], plan: Sequence[Dist
     finally:
         disturber.end()
     wait_until(lambda: all(worker.is_at_work() for worker in workers), "all workers to be at work again", 4 * WAIT_S)
-    return disturber, progress
+    assert len(disturber.done) == len(plan)
+    assert progress.longest_s <= LONGEST_STANDSTILL_S, disturber.done
 
 
 async def ask_workers(swarm: PipelineSwarm, workers: Iterable[Worker], keys: Sequence[str]) -> list[CountedAt]:
@@ -133,8 +132,7 @@ async def _counted_at(endpoint: Endpoint, worker: Worker, keys: Sequence[str]) -
 def test_for_half_a_minute(strategy: str, routing: str, tmp_path: Path) -> None:
     options = merged(OPTIONS, {"strategy": strategy, "swarm": {"driver": {"routing": routing}}})
     with PipelineSwarm(tmp_path / "swarm", **options) as swarm:
-        curve, account = churn(swarm, 30.0)
-    assert account.micro_batches.done > 0
+        curve = churn(swarm, 30.0)
     losses = curve.parts(curve.num_tokens, 4)
     assert losses[-1] < losses[0]
 
@@ -143,7 +141,7 @@ def test_for_half_a_minute(strategy: str, routing: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) -> None:
     with PipelineSwarm(tmp_path / "disturbed", **OPTIONS) as swarm:
-        disturbed, _ = churn(swarm, 180.0)
+        disturbed = churn(swarm, 180.0)
     with PipelineSwarm(tmp_path / "undisturbed", **OPTIONS) as swarm:
         swarm.begin_two_of_each()
         swarm.wait(lambda: losses_of(swarm).num_tokens >= disturbed.num_tokens, "as many tokens", 900.0)
@@ -153,16 +151,10 @@ def test_for_three_minutes_and_the_losses_of_an_undisturbed_run(tmp_path: Path) 
     assert all(loss / expected - 1.0 <= TOLERANCE for loss, expected in pairs), pairs
 
 
-def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
-    """Disturbs a swarm, lets it end in order, and checks its account.
-
-    Each stage has a worker at work all the time, so something gets done all the time.
-    """
+def churn(swarm: PipelineSwarm, duration_s: float) -> LossCurve:
+    """Disturbs a swarm, each stage of which has a worker at work all the time, lets it end, and checks its account."""
     workers = [Worker(node, name.partition(".")[0]) for name, node in swarm.begin_two_of_each().items()]
-    plan = schedule(SEED, duration_s)
-    disturber, progress = disturb(swarm, workers, plan)
-    assert len(disturber.done) == len(plan)
-    assert progress.longest_s <= LONGEST_STANDSTILL_S, disturber.done
+    disturb(swarm, workers, duration_s)
     told = [swarm.account(name) for name in DRIVERS]
     assert all(it is not None and it.micro_batches.adds_up and it.tokens.adds_up for it in told)
     for name in reversed(DRIVERS):  # The keeper last, so that the other can settle.
@@ -175,7 +167,7 @@ def churn(swarm: PipelineSwarm, duration_s: float) -> tuple[LossCurve, Account]:
     assert account.micro_batches.lost <= max(2, MOST_LOST * account.micro_batches.leased), account.lost
     assert swarm.stop(*(worker.name for worker in workers)) == [143] * len(workers)
     assert all("Traceback" not in node.output() for node in swarm.nodes.values())
-    return losses_of(swarm), account
+    return losses_of(swarm)
 
 
 def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount, settlements: list[Settlement]) -> None:

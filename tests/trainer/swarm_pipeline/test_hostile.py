@@ -100,9 +100,7 @@ async def test_liars_are_named_and_banned_and_the_rest_train_on(caplog: pytest.L
 
 
 @pytest.mark.slow
-async def test_liars_in_a_chain_are_named_by_those_before_them_and_nobody_is_banned_for_long_by_hearsay(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_liars_in_a_chain_are_named_by_those_before_them_and_nobody_is_banned_for_long_by_hearsay(caplog):
     async with among_liars(IN_CHAINS) as (pipeline, liars), driving_endpoint() as endpoint:
         work = Windows(5000)
         config = {"routing": "chain", "max_in_flight_per_worker": 1, "request_timeout_s": 30.0, "ban_s": 0.1}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from tests.support.lying_replica import lie_named
 from tests.support.rpc_pair import running_endpoint
-from tests.support.small_pipeline import Directory, Windows, announced, driver_of
-from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker
+from tests.support.small_pipeline import SmallPipeline, Windows
+from tests.support.stage_worker import RUN_ID, WorkerSetup
 from tests.support.toy_stage import (
     FAST,
     ONE_EACH,
@@ -32,9 +30,8 @@ from tests.support.toy_stage import (
     until,
 )
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
-from trainer.model.config import stage_names
 from trainer.model.subspace import basis_of
-from trainer.pipeline.driver import LinkForm, MicroBatchResult, PipelineDriver
+from trainer.pipeline.driver import LinkForm, MicroBatchResult
 from trainer.pipeline.driver.auditing import (
     FORGIVEN_AFTER,
     STRIKES,
@@ -58,7 +55,6 @@ def spike(tensor: Tensor) -> Tensor:
 LIES: dict[str, Fault] = {
     "a spike": distort(spike),
     "a loss too good": garble(loss_sum=0.0),
-    "-3 times": distort(lambda values: -3 * values),
     "1,000 times": distort(lambda values: 1000 * values),
     "another each time": distort(torch.randn_like),
 }
@@ -81,19 +77,9 @@ def lie_for_ever(liar: ToyStage, lie: Fault, *methods: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize(
-    ("stage", "lie"),
-    [
-        ("head", "a spike"),
-        ("head", "1,000 times"),
-        ("body-1", "a spike"),
-        ("body-1", "1,000 times"),
-        ("tail", "a loss too good"),
-        ("tail", "-3 times"),
-    ],
+    ("stage", "lie"), [("head", "a spike"), ("body-1", "1,000 times"), ("tail", "a loss too good")]
 )
-async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
-    stage: str, lie: str, routing: str
-) -> None:
+async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(stage, lie, routing):
     async with driving(THREE_EACH, 80, replace(AUDITED, routing=routing), audit_seed=4) as drive:
         name = lie_for_ever(drive.swarm.at(stage), LIES[lie])
         await run_with(drive)
@@ -108,26 +94,10 @@ async def test_a_liar_among_three_is_named_and_banned_for_long_and_nobody_else(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replicas", "unopposed"), [(THREE_EACH, ()), (ONE_EACH | {"tail": 2}, ("body-1", "head"))], ids=["three", "one"]
-)
-async def test_honest_workers_are_compared_where_there_are_others_and_nobody_suspected(
-    replicas: dict[str, int], unopposed: tuple[str, ...]
-) -> None:
-    async with driving(replicas, 40, AUDITED, audit_seed=4) as drive:
-        await run_with(drive)
-        audit = drive.driver.status().audit
-        assert (audit.disputed, audit.unopposed, audit.liars) == (0, unopposed, {})
-        assert audit.compared > 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", [(EVALUATE,), ()], ids=["lies when asked", "honest when asked"])
 @pytest.mark.parametrize(("stage", "method"), [("body-1", BACKWARD), ("tail", TAIL)])
 @pytest.mark.parametrize(("replicas", "factor"), [(1, -3), (2, -3), (2, 0)])
-async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
-    replicas: int, factor: int, stage: str, method: str, asked: tuple[str, ...]
-) -> None:
+async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(replicas, factor, stage, method, asked):
     async with driving(TWO_EACH | {stage: replicas}, 40, AUDITED, audit_seed=4) as drive:
         lie = distort(lambda gradient: factor * gradient, name="gradient")
         name = lie_for_ever(drive.swarm.at(stage), lie, method, *asked)
@@ -140,17 +110,11 @@ async def test_a_gradient_that_is_not_the_output_s_convicts_by_itself(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replicas", "stage", "lie", "num_liars"),
-    [(THREE_EACH, "tail", "-3 times", 2), (TWO_EACH, "head", "another each time", 1)],
-)
-async def test_half_of_a_stage_or_more_may_lie_where_they_contradict_themselves(
-    replicas: dict[str, int], stage: str, lie: str, num_liars: int
-) -> None:
-    async with driving(replicas, 60, AUDITED, audit_seed=4) as drive:
-        liars = [lie_for_ever(toy, LIES[lie]) for toy in drive.swarm.workers_by_stage[stage][:num_liars]]
+async def test_half_of_a_stage_may_lie_where_they_contradict_themselves() -> None:
+    async with driving(TWO_EACH, 60, AUDITED, audit_seed=4) as drive:
+        liar = lie_for_ever(drive.swarm.at("head"), LIES["another each time"])
         await run_with(drive)
-        assert set(drive.driver.status().audit.liars) == set(liars)
+        assert set(drive.driver.status().audit.liars) == {liar}
 
 
 @pytest.mark.slow
@@ -165,12 +129,13 @@ async def test_a_lone_head_that_took_its_first_step_between_two_passes_is_not_ba
         head.version = 1
         head.faults[FORWARD].extend([before_the_first_step] * 3)
         await run_with(drive)
-        assert not drive.driver.status().audit.liars
+        audit = drive.driver.status().audit
+        assert (audit.liars, audit.unopposed) == ({}, ("body-1", "head", "tail"))
         assert not any(pool.banned for pool in drive.driver.status().stages)
 
 
 @pytest.mark.slow
-async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named() -> None:
     async with driving(TWO_EACH, 40, AUDITED, audit_seed=4) as drive:
         lie_for_ever(drive.swarm.at("head"), LIES["a spike"])
         await run_with(drive)
@@ -179,7 +144,6 @@ async def test_of_two_heads_that_differ_none_is_banned_and_both_are_named(caplog
         assert not status.audit.liars
         assert not any(pool.banned for pool in status.stages)
         assert status.audit.undecided == (("head.0.32", "head.0.33"),)
-    assert "one of them is wrong, a third worker would show who" in caplog.text
 
 
 @pytest.mark.slow
@@ -191,30 +155,15 @@ async def test_a_comparison_that_nobody_answers_holds_up_nothing() -> None:
         assert not drive.driver.status().audit.compared
 
 
-@asynccontextmanager
-async def driving_real_workers(
-    setup: WorkerSetup, num: int, on_worker: Callable[[str, int, Any], None] = lambda *_: None, **options: Any
-) -> AsyncIterator[tuple[PipelineDriver, Windows, Directory]]:
-    """Two of a small model for each stage."""
-    directory, work = Directory(), Windows(num)
-    async with AsyncExitStack() as stack:
-        for stage in stage_names(setup.num_stages):
-            for number in range(2):
-                running = await stack.enter_async_context(running_worker(replace(setup, stage=stage)))
-                directory.found.append(announced(stage, 32 + number, running.peer))
-                on_worker(stage, number, running.worker)
-        endpoint = await stack.enter_async_context(running_endpoint(run_id=RUN_ID))
-        yield driver_of(endpoint, setup, directory, work, **options), work, directory
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("codec", ["int8", "subspace+fp16"])
-async def test_what_a_codec_sends_is_passed_on_as_it_is_and_honest_workers_are_alike(routing: str, codec: str) -> None:
+async def test_what_a_codec_sends_is_passed_on_as_it_is_and_honest_workers_are_alike(routing, codec):
     setup = WorkerSetup(codec=codec, model={"subspace_rank": 4} if codec.startswith("subspace") else {})
-    results: list[MicroBatchResult] = []
-    options = {"config": {"routing": routing, "audit_every": 1, "max_in_flight": 1}, "on_result": results.append}
-    async with driving_real_workers(setup, 12, **options) as (driver, work, _):
+    results, work = list[MicroBatchResult](), Windows(12)
+    config = {"routing": routing, "audit_every": 1, "max_in_flight": 1}
+    async with SmallPipeline(setup, TWO_EACH) as pipeline, running_endpoint(run_id=RUN_ID) as endpoint:
+        driver = pipeline.driver(endpoint, work, config=config, on_result=results.append)
         await driver.run()
     audit = driver.status().audit
     assert audit.compared
@@ -225,18 +174,15 @@ async def test_what_a_codec_sends_is_passed_on_as_it_is_and_honest_workers_are_a
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hub", "chain"])
 @pytest.mark.parametrize("lie", ["-3 x gradient", "-3 x gradient, honest when asked", "1,000 x activation"])
-async def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie: str, routing: str) -> None:
-    lying_stage, lying = lie_named(lie)
-
-    def begin_to_lie(stage: str, number: int, worker: Any) -> None:
-        if (stage, number) == (lying_stage, 0):
-            lying.begin(worker)
-
-    options = {"config": {"routing": routing, "max_in_flight": 2}, "audit_seed": 1, "on_worker": begin_to_lie}
-    async with driving_real_workers(WorkerSetup(codec="int8"), 40, **options) as (driver, work, directory):
+async def test_one_of_two_that_lies_is_found_early_and_the_honest_one_is_not_accused(lie, routing):
+    (stage, lying), work = lie_named(lie), Windows(40)
+    setup = WorkerSetup(codec="int8")
+    async with SmallPipeline(setup, TWO_EACH) as pipeline, running_endpoint(run_id=RUN_ID) as endpoint:
+        liar = pipeline.at(stage)[0]
+        lying.begin(liar.running.worker)
+        driver = pipeline.driver(endpoint, work, config={"routing": routing, "max_in_flight": 2}, audit_seed=1)
         await driver.run()
-    liar = next(worker.uid for worker in directory.found if worker.stage == lying_stage)
-    assert driver.status().audit.liars == {liar: 1}
+    assert driver.status().audit.liars == {liar.announced.uid: 1}
     assert work.fates() == ["done"] * 40
 
 
@@ -251,14 +197,8 @@ def test_by_every_codec_drifted_replicas_are_alike_and_noise_is_not_scaled_down_
     own = torch.randn(2, 16, rank if basis is not None else dim, generator=generator)
     noise, other_noise = (torch.randn(own.shape, generator=generator) for _ in range(2))
     said = []
-    for each in (
-        own,
-        own + 0.3 * noise,
-        other_noise,
-        torch.zeros_like(own) + own.mean(),
-        1000 * own,
-        torch.zeros_like(own),
-    ):
+    zeros = torch.zeros_like(own)
+    for each in (own, own + 0.3 * noise, other_noise, zeros + own.mean(), 1000 * own, zeros):
         activation = each if basis is None else each @ basis.matrix.T + table[ids]
         said.append(output_of(form, codec.encode(activation, ids).tensors, ids))
     assert [difference(said[0], other) is None for other in said] == [True, True, False, False, False, False]

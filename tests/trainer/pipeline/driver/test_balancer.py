@@ -69,19 +69,6 @@ def test_shares_are_in_the_ratio_of_speeds() -> None:
     assert shares == pytest.approx({"a": 1.0, "b": 1.0, "c": 0.5, "d": 0.25}, rel=0.1)
 
 
-def test_charged_with_the_estimate_so_that_two_do_not_take_the_same_and_corrected_to_what_it_took() -> None:
-    balancer = Balancer()
-    known(balancer, "ab", 2.0)
-    first, second = balancer.acquire(3.0, 10.0), balancer.acquire(3.0, 10.0)
-    assert first is not None and second is not None and {first.worker, second.worker} == {"a", "b"}
-    balancer.released(second)
-    for took_s, runtime_s in ((0.0, 6.0), (1.5, 1.5)):
-        if took_s:
-            balancer.measured(first, 3.0, 10.0, 10.0 + took_s)
-            balancer.done(first)
-        assert {load.worker: load.runtime_s for load in balancer.loads()}[first.worker] == pytest.approx(runtime_s)
-
-
 def test_requests_that_wait_in_line_at_a_worker_count_once() -> None:
     balancer = Balancer()
     known(balancer, "a", 1.0)
@@ -90,16 +77,6 @@ def test_requests_that_wait_in_line_at_a_worker_count_once() -> None:
         balancer.measured(place, 1.0, 0.0, float(number))
         balancer.done(place)
     assert balancer.estimate_s("a", 1.0) == pytest.approx(1.0)
-
-
-def test_a_newcomer_enters_at_the_bottom_with_the_slowest_estimate() -> None:
-    queues = Queues(4, {"fast": 1.0, "slow": 5.0})
-    queues.run(40)
-    queues.balancer.add("new")
-    loads = {load.worker: load for load in queues.balancer.loads()}
-    assert loads["new"].runtime_s == max(load.runtime_s for load in loads.values())
-    assert loads["new"].s_per_unit == pytest.approx(5.0, rel=0.01)
-    assert not loads["new"].proven
 
 
 @pytest.mark.parametrize("num_slow", [4, 16])
@@ -153,33 +130,6 @@ def test_a_newcomer_alone_gets_more_when_its_first_is_held_up_elsewhere() -> Non
     balancer.add("a")
     times = [now for now in range(12) if balancer.acquire(1.0, now) is not None]
     assert times == [0, 2, 4]
-    beside = Balancer(3)
-    known(beside, "b", 1.0)
-    beside.add("a")
-    taken = [place.worker for now in range(6) if (place := beside.acquire(1.0, 10.0 * now)) is not None]
-    assert taken == ["b"] * 3, "there is one that is known, if full"
-
-
-def test_a_place_that_was_released_is_taken_again_however_full_its_worker_is() -> None:
-    balancer = Balancer(1)
-    known(balancer, "a", 2.0)
-    before_s = balancer.loads()[0].runtime_s
-    first = reserved(balancer, "a")
-    balancer.released(first)
-    second = reserved(balancer, "a")
-    balancer.resume(first, 3.0)
-    balancer.resume(second, 3.0)  # It is open, and stays as it is.
-    assert balancer.waits() == {"a": (pytest.approx(0.0), 2)}
-    balancer.done(first)
-    balancer.done(second)
-    assert (balancer.loads()[0].in_flight, balancer.loads()[0].runtime_s) == (0, before_s)
-    former = reserved(balancer, "a")
-    balancer.remove("a")
-    balancer.resume(first, 4.0)
-    assert not first.open
-    balancer.add("a")
-    balancer.done(former)  # Of its former life: a worker that left and came back is a newcomer.
-    assert [(load.in_flight, load.runtime_s) for load in balancer.loads()] == [(0, 0.0)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,9 +177,7 @@ def test_nothing_is_granted_twice_or_forgotten(seed: int, num_workers: int, cap:
         assert balancer.acquire(1.0, now + 10) is not None
 
 
-@pytest.mark.parametrize("stay_s", [12.0, 25.0, 50.0])
-def test_slow_workers_that_come_and_go_cost_less_than_half_of_what_they_cost_other_rules(stay_s: float) -> None:
-    ratios = compare(ChurnPlan(stay_s=stay_s, duration_s=400.0), seeds=3)
-    assert ratios["ours_over_swarm"] >= 2
-    assert ratios["ours_over_bottom"] >= 1.8 if stay_s > 25 else ratios["ours_over_bottom"] >= 2
+def test_slow_workers_that_come_and_go_cost_less_than_half_of_what_they_cost_other_rules() -> None:
+    ratios = compare(ChurnPlan(stay_s=25.0, duration_s=400.0), seeds=3)
+    assert min(ratios["ours_over_swarm"], ratios["ours_over_bottom"]) >= 2
     assert ratios["ours_per_s"] >= 3.9  # The four fast ones alone could do 4.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -27,7 +26,6 @@ from tests.support.toy_stage import (
     STAGES,
     TWO_EACH,
     Fault,
-    ToyStage,
     ToySwarm,
     count_and_die,
     die,
@@ -41,14 +39,14 @@ from tests.support.toy_stage import (
     say_nothing,
     until,
 )
-from trainer.errors import RefusedError, TrainerUsageError
+from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity, Reason
 from trainer.pipeline.driver import DriverConfig
 from trainer.pipeline.driver.failure_detector import DOUBTS
 from trainer.pipeline.driver.results import verdict_of
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.protocol.messages import BACKWARD, CHAIN, FORWARD, TAIL
-from trainer.pipeline.protocol.work import LossReason, boottime_s
+from trainer.pipeline.protocol.work import LossReason
 
 CHAINED = replace(FAST, routing="chain")
 BAN_S = 900.0
@@ -70,24 +68,19 @@ async def test_undisturbed_every_stage_counts_everything_once(config: DriverConf
             assert result.outcome.loss_sum == pytest.approx(loss_of(number, STAGES))
             assert result.outcome.num_tokens == ROWS * POSITIONS
             assert [hop.stage for hop in result.hops] == hops
-        settled = next(iter(drive.work.settled.values()))
-        assert sorted(credit.stage for credit in settled.credits) == sorted(STAGES)
-        assert all(credit.applied_number >= 1 for credit in settled.credits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "stages", "method", "reason"),
     [
-        *((FAST, STAGES, FORWARD, reason) for reason in ("busy", "stopping", "nonfinite", "stage", "malformed")),
-        *((FAST, STAGES, TAIL, reason) for reason in ("busy", "expired", "recipient")),
-        *((FAST, STAGES, BACKWARD, reason) for reason in ("busy", "stale", "tainted", "malformed")),
-        *((CHAINED, (stage,), CHAIN, reason) for stage in STAGES for reason in ("busy", "expired", "nonfinite")),
+        *((FAST, STAGES, FORWARD, reason) for reason in ("busy", "nonfinite", "malformed")),
+        *((FAST, STAGES, TAIL, reason) for reason in ("stopping", "expired", "recipient")),
+        *((FAST, STAGES, BACKWARD, reason) for reason in ("stale", "tainted", "stage")),
+        *((CHAINED, (stage,), CHAIN, reason) for stage in STAGES for reason in ("busy", "nonfinite")),
     ],
 )
-async def test_a_refusal_goes_elsewhere_and_costs_nothing(
-    config: DriverConfig, stages: tuple[str, ...], method: str, reason: str
-) -> None:
+async def test_a_refusal_goes_elsewhere_and_costs_nothing(config, stages, method, reason):
     async with driving(TWO_EACH, 4, config) as drive:
         for stage in stages:
             drive.swarm.at(stage).faults[method].append(refuse(reason))
@@ -108,9 +101,7 @@ UNCLEAR: list[Fault] = [say_nothing, lose_answer, fail_after, count_and_die, die
     ],
 )
 @pytest.mark.parametrize("fault", UNCLEAR, ids=lambda fault: fault.__name__)
-async def test_what_may_have_been_counted_is_resolved_exactly(
-    config: DriverConfig, stage: str, method: str, fault: Fault
-) -> None:
+async def test_what_may_have_been_counted_is_resolved_exactly(config, stage, method, fault):
     async with driving(TWO_EACH, 6, replace(config, **SILENCE)) as drive:
         drive.swarm.at(stage).faults[method].append(fault)
         await drive.all_done()
@@ -135,16 +126,12 @@ HARMLESS = {"refuse", "busy", "nonfinite", "lose answer", "say nothing", "fail a
 """None of them makes a micro-batch be lost, as long as there is another worker."""
 
 
-async def _undisturbed(_stage: ToyStage, _key: str, work: object) -> object:
-    return await work()  # type: ignore[operator]
-
-
 def spread(swarm: ToySwarm, draw: random.Random, faults: list[str]) -> None:
     """Gives each fault to a worker drawn at random."""
     for name in faults:
         toy = draw.choice(swarm.all)
         for method in {"head": (FORWARD, BACKWARD), "tail": (TAIL,)}.get(toy.stage, (FORWARD, BACKWARD)):
-            toy.faults[method].append(FAULTS[name] if draw.random() < 0.7 else _undisturbed)
+            toy.faults[method].append(FAULTS[name] if draw.random() < 0.7 else garble())
         toy.faults[CHAIN].append(FAULTS[name])
 
 
@@ -174,9 +161,7 @@ async def kill_and_revive(swarm: ToySwarm, draw: random.Random) -> None:
     faults=st.lists(st.sampled_from(sorted(FAULTS)), min_size=3, max_size=8),
     num=st.sampled_from([6, 10]),
 )
-def test_the_account_adds_up_whatever_workers_do_and_whenever(
-    seed: int, routing: str, faults: list[str], num: int
-) -> None:
+def test_the_account_adds_up_whatever_workers_do_and_whenever(seed, routing, faults, num):
     async def test() -> None:
         config = replace(FAST, routing=routing, max_ban_s=0.3, request_timeout_s=0.15, max_attempts=20, unclear_s=9.0)
         async with asyncio.timeout(60), driving(TWO_EACH, num, config, lease_s=3.0) as drive:
@@ -215,7 +200,6 @@ async def test_a_worker_that_has_dropped_its_input_is_sent_it() -> None:
     ("method", "refusal", "reason"), [(BACKWARD, "already-applied", "answer-gone"), (FORWARD, "malformed", "malformed")]
 )
 async def test_what_is_lost_says_where_and_why(method: str, refusal: str, reason: str) -> None:
-    """It was counted and its answer is gone, or all workers call it malformed."""
     async with driving(TWO_EACH, 1) as drive:
         for body in drive.swarm.workers_by_stage["body-1"]:
             body.faults[method].extend([refuse(refusal)] * 9)
@@ -238,28 +222,6 @@ async def test_a_worker_that_refuses_to_count_anything_is_left_out(method: str, 
         refusals = drive.driver.status().failures[reason]
         assert refusals <= DOUBTS + config.max_in_flight  # Those that were under way when it was found out.
         assert drive.work.fates().count("lost") <= (config.max_in_flight if reason == "already-applied" else 0)
-
-
-@pytest.mark.parametrize(
-    ("config", "stage", "method"),
-    [(FAST, "head", BACKWARD), pytest.param(CHAINED, "body-1", CHAIN, marks=pytest.mark.slow)],
-    ids=["hub", "chain"],
-)
-async def test_another_incarnation_at_the_same_address_counts_anew(
-    config: DriverConfig, stage: str, method: str
-) -> None:
-    async with driving(ONE_EACH, 2, config) as drive:
-        toy = drive.swarm.at(stage)
-        toy.faults[method].append(count_and_die)
-        former = toy.incarnation
-        running = asyncio.create_task(drive.driver.run())
-        await until(lambda: not toy.alive)
-        await toy.kill()
-        await toy.start()
-        await running
-        assert drive.work.fates() == ["done"] * 2
-        credits = {credit.stage: credit.incarnation for credit in drive.work.settled[FIRST].credits}
-        assert credits[stage] == toy.incarnation != former
 
 
 @pytest.mark.slow
@@ -309,15 +271,11 @@ async def test_two_that_each_have_the_place_the_other_one_needs_go_on() -> None:
 
 
 @pytest.mark.slow
-async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    failed = False
+async def test_what_nobody_foresaw_in_an_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = iter([True])
 
     def unforeseen(_tensor: Tensor) -> bool:
-        nonlocal failed
-        if not failed:
-            failed = True
+        if next(failing, False):
             raise RuntimeError("expected a storage, found none")
         return True
 
@@ -325,9 +283,6 @@ async def test_what_nobody_foresaw_in_an_answer_is_told_once_and_ends_nothing(
     async with driving(TWO_EACH, 4) as drive:
         await drive.all_done()
         assert drive.driver.status().failures["malformed-answer"] == 1
-    said = [record for record in caplog.records if record.levelno == logging.WARNING and record.exc_info]
-    assert len(said) == 1
-    assert "sent what cannot be handled" in said[0].getMessage()
 
 
 @pytest.mark.slow
@@ -365,14 +320,12 @@ def test_a_word_that_nobody_knows_is_one_of_ours_and_any_that_is_known_can_be_wh
 
 # -- leases that run out, stages without workers, stopping, steps ------------------------------------------------------
 
-
 TOKENS = ROWS * POSITIONS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["hub", "chain"])
-async def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with driving(ONE_EACH | {"body-1": 0}, 3, replace(FAST, routing=routing)) as drive:
+async def test_an_empty_stage_stalls_everything_and_is_named() -> None:
+    async with driving(ONE_EACH | {"body-1": 0}, 3) as drive:
         running = asyncio.create_task(drive.driver.run())
         await until(lambda: drive.driver.status().stages[1].stalled_s > 0.05)
         status = drive.driver.status()
@@ -382,8 +335,6 @@ async def test_an_empty_stage_stalls_everything_and_is_named(routing: str, caplo
         await drive.swarm.join("body-1")
         await running
         assert drive.work.fates() == ["done"] * 3
-    said = [record.message for record in caplog.records if "has no worker" in record.message]
-    assert said == ["stage body-1 has no worker to send to; everything waits for one"]
 
 
 @pytest.mark.slow
@@ -427,20 +378,6 @@ async def test_when_a_lease_runs_out_what_some_have_counted_is_left_and_the_rest
         asked = [list(body.asked) for body in bodies]
         await asyncio.sleep(0.1)
         assert [body.asked for body in bodies] == asked, "nothing of it is sent any more"
-
-
-@pytest.mark.slow
-async def test_a_renewed_lease_goes_on() -> None:
-    async with driving(ONE_EACH, 1, lease_s=2.0) as drive:
-        drive.swarm.at("body-1").faults[FORWARD].append(refuse("busy"))
-        drive.swarm.announced.discard("tail.0.32")
-        running = asyncio.create_task(drive.driver.run())
-        await until(lambda: bool(drive.work.terms))
-        was_s, drive.work.terms[0].send_before_s = drive.work.terms[0].send_before_s, boottime_s() + 60.0
-        await until(lambda: boottime_s() > was_s)
-        drive.swarm.announced.add("tail.0.32")
-        await running
-        assert drive.work.fates() == ["done"]
 
 
 @pytest.mark.slow
@@ -499,20 +436,10 @@ async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() 
 
 @pytest.mark.slow
 async def test_what_goes_wrong_with_the_account_ends_the_run() -> None:
+    def settle(_settlement: object) -> None:
+        raise OSError("the disk is full")
+
     async with driving(ONE_EACH, 3) as drive:
-
-        def settle(_settlement: object) -> None:
-            raise OSError("the disk is full")
-
         drive.work.settle = settle  # type: ignore[method-assign,assignment]
         with pytest.raises(OSError, match="the disk is full"):
             await drive.driver.run()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_in_flight", 0), ("ban_s", 0.0), ("unclear_s", float("nan")), ("routing", "star"), ("max_ban_s", 1.0)],
-)
-def test_options_out_of_range_are_named(field: str, value: object) -> None:
-    with pytest.raises(TrainerUsageError, match=f"driver.{field}"):
-        DriverConfig(**{field: value})  # type: ignore[arg-type]

@@ -1,10 +1,16 @@
-"""What the rules of the account are, one at a time."""
+"""What the rules of the account are, one at a time; and its file, whatever happens to the process or the last line."""
 
 from __future__ import annotations
 
 import hashlib
+import resource
+import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,15 +26,18 @@ from tests.support.ledger_cast import (
     credits,
     done,
     invented,
+    journal_path,
     lost,
     micro_batches,
     report,
+    spec,
 )
 from trainer.errors import LedgerError, RefusedError
-from trainer.pipeline.ledger import LedgerConfig
+from trainer.pipeline.ledger import LedgerConfig, open_ledger
+from trainer.pipeline.ledger.journal import _SEED, Journal, _digest
+from trainer.pipeline.ledger.ledger import Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import WorkerSeen
-from trainer.pipeline.ledger.units import runs_of
 from trainer.pipeline.protocol.work import MicroBatchId, Settlement
 
 CONFIG = LedgerConfig(lease_s=10, lease_margin_s=2, epochs=2, worker_gone_s=5, reissue_after_s=3)
@@ -83,9 +92,7 @@ def test_sources_are_read_by_their_weights_each_with_its_own_epochs() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(["done", "lost", "back", "restart"]), max_size=40), st.integers(1, 4))
-def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_up_for(
-    fates: list[str], units: int
-) -> None:
+def test_no_more_is_given_than_the_run_is_to_train_on_and_what_is_lost_is_made_up_for(fates, units):
     tokens = 4 * LAYOUT.seq_len
     kept = ListedLedger(CONFIG, max_tokens=5 * tokens)
     num_done, number, follows = 0, 0, iter(fates)
@@ -197,9 +204,7 @@ def test_a_keeper_that_is_back_waits_for_the_leases_of_others_and_not_for_its_ow
 
 
 @pytest.mark.parametrize("vanished", STAGES)
-def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again(
-    vanished: str, kept: ListedLedger
-) -> None:
+def test_what_a_tail_that_vanished_meanwhile_may_have_counted_is_not_given_again(vanished, kept):
     """A worker of another stage counts what a tail has counted before, and no tail that is there has."""
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.lease("one", A, (), 1, 0.0)
@@ -229,9 +234,7 @@ def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept
 
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize("compacted", [False, True])
-def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
-    kept: ListedLedger, is_gone: bool, compacted: bool
-) -> None:
+def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(kept, is_gone, compacted):
     kept.ledger.note_workers(ALIVE, 0.0)
     given = kept.given("one", A, 3)
     kept.ledger.settle("one", A, [done(each, number) for number, each in enumerate(given[:5], 1)])
@@ -259,9 +262,7 @@ def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(
     assert kept.ledger.account() == before
 
 
-def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(
-    kept: ListedLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_a_driver_invents_hurt_nobody_and_do_not_pile_up(kept, monkeypatch):
     monkeypatch.setattr("trainer.pipeline.ledger.ledger_state._MOST_UNANNOUNCED", 6)
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.lease("honest", B, (), 1, 0.0)
@@ -296,7 +297,6 @@ _FIRST = MicroBatchId(0, SHARDS[0], 0)
         lost(_FIRST).model_copy(update={"reason": None}),
         lost(_FIRST, stage="body-9"),
         done(MicroBatchId(0, SHARDS[0], 1)),
-        done(MicroBatchId(0, SHARDS[0], 24)),
         done(MicroBatchId(0, 4, 0)),
     ],
 )
@@ -333,30 +333,9 @@ def test_an_account_of_something_else_is_not_gone_on_with(kept: ListedLedger) ->
         LedgerState.of(kept.records, kept.spec, (SHARDS[:2],))
 
 
-def test_what_is_settled_takes_no_memory() -> None:
-    kept = ListedLedger(LedgerConfig(epochs=8), shards=(tuple(range(50)),))
-    sizes = set()
-    settled = 0
-    for n in range(8 * 50 * 3):
-        given = kept.given("one", f"{n:032x}", 25)
-        if not given:
-            break
-        kept.ledger.settle("one", f"{n:032x}", [done(each, settled + k) for k, each in enumerate(given, 1)])
-        settled += len(given)
-        sizes.add(len(kept.state.snapshot().model_dump_json()))
-    assert kept.ledger.account().micro_batches.done == 8 * 50 * 6
-    assert max(sizes) < 2000
-
-
-def test_runs_are_the_fewest_that_hold_the_same() -> None:
-    some = [MicroBatchId(0, 2, 4), MicroBatchId(0, 2, 0), MicroBatchId(0, 2, 20), MicroBatchId(1, 2, 8)]
-    assert [(run.epoch, run.row, run.num_rows) for run in runs_of(some, LAYOUT)] == [(0, 0, 8), (0, 20, 3), (1, 8, 4)]
-
-
 def test_drivers_cannot_make_the_account_long() -> None:
     kept = ListedLedger(LedgerConfig(max_open=10**6, epochs=100), shards=(tuple(range(50)),))
     given = kept.given("one", A, 150)
-    assert len(given) == 300
     kept.ledger.settle("one", A, [lost(each, "head", f"r{n}") for n, each in enumerate(given)])
     assert len(kept.lost()) == 257
     assert kept.lost()["head", "other"] == 300 - 256
@@ -378,9 +357,7 @@ def test_a_worker_is_believed_for_its_own_stage_only_whatever_was_said_of_it_bef
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_of_a_worker_that_died_meanwhile_it_is_believed_also_by_a_keeper_that_came_back(
-    kept: ListedLedger, compacted: bool
-) -> None:
+def test_of_a_worker_that_died_meanwhile_it_is_believed_also_by_a_keeper_that_came_back(kept, compacted):
     first, second = kept.given("one", A)
     kept.ledger.note_workers(ALIVE, 0.0)
     kept.ledger.settle("one", A, [done(first, 1)], checked_s=0.0)
@@ -400,28 +377,11 @@ def test_of_a_worker_that_died_meanwhile_it_is_believed_also_by_a_keeper_that_ca
     assert kept.perished() == {"head": 1}
 
 
-def test_how_many_of_the_dead_are_remembered_is_bounded(kept: ListedLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.pipeline.ledger.ledger_state._MOST_DEPARTED", 4)
-    first, second = kept.given("one", A)
-    for number in range(9):
-        kept.ledger.note_workers([WorkerSeen(stage="head", incarnation=f"{number:016x}")], 6.0 * number)
-    kept.ledger.note_workers(ALIVE, 54.0)
-
-    def by(number: int, micro_batch: MicroBatchId) -> Settlement:
-        head = credits(1, stages=("head",))[0].model_copy(update={"incarnation": f"{number:016x}"})
-        return done(micro_batch).model_copy(update={"credits": (head, *credits(1)[1:])})
-
-    answer = kept.ledger.settle("one", A, [by(8, first), by(2, second)], checked_s=54.0)
-    assert (answer.accepted, answer.unheard) == (1, keys(second))
-
-
 @pytest.mark.parametrize(
     ("counted_in", "becomes"),
     [(STAGES, (2, 0, 0)), (("head", "body-1"), (1, 1, 0)), ((), (1, 0, 1))],
 )
-def test_who_is_not_heard_of_in_time_is_asked_after_and_the_workers_decide(
-    kept: ListedLedger, counted_in: tuple[str, ...], becomes: tuple[int, int, int]
-) -> None:
+def test_who_is_not_heard_of_in_time_is_asked_after_and_the_workers_decide(kept, counted_in, becomes):
     first, second, third, _ = kept.given("one", A, 2)
     kept.ledger.note_workers(ALIVE, 0.0)
     answer = kept.ledger.settle("one", A, [done(first), invented(second)], checked_s=1.0)
@@ -440,3 +400,138 @@ def test_who_is_not_heard_of_in_time_is_asked_after_and_the_workers_decide(
     assert kept.ledger.settle("one", A, [done(third)], checked_s=12.0).accepted == 1, "the rest of the lease is over"
     if not counted_in:
         assert kept.given("two", B, now_s=99.0) == [second]
+
+
+# -- the account's file ------------------------------------------------------------------------------------------------
+
+JOURNALED = LedgerConfig(unit_rows=8, reissue_after_s=0)
+
+
+@contextmanager
+def opened(path: Path, config: LedgerConfig = JOURNALED) -> Iterator[tuple[Ledger, Journal]]:
+    ledger, journal = open_ledger(path, spec(), (SHARDS,), config)
+    try:
+        yield ledger, journal
+    finally:
+        journal.close()
+
+
+@pytest.mark.slow
+def test_a_journal_cut_at_any_byte_of_its_last_line_or_with_others_there_is_the_account_before_it(tmp_path):
+    path = journal_path(tmp_path)
+    with opened(path) as (ledger, _):
+        given = micro_batches(ledger.lease("one", A, (), 2, 0.0).runs)
+        before, whole_bytes = ledger.account(), path.stat().st_size
+        ledger.settle("one", A, [lost(given[0])])
+        after = ledger.account()
+    body = path.read_bytes()
+    assert len(body) > whole_bytes
+    for length in range(whole_bytes, len(body) + 1):
+        cut = journal_path(tmp_path / "cut")
+        cut.parent.mkdir(parents=True, exist_ok=True)
+        cut.write_bytes(body[:length])
+        with opened(cut) as (ledger, _):
+            assert ledger.account() == (after if length == len(body) else before), length
+            if length % 40 and length < len(body):
+                continue
+            ledger.settle("one", A, [lost(given[1])])
+        with opened(cut) as (ledger, _):
+            assert ledger.account().micro_batches.lost == (2 if length == len(body) else 1)
+    last = body[whole_bytes:]
+    for garbage in (b"\0" * len(last), b"\xff\xfe\n", last.replace(b'"lost"', b'"done"')):
+        path.write_bytes(body[:whole_bytes] + garbage)
+        with opened(path) as (ledger, _):
+            assert ledger.account() == before
+
+
+@pytest.mark.parametrize("change", ["flip", "drop", "swap", "repeat"])
+def test_damage_before_the_last_line_is_refused(tmp_path: Path, change: str) -> None:
+    path = journal_path(tmp_path)
+    with opened(path) as (ledger, _):
+        given = micro_batches(ledger.lease("one", A, (), 2, 0.0).runs)
+        for each in given:
+            ledger.settle("one", A, [done(each)])
+    first, second, third, fourth, *rest = path.read_bytes().splitlines(keepends=True)
+    changed = {
+        "flip": [third.replace(b'"done"', b'"lost"'), fourth],
+        "drop": [fourth],
+        "swap": [fourth, third],
+        "repeat": [third, third, fourth],
+    }
+    lines = [first, second, *changed[change], *rest]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match=r"line \d of .* damaged or changed"), opened(path):
+        pass
+    assert path.read_bytes() == b"".join(lines)
+
+
+def test_one_process_keeps_a_journal_of_this_release_in_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    path = journal_path(tmp_path)
+    with opened(path), pytest.raises(LedgerError, match="another process"):
+        Journal.open(path)
+    with opened(path):
+        pass
+    with pytest.raises(LedgerError, match="expected a journal that can be written at"):
+        Journal.open(path / "journal.jsonl")
+    body = b'{"kind":"opened","version":2}'
+    path.write_bytes(b"%s %s\n" % (_digest(_SEED, body).encode(), body))
+    with pytest.raises(LedgerError, match=r"line 1 of .* another"):
+        Journal.open(path)
+
+
+def test_it_is_compacted_to_what_it_adds_up_to(tmp_path: Path) -> None:
+    path = journal_path(tmp_path)
+    config = LedgerConfig(unit_rows=8, compact_bytes=1 << 12, max_open=10**6)
+    sizes = []
+    with opened(path, config) as (ledger, journal):
+        ledger.lease("two", B, (), 1, 0.0)
+        for n in range(60):
+            token = f"{n:032x}"
+            given = micro_batches(ledger.lease("one", token, (), 2, 0.0).runs)
+            ledger.settle("one", token, [done(each, n + 1) for each in given], given[3:])
+            sizes.append(path.stat().st_size)
+            assert sizes[-1] == journal.size_bytes
+        account = ledger.account()
+    assert any(after < before for before, after in pairwise(sizes))
+    assert max(sizes) < 12_000
+    with opened(path, config) as (ledger, _):
+        assert ledger.account() == account
+        assert ledger.settle("two", B, [done(each) for each in micro_batches(ledger.lease("two", B, (), 1, 0.0).runs)])
+
+
+def test_a_compaction_that_was_killed_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
+    path = journal_path(tmp_path)
+    with opened(path) as (ledger, journal):
+        ledger.lease("one", A, (), 2, 0.0)
+        account = ledger.account()
+        copy = tmp_path / "copy"
+        shutil.copytree(path.parent, copy)
+        journal.replace(ledger.state.snapshot())
+        snapshot = path.read_bytes()
+    for length in range(0, len(snapshot), 61):  # Killed before the renaming.
+        (copy / (path.name + ".new")).write_bytes(snapshot[:length])
+        with opened(copy / path.name) as (ledger, _):
+            assert ledger.account() == account
+    with opened(path) as (ledger, _):
+        assert ledger.account() == account
+
+
+def test_a_line_that_cannot_be_written_ends_it_and_costs_nothing(tmp_path: Path) -> None:
+    path = journal_path(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(path) as (ledger, journal):
+        given = micro_batches(ledger.lease("one", A, (), 2, 0.0).runs)
+        before = ledger.account()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+        try:
+            with pytest.raises(LedgerError, match="expected to write the journal"):
+                ledger.settle("one", A, [done(given[0])])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.stat().st_size == journal.size_bytes + 20  # A part of it is there.
+        with pytest.raises(LedgerError, match="writing has failed"):
+            ledger.lease("two", B, (), 1, 0.0)
+        assert ledger.account() == before
+    with opened(path) as (ledger, _):
+        assert ledger.account() == before
+        assert ledger.settle("one", A, [done(given[0])]).accepted == 1

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.ledger_cast import ALIVE, LAYOUT, SHARDS, STAGES, ListedLedger, done, lost, micro_batches, report
-from trainer.errors import LedgerError, RefusedError
+from trainer.errors import RefusedError
 from trainer.pipeline.ledger import LedgerConfig
-from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.units import Intervals
 from trainer.pipeline.protocol.work import MicroBatchId
 
@@ -189,15 +188,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestLedger = LedgerMachine.TestCase
-
-
-def test_records_that_contradict_each_other_are_refused() -> None:
-    kept = ListedLedger(CONFIG)
-    kept.ledger.lease("one", "a" * 32, (), 1, 0.0)
-    granted = kept.records[-1]
-    for wrong in ([granted], [kept.records[0]]):
-        with pytest.raises(LedgerError):
-            LedgerState.of([*kept.records, *wrong], kept.spec, kept.shards)
 
 
 # -- sets kept as intervals --------------------------------------------------------------------------------------------

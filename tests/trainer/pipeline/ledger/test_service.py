@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +27,7 @@ from tests.support.ledger_cast import ALIVE, STAGES, done, invented, lost
 from tests.support.ledger_run import CONFIG, KEEPER_CONFIG, SEQ_LEN, Run, all_of, keeper_process, ledger_run, run_of
 from tests.support.rpc_pair import running_endpoint
 from tests.support.token_store import TokenStore
+from tests.support.toy_stage import until
 from trainer.errors import LedgerError, RefusedError, TrainerUsageError
 from trainer.network.rpc import Endpoint, Peer, Reply, Request
 from trainer.pipeline.ledger import (
@@ -85,17 +85,13 @@ async def test_rows_are_given_to_drivers_that_are_announced_and_a_new_one_waits_
         waiting = asyncio.create_task(one.next())
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        assert {*map(service.quiet_s, (*run.drivers, stranger.peer_id))} == {math.inf}
         announced.update(run.drivers)
         assert await waiting is not None
-        assert 0 <= service.quiet_s(run.drivers[0]) < 30
-        assert service.quiet_s(stranger.peer_id) == math.inf
+        assert 0 <= service.quiet_s(run.drivers[0]) < 30 < service.quiet_s(stranger.peer_id)
 
 
 @pytest.mark.slow
-async def test_a_keeper_whose_journal_cannot_be_written_says_so_to_whoever_waits(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_keeper_whose_journal_cannot_be_written_says_so_to_whoever_waits(run, monkeypatch):
     async with run.keeper() as (service, endpoint), run.driver(endpoint.peer) as one:
         failing = asyncio.create_task(service.failed())
         begun = await one.next()
@@ -146,25 +142,6 @@ async def test_a_driver_with_other_data_is_refused(run: Run) -> None:
             with pytest.raises(LedgerError, match="seed, seq_len"):
                 await driver.next()
         assert (await service.account()).micro_batches.leased == 0
-        assert endpoint.counters.refused["data"] >= 1
-
-
-@pytest.mark.slow
-async def test_a_driver_that_knows_workers_before_the_keeper_does_loses_nothing_by_it(run: Run) -> None:
-    async with run.keeper(announced=lambda: run.drivers) as (service, at), run.driver(at.peer) as one:
-        given = []
-        while len(given) < 4:
-            micro_batch = await one.next()
-            given.append(micro_batch)
-            one.settle(done(micro_batch.id, len(given), tokens=micro_batch.num_tokens))
-        await asyncio.sleep(0.5)
-        account = await service.account()
-        assert (account.micro_batches.done, one.cache.num_unreported) == (0, 4)
-        await service.note_workers(ALIVE)
-        given += await all_of(one, 4)
-        account = await service.account()
-    assert len(given) == account.micro_batches.done == 15
-    assert (account.micro_batches.open, account.reissued, one.stale, one.refused) == (0, 0, 0, 0)
 
 
 @pytest.mark.slow
@@ -280,9 +257,7 @@ async def test_a_driver_that_closes_hands_back_what_it_did_not_begin(run: Run) -
     assert (account.micro_batches.done, account.micro_batches.lost, account.reissued) == (14, 1, 3)
 
 
-async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(run, monkeypatch):
     """The keeper has leased it, and the driver has not heard so yet."""
     ask = LedgerClient._ask
 
@@ -295,9 +270,8 @@ async def test_what_is_granted_to_a_driver_that_closes_meanwhile_is_handed_back(
     monkeypatch.setattr(LedgerClient, "_ask", slow)
     async with run.keeper() as (service, endpoint):
         async with run.driver(endpoint.peer):
-            async with asyncio.timeout(10.0):
-                while not (await service.account()).leases:
-                    await asyncio.sleep(0.01)
+            while not (await service.account()).leases:
+                await asyncio.sleep(0.01)
         account = await service.account()
         assert account.leases == 0
         assert account.micro_batches.open == account.waiting > 0
@@ -314,12 +288,13 @@ async def test_a_driver_goes_on_while_the_keeper_is_away_and_says_all_when_it_is
         assert len({each.id for each in held}) == 4
         for number, each in enumerate(held, 1):
             driver.settle(done(each.id, number, tokens=each.num_tokens))
+        await until(lambda: driver.keeper_away_s > 0)
         assert driver.cache.num_unreported == 4
         async with run.keeper() as (service, endpoint):
             reach.append(endpoint.peer)
             rest = await all_of(driver, 100)
             account = await service.account()
-    assert len(rest) == 11
+        assert (len(rest), driver.keeper_away_s) == (11, 0.0)
     assert (account.micro_batches.done, account.micro_batches.open, driver.stale) == (15, 0, 0)
 
 
@@ -328,41 +303,13 @@ async def test_a_driver_holds_ahead_what_it_gets_done_in_two_thirds_of_a_lease(r
     """A driver that is done with 20 in less than 10 s gets 2 in a second: those of 20 s of a lease of 30 s are 40."""
     config = replace(CONFIG, epochs=100)
     async with run.keeper(config) as (service, endpoint), run.driver(endpoint.peer, config) as driver:
-        await driver.next()
-        assert (await service.account()).micro_batches.open <= 3 * 2
-        for number in range(1, 20):
+        for number in range(20):
             each = await driver.next()
-            driver.settle(done(each.id, number))
+            driver.settle(done(each.id, number + 1))
         async with asyncio.timeout(20):
             while driver.cache.num_ahead < 36:
                 await asyncio.sleep(0.02)
         assert (await service.account()).micro_batches.open <= 40 + 4
-        few = replace(config, max_open=8)
-        async with run.driver(endpoint.peer, few) as other:
-            for number in range(100, 120):
-                each = await other.next()
-                other.settle(done(each.id, number))
-            await asyncio.sleep(0.3)
-            assert other.cache.num_ahead <= 8 + 2
-
-
-@pytest.mark.slow
-async def test_a_driver_that_waits_for_its_keeper_says_so_again_and_tells_how_long(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("trainer.pipeline.ledger.client._RETRY_S", 0.02)
-    monkeypatch.setattr("trainer.pipeline.ledger.client._LOG_AWAY_S", 0.1)
-    reach: list[Peer] = []
-    async with run.driver(reach) as driver:
-        async with asyncio.timeout(20):
-            while caplog.text.count("waiting for the account's keeper, driver-1") < 2:
-                await asyncio.sleep(0.02)
-        assert caplog.text.count("the account's keeper does not answer") == 1
-        assert driver.keeper_away_s > 0.1
-        async with run.keeper() as (_, endpoint):
-            reach.append(endpoint.peer)
-            assert await driver.next() is not None
-            assert driver.keeper_away_s == 0.0
 
 
 @pytest.mark.slow
@@ -438,9 +385,7 @@ async def lying_keeper(*runs: dict[str, int]) -> AsyncIterator[tuple[Peer, list[
         ([{"row": 0, "num_rows": 4, "shard": 10**10 - 1}], True),
     ],
 )
-async def test_rows_that_no_lease_has_or_that_cannot_be_read_end_no_driver(
-    run: Run, wrong: list[dict[str, int]], is_taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_that_no_lease_has_or_that_cannot_be_read_end_no_driver(run, wrong, is_taken, monkeypatch):
     monkeypatch.setattr("trainer.pipeline.ledger.client._UNREADABLE_S", 0.01)
     async with lying_keeper(*wrong) as (liar, asked), run.keeper() as (_, endpoint):
         keepers = [liar]
@@ -469,9 +414,7 @@ async def test_a_shard_that_cannot_be_read_is_handed_back(run: Run, monkeypatch:
         assert (await service.account()).reissued == 2
 
 
-def test_a_store_that_does_not_answer_holds_up_neither_leases_nor_the_end(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_holds_up_neither_leases_nor_the_end(run, monkeypatch):
     """Of several shards one comes; with another in the midst of opening, the driver leases, closes and ends."""
     released, opened, given_up = threading.Event(), list[int](), list[int]()
     open_shard = Session.open_shard

@@ -134,15 +134,11 @@ async def test_calls_and_streams_are_let_in_by_what_their_message_names_and_held
     ("specs", "payload", "said"),
     [
         ((("b", (2,)), ("a", (2,))), 16, "by name, each once"),
-        ((("a", (2,)), ("a", (2,))), 16, "by name, each once"),
         ((("a", (4,)),), 8, "expected 16 bytes of tensors, found 8"),
-        ((("a", (1,)),), 8, "expected 4 bytes of tensors, found 8"),
         ((), 8, "expected 0 bytes of tensors, found 8"),
     ],
 )
-async def test_what_is_announced_is_what_must_come(
-    specs: tuple[tuple[str, tuple[int, ...]], ...], payload: int, said: str
-) -> None:
+async def test_what_is_announced_is_what_must_come(specs, payload, said):
     mirror = Mirror()
     ask = Ask(tensors=tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in specs))
     async with pair(mirror) as (caller, callee):
@@ -171,7 +167,6 @@ async def test_a_stream_has_the_announced_bytes_in_frames_of_a_mebibyte(frames: 
 @pytest.mark.parametrize(
     "first",
     [
-        b"",
         b"{}",
         b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "object", "shape": [1]}]}',
         b'{"num_values": 1, "tensors": [{"name": "a", "dtype": "float32", "shape": [281474976710655]}]}',
