@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -78,9 +77,3 @@ def refused(reason: str, match: str | None = None) -> Iterator[None]:
     with pytest.raises(RefusedError, match=match) as caught:
         yield
     assert caught.value.reason == reason
-
-
-async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.02)

@@ -413,9 +413,3 @@ async def driving(
         drive = Drive(swarm, work, driver, results)
         yield drive
         drive.check_account()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it; the test's own deadline bounds it."""
-    while not condition():
-        await asyncio.sleep(0.005)

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import torch
 
 from trainer.checkpoint.node import load_newest, wallet_id
+from trainer.run.cli.app import run
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 100.0
@@ -190,3 +192,38 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     else:
         same = type(one) is type(other) and one == other
     return [] if same else [f"{where}: {str(one)[:60]} and {str(other)[:60]}"]
+
+
+@dataclass(frozen=True)
+class TrainerHere:
+    """Runs the command, and hands back what it said."""
+
+    command: TrainerCommand
+    capsys: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture
+
+    def __call__(self, *arguments: str | Path, expect: int = 0) -> str:
+        """Trains to the end, which must be ``expect``; what it printed and logged."""
+        return self.other(*self.command.line(*arguments)[3:], expect=expect)
+
+    def other(self, *arguments: str | Path, expect: int = 0) -> str:
+        self.caplog.clear()
+        code = run([str(argument) for argument in arguments])
+        output, errors = self.capsys.readouterr()
+        said = f"{self.caplog.text}{errors}{output}"
+        assert code == expect, said
+        return said
+
+
+@contextmanager
+def trainer_here(
+    command: TrainerCommand,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[TrainerHere]:
+    for name in ("GENESIS_TOKEN", "GENESIS_STORE", "GENESIS_CACHE_BYTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(command.folder / "cache"))
+    with caplog.at_level("INFO"):
+        yield TrainerHere(command, capsys, caplog)

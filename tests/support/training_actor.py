@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tests.support.child import Child, say
-from tests.support.small_model import SMALL, VOCAB_SIZE, small_model
+from tests.support.model_configs import SMALL, VOCAB_SIZE, small_model
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.arithmetic import Arithmetic

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.rank_group import run_ranks
-from tests.support.rank_scenarios import SKIPPED, odd_steps
-from tests.support.small_model import batches, small_model
+from tests.support.model_configs import batches, small_model
+from tests.support.rank_scenarios import SKIPPED, odd_steps, run_ranks
 from trainer.errors import CheckpointMismatchError, NonFiniteTrainingError, TrainerUsageError
 from trainer.inner import InnerConfig, InnerLoop, lr_at, make_optimizer, parameter_groups
 

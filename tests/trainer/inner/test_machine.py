@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.small_model import batches, small_model
+from tests.support.model_configs import batches, small_model
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.inner import (
     InnerConfig,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.one_process import OneProcess, micro_batches_given, records_of
+from tests.support.pipeline_account import OneProcess, micro_batches_given, records_of
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
 from tests.support.text_store import text_store
 from tests.support.token_store import TokenStore

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.one_process import records_of
-from tests.support.pipeline_account import check_account
+from tests.support.pipeline_account import check_account, records_of
 from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, held_out_loss, held_out_rows, steps_of
 from tests.support.training_swarm import TERMINATED, TrainingNode, merged
 from trainer.checkpoint.stages import newest_set, time_us

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.support.rank_group import GROUP_TIMEOUT_S, run_ranks
 from tests.support.rank_scenarios import (
     DILOCO,
+    GROUP_TIMEOUT_S,
     LIAR,
     NUM_VALUES,
     ROUNDS,
@@ -18,6 +18,7 @@ from tests.support.rank_scenarios import (
     diloco,
     every_step,
     one_dies,
+    run_ranks,
 )
 from tests.support.toy_models import Quadratic, Regression
 from trainer.aggregation import cap_weights, contribution_weight, decide, moments, reduce_part

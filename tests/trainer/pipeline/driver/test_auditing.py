@@ -29,8 +29,8 @@ from tests.support.toy_stage import (
     driving,
     garble,
     say_nothing,
-    until,
 )
+from tests.support.waiting import until
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
 from trainer.model.config import stage_names
 from trainer.model.subspace import basis_of

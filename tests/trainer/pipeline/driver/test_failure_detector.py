@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.rpc_pair import running_endpoint
-from tests.support.toy_stage import FAST, ONE_EACH, SILENCE, ToyStage, ToySwarm, driving, say_nothing, toy_swarm, until
+from tests.support.toy_stage import FAST, ONE_EACH, SILENCE, ToyStage, ToySwarm, driving, say_nothing, toy_swarm
+from tests.support.waiting import until
 from trainer.network.rpc import Peer
 from trainer.pipeline.driver import DriverConfig
 from trainer.pipeline.driver.failure_detector import Bans, LivenessProbe

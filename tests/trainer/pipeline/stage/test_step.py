@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from tests.support.small_model import batches
+from tests.support.model_configs import batches
 from tests.support.stage_replicas import (
     CUT,
     CUT_REORDERED,

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from tests.support.model_configs import random_tokens
-from tests.support.stage_driver import StageDriver, running_driver
-from tests.support.stage_worker import RunningWorker, WorkerSetup, held, queued, running_worker, until
+from tests.support.stage_worker import (
+    RunningWorker,
+    StageDriver,
+    WorkerSetup,
+    held,
+    queued,
+    running_driver,
+    running_worker,
+)
+from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 from trainer.pipeline.protocol.messages import Hop

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.support.model_configs import random_tokens
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import TAIL_INPUT, StageProcess, WorkerSetup, stage_worker_processes
+from tests.support.stage_worker import TAIL_INPUT, StageProcess, WorkerSetup, running_driver, stage_worker_processes
 from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.pipeline.protocol.wire import wire_ids
 

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from tests.support.model_configs import random_tokens, small_config
-from tests.support.stage_driver import StageDriver, running_driver
 from tests.support.stage_worker import (
     HEAD_INPUT,
     TAIL_INPUT,
     RunningWorker,
+    StageDriver,
     WorkerSetup,
     held,
     queued,
+    running_driver,
     running_worker,
-    until,
 )
+from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.model import build_model
 from trainer.model.loss import IGNORED_LABEL

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import TAIL_INPUT, RunningWorker, WorkerSetup, running_worker, until, weights
+from tests.support.stage_worker import TAIL_INPUT, RunningWorker, WorkerSetup, running_driver, running_worker, weights
+from tests.support.waiting import until
 from trainer.network.rpc import Identity, Peer
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult

@@ -20,8 +20,7 @@ from genesis.store import FolderStore
 from loader.session import Session
 from manifests import SourceSpec
 from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
-from tests.support.trainer_command import TrainerCommand
-from tests.support.trainer_here import TrainerHere
+from tests.support.trainer_command import TrainerCommand, TrainerHere
 from trainer.checkpoint.files import read_checkpoint
 from trainer.checkpoint.node import checkpoint_path, kept_paths, wallet_id
 from trainer.model import ModelConfig, build_model, preset

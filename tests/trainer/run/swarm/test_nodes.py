@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from manifests import decode_shard
-from tests.support.dht_processes import descendants, wait_until_gone
 from tests.support.text_store import MERGES, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import (
@@ -28,6 +27,7 @@ from tests.support.training_swarm import (
     free_port,
     wait_until,
 )
+from tests.support.waiting import descendants, wait_until_gone
 from trainer.model import ModelConfig, build_model
 from trainer.monitor import read_events
 from trainer.run.node.replica import parameters_of
