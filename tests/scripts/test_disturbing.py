@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from scripts.swarm_bench.disturbing import KINDS, Disturbance, Disturber, schedule
 from scripts.trainer_bench.network import can_make_networks
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 
 TICK_S = 0.01
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.model_configs import VOCAB_SIZE, small_config, small_model
-from trainer.checkpoint.node import CheckpointContents, Checkpointer, load_newest
+from tests.support.model_configs import small_config
+from trainer.checkpoint.node import Checkpointer, load_newest
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
-from trainer.inner import InnerConfig, InnerLoop, make_optimizer, rng_state, set_rng_state
 from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.model.stages import stage_shapes
@@ -82,65 +80,6 @@ def save(directory: str, step: int, death: Death) -> None:
     with Checkpointer(directory, WALLET, keep=2) as checkpointer:
         arrange_death(directory, death)
         checkpointer.save(contents(step), wait=True)
-
-
-def hold(directory: str, ready: Any) -> None:
-    """Holds the wallet's lock until it is killed."""
-    with Checkpointer(directory, WALLET):
-        ready.set()
-        signal.pause()
-
-
-def train(directory: str, until_step: int, output: str, *, die: bool = False) -> None:
-    """Trains from the newest checkpoint, or the beginning, and saves at every step; the parameters go to a file.
-
-    It may ``die`` by SIGKILL as soon as the last save has begun in the background.
-    """
-    torch.set_num_threads(1)
-    torch.manual_seed(3)
-    random.seed(3)
-    model, config = small_model(seed=7), InnerConfig(lr=1e-2, warmup_steps=5, decay_end_step=40, accumulation_steps=2)
-    loop = InnerLoop(model, make_optimizer(model, config), config, _drawn(), torch.device("cpu"))
-    with Checkpointer(directory, WALLET) as checkpointer:
-        found = load_newest(directory, WALLET)
-        if found is not None:
-            saved = CheckpointContents.from_mapping(found)
-            model.load_state_dict(dict(saved.layers["all"]))
-            loop.load_state_dict(saved.inner_state())
-            set_rng_state(saved.rng)
-        while loop.step_index < until_step:
-            loss = loop.step().loss
-            checkpointer.save(_saved(model, loop, loss).to_mapping(), wait=loop.step_index == until_step and not die)
-        if die:
-            os.kill(os.getpid(), signal.SIGKILL)
-    moments = loop.state_dict()["optimizer"]["state"].values()
-    tensors = [*model.state_dict().values(), *(tensor for state in moments for tensor in state.values())]
-    Path(output).write_bytes(b"".join(tensor.numpy().tobytes() for tensor in tensors))
-
-
-def _drawn() -> Iterator[dict[str, Tensor]]:
-    """Batches by the global generators: they go on where they were only if those do."""
-    while True:
-        rows = torch.randint(0, VOCAB_SIZE, (random.randint(1, 4), 9))
-        yield {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
-
-
-def _saved(model: torch.nn.Module, loop: InnerLoop, loss: float) -> CheckpointContents:
-    inner = loop.state_dict()
-    return CheckpointContents(
-        layer_ids=(0, 1),
-        architecture={},
-        layers={"all": model.state_dict()},
-        optimizer=inner.pop("optimizer"),
-        diloco={},
-        training_rounds=loop.step_index,
-        current_loss=loss,
-        timestamp=0.0,
-        loader={},
-        rng=rng_state(),
-        config={},
-        schedule=inner,
-    )
 
 
 def arrange_death(directory: str, death: Death) -> None:
@@ -220,15 +159,6 @@ def save_as_actor(directory: str, version: int, death: Death) -> None:
     with StageCheckpoints(config, ACTOR_RUN, plan, "head", "actor") as checkpoints:
         arrange_death(directory, death)
         checkpoints.save(version * INTERVAL_S, StageState(config=plan.config, version=version, parameters=parameters))
-
-
-def hold_stage(directory: str, ready: Any) -> None:
-    """Holds the lock of a writer of the tail of a run of two stages until it is killed."""
-    config = StagewiseConfig(directory=directory)
-    with StageCheckpoints(config, "run", StagePlan.of(small_config(), 2), "tail", "other") as checkpoints:
-        checkpoints.open(0.0)
-        ready.set()
-        signal.pause()
 
 
 def actor_value(directory: Path) -> int:

@@ -18,8 +18,7 @@ from loader.options import StoreOptions
 from loader.session import Session
 from tests.support.child import Child, input_ended, say
 from tests.support.ledger_cast import STAGES, WORKER, done, journal_path
-from tests.support.rpc_node import RUN_ID, fast_config
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import RUN_ID, fast_config, running_endpoint
 from tests.support.token_store import TokenStore
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.pipeline.ledger import (

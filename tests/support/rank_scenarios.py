@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.model_configs import batches, small_model
-from tests.support.toy_models import Regression
+from tests.support.replica_group import Regression
 from trainer.aggregation import RuleConfig
 from trainer.compression.vectors import codec_named
 from trainer.errors import PeerUnavailableError, RoundFailedError
@@ -203,7 +203,7 @@ SKIPPED = [False, True, False, True, True, True, False]
 
 
 class Odd(nn.Module):
-    """A model whose loss alone is infinite where the first id is -1, and its gradient alone where it is -2."""
+    """A model whose loss alone is not finite where the first id is -1 or -3, and its gradient alone where it is -2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,6 +213,8 @@ class Odd(nn.Module):
         loss: Tensor = self.model(input_ids.clamp(min=0), labels)
         if input_ids[0, 0] == -1:
             return loss + math.inf
+        if input_ids[0, 0] == -3:
+            return loss * math.nan
         if input_ids[0, 0] == -2:  # The root of nothing: value 0, slope infinite.
             return loss + (self.model.embedding.weight[0, 0] * 0.0).abs().sqrt()
         return loss
@@ -248,16 +250,9 @@ Scenario = Callable[[int, int], object]
 
 
 def run_ranks(scenario: Scenario, num_ranks: int, directory: Path, *, may_die: frozenset[int] = frozenset()) -> list:
-    """Run a function once in each rank.
+    """What a function (at module level) returned in each rank of a gloo group; None where one died that may.
 
-    Args:
-        scenario: called with rank and number of ranks; at module level, so that a process can import it.
-        num_ranks: processes.
-        directory: for the store and the results.
-        may_die: ranks that are allowed to end without a result.
-
-    Returns:
-        What each returned, through ``torch.save``; None for a rank that died as it was allowed to.
+    Its processes are all gone when the call returns, whatever happened.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # what optimizers import late

@@ -105,12 +105,7 @@ class Member:
 
 
 class SmallPipeline:
-    """All stages' workers; an async context manager.
-
-    Args:
-        setup: of all of them but for the stage.
-        replicas: of each stage.
-    """
+    """All stages' workers, so many ``replicas`` of each, of one setup; an async context manager."""
 
     def __init__(self, setup: WorkerSetup, replicas: Mapping[str, int]) -> None:
         self.setup = setup

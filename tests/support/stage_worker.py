@@ -200,11 +200,10 @@ Worker = RunningWorker | StageProcess
 
 
 class StageDriver:
-    """Asks workers; ``needs_ids``: whether the codec wants ids everywhere."""
+    """Asks workers by hand, one request at a time; tensors are handed on as they come."""
 
-    def __init__(self, endpoint: Endpoint, *, needs_ids: bool = False) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._needs_ids = needs_ids
 
     async def forward(self, worker: Worker, key: str, tensors: Mapping[str, Tensor], **changes: object) -> Reply:
         return await self.ask(worker, messages.FORWARD, messages.ForwardAsk, key, tensors, changes)
@@ -226,12 +225,11 @@ class StageDriver:
     async def hub(self, workers: Sequence[Worker], key: str, ids: Tensor, labels: Tensor) -> list[Reply]:
         """What each answered, the tail first."""
         sent_ids, sent_labels = wire_ids(ids), wire_ids(labels)
-        beside = {"ids": sent_ids} if self._needs_ids else {}
         inputs: list[dict[str, Tensor]] = [{"ids": sent_ids}]
         versions = []
         for worker in workers[:-1]:
             reply = await self.forward(worker, key, inputs[-1])
-            inputs.append({**reply.tensors, **beside})
+            inputs.append(dict(reply.tensors))
             versions.append(reply.body.version)
         replies = [await self.tail(workers[-1], key, {**inputs[-1], "labels": sent_labels})]
         num_tokens = int((labels != IGNORED_LABEL).sum())
@@ -274,11 +272,11 @@ def _hop(worker: Worker) -> messages.Hop:
 
 
 @asynccontextmanager
-async def running_driver(*, needs_ids: bool = False) -> AsyncIterator[StageDriver]:
+async def running_driver() -> AsyncIterator[StageDriver]:
     endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
     await endpoint.start()
     try:
-        yield StageDriver(endpoint, needs_ids=needs_ids)
+        yield StageDriver(endpoint)
     finally:
         await endpoint.stop()
 

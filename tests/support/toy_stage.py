@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.rpc_node import RUN_ID, fast_config
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import RUN_ID, fast_config, running_endpoint
 from trainer.compression.activations import activation_codec
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.network.discovery.stage_report import StageUid

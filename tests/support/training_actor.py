@@ -246,14 +246,7 @@ class TrainingCast:
         self._living.close()
 
     def run(self, num_members: int, rule: Mapping[str, Any], attack: str = "", num_liars: int = 0) -> Outcome:
-        """One run to its end.
-
-        Args:
-            num_members: all of them, the liars, who have the highest numbers, included.
-            rule: of `RuleConfig`.
-            attack: of `ATTACKS`.
-            num_liars: how many.
-        """
+        """One run to its end, by ``rule`` of `RuleConfig`; the last members lie as ``attack`` of `ATTACKS`."""
         liars = tuple(range(num_members - num_liars, num_members))
         described = {
             "run_id": f"run-{next(self._numbers)}",

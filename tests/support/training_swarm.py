@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from trainer.checkpoint.node import load_newest, wallet_id
 from trainer.monitor import Event, read_events
 from trainer.run.swarm.running import free_ports

@@ -10,11 +10,7 @@ from pathlib import Path
 
 
 def wait_until(holds: Callable[[], object], what: str = "", within_s: float = 60.0) -> None:
-    """Looks every 20 ms whether it holds.
-
-    Raises:
-        AssertionError: it does not within ``within_s``.
-    """
+    """Looks every 20 ms whether it holds; an AssertionError if it does not in time."""
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, what or f"did not come about within {within_s} s"

@@ -22,7 +22,6 @@ from trainer.inner import (
     autocast_for,
     batch_size_for,
     choose_device,
-    compiled,
     make_optimizer,
     rng_state,
     set_rng_state,
@@ -67,17 +66,6 @@ def test_bf16_on_a_cpu_when_asked_alone_with_parameters_moments_and_loss_in_fp32
     assert half.loss != full.loss
     moments = [value for state in loop.state_dict()["optimizer"]["state"].values() for value in state.values()]
     assert {tensor.dtype for tensor in [*model.parameters(), *moments]} == {torch.float32}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while dynamo is imported
-def test_nothing_is_compiled_on_a_cpu_unless_asked() -> None:
-    model = small_model()
-    assert compiled(model, "auto", CPU) is model
-    assert compiled(model, "off", CPU) is model
-    wrapped = compiled(model, "on", CPU)
-    assert wrapped is not model
-    assert {id(each) for each in wrapped.parameters()} == {id(each) for each in model.parameters()}
 
 
 @with_gpu
@@ -182,11 +170,9 @@ def test_all_generators_go_on_where_they_were() -> None:
     "damage",
     [
         {"version": 2},
-        {"python": None},
         {"python": (3, torch.zeros(3, dtype=torch.int64), None)},
         {"numpy": (torch.zeros(3, dtype=torch.int64), 0, 0, 0.0)},
         {"torch_cpu": torch.zeros(3, dtype=torch.uint8)},
-        {"torch_cpu": "no"},
     ],
 )
 def test_a_state_that_is_none_is_refused_before_any_generator_is_touched(damage: dict[str, object]) -> None:

@@ -14,8 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
-from tests.support.observing import Announced, Report, Step
-from tests.support.pipeline_view import SeenPipeline, an_account, some_stages
+from tests.support.observing import Announced, Report, SeenPipeline, Step, an_account, some_stages
 from tests.trainer.monitor.conftest import observed_node
 from trainer.monitor import EventLog, MeteredIterator, SwarmAccount, SwarmStages, read_events
 from trainer.monitor.app import shutdown_refusal, user_of_peer

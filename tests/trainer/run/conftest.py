@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from tests.support.trainer_command import TrainerCommand, TrainerHere, trainer_here
 
 

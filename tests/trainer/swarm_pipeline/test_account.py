@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pipeline_account import check_account
-from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, steps_of
-from tests.support.text_store import text_store
+from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, check_account, steps_of
+from tests.support.small_store import text_store
 from tests.support.token_store import TokenStore
 from tests.support.training_swarm import wait_until
 from trainer.run.config import RunConfig, from_mapping

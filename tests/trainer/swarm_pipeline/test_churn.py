@@ -21,8 +21,7 @@ import pytest
 from scripts.swarm_bench.disturbing import Disturbance, Disturber, is_at_work, schedule
 from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
-from tests.support.pipeline_account import Recount, account_at_rest, records_of
-from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm
+from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm, Recount, account_at_rest, records_of
 from tests.support.training_swarm import WAIT_S, TrainingNode, merged, wait_until
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.ledger import Account

@@ -19,10 +19,8 @@ import torch
 
 from tests.support.lying_worker import LIES, Liar, lying_worker
 from tests.support.model_configs import random_tokens
-from tests.support.pipeline_account import check_account
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
-from tests.support.rpc_node import fast_config
-from tests.support.rpc_pair import running_endpoint
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, check_account, steps_of
+from tests.support.rpc_node import fast_config, running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows, announced
 from tests.support.stage_worker import RUN_ID, WorkerSetup, held, running_driver
 from tests.support.token_store import TokenStore

@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.pipeline_account import check_account, records_of
-from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, held_out_loss, held_out_rows, steps_of
+from tests.support.pipeline_swarm import (
+    DRIVERS,
+    STAGES,
+    PipelineSwarm,
+    check_account,
+    held_out_loss,
+    held_out_rows,
+    records_of,
+    steps_of,
+)
 from tests.support.training_swarm import TERMINATED, TrainingNode, merged
 from trainer.checkpoint.stages import newest_set, time_us
 from trainer.checkpoint.stages.naming import named_files

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.rpc_pair import Clock
+from tests.support.rpc_node import Clock
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.config import RpcConfig, split_address

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.hostile_caller import NoWindow, no_window_connection
-from tests.support.rpc_node import RUN_ID, Question
-from tests.support.rpc_pair import Clock, ask, refused, running_endpoint
+from tests.support.rpc_node import RUN_ID, Clock, Question, ask, refused, running_endpoint
 from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity

@@ -20,7 +20,7 @@ from tests.support.rank_scenarios import (
     one_dies,
     run_ranks,
 )
-from tests.support.toy_models import Quadratic, Regression
+from tests.support.replica_group import Quadratic, Regression
 from trainer.aggregation import cap_weights, contribution_weight, decide, moments, reduce_part
 from trainer.compression.vectors import BLOCK_VALUES, codec_named
 from trainer.errors import CheckpointMismatchError, TrainerUsageError

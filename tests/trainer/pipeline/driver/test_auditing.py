@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.lying_replica import lie_named
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import running_endpoint
 from tests.support.small_pipeline import Directory, Windows, announced, driver_of
 from tests.support.stage_worker import RUN_ID, WorkerSetup, running_worker
 from tests.support.toy_stage import (

@@ -32,8 +32,6 @@ from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.wire import wire_ids
 from trainer.pipeline.protocol.work import boottime_s
-from trainer.pipeline.stage import StageConfig
-from trainer.pipeline.stage.passes import WARM_UP
 from trainer.pipeline.worker.replies import PendingCount
 
 KEY = "e0.s0.r0"
@@ -141,18 +139,6 @@ async def test_a_gradient_needs_its_input_where_it_is_not_kept_and_a_number_of_t
         assert (await second).body.applied == ("head",)
 
 
-@pytest.mark.slow
-async def test_a_huge_gradient_is_counted_and_told_of() -> None:
-    async with running_worker(replace(HEAD, target_tokens=10**6)) as head, running_driver() as driver:
-        for number, factor in enumerate([1.0] * WARM_UP + [1e8]):
-            given = {"gradient": GRADIENT["gradient"] * factor, **HEAD_INPUT}
-            reply = await _backward(head, driver, given, f"e0.s0.r{2 * number}", num_tokens=16)
-            assert reply.body.scale == pytest.approx(min(1.0, StageConfig().outlier_factor / factor), rel=1e-3)
-        status = await driver.status(head)
-        assert (status.outliers, status.applied, status.num_tokens) == (1, WARM_UP + 1, 16 * (WARM_UP + 1))
-        assert not status.refused
-
-
 async def test_the_same_request_again_gets_the_same_answer_and_one_gradient() -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         replies = await asyncio.gather(*(driver.tail(tail, KEY, TAIL_INPUT) for _ in range(4)))
@@ -193,17 +179,6 @@ async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays
         assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
         assert tail.worker.replica.accumulated.num_micro_batches == 1
         assert (await driver.tail(tail, "e0.s0.r2", TAIL_INPUT)).body.applied_number == 2
-
-
-@pytest.mark.slow
-async def test_forward_requests_of_one_length_are_computed_together() -> None:
-    recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
-    async with running_worker(recompute) as head, running_driver() as driver:
-        async with held(head):
-            asked = await queued(head, *(driver.forward(head, f"e0.s0.r{row}", HEAD_INPUT) for row in range(3)))
-        first, *others = [reply.tensors["activation"] for reply in await asyncio.gather(*asked)]
-        assert head.worker.runtime.figures.batch_rows == 6.0
-        assert all(torch.equal(first, other) for other in others)
 
 
 async def test_late_is_expired_and_stopped_while_adding_up_it_drops_all_in_another_incarnation() -> None:
@@ -278,17 +253,6 @@ async def test_for_strangers_nothing_is_received_computed_or_counted() -> None:
         assert (await stranger.tail(tail, KEY, TAIL_INPUT)).body.applied_number == 1
 
 
-async def test_gradients_that_wait_at_the_head_take_the_queue_s_room() -> None:
-    size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
-    setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
-    async with running_worker(setup) as head, running_driver() as driver:
-        async with held(head):
-            (first,) = await queued(head, _backward(head, driver, HEAD_INPUT))
-            assert head.worker.runtime.figures.queued_bytes == size_bytes
-            assert await _reason(_backward(head, driver, HEAD_INPUT, "e0.s0.r2")) == "busy"
-        assert (await first).body.applied == ("head",)
-
-
 async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
     """Strangers announce tensors and send nothing of them."""
     setup = WorkerSetup("tail", worker={"max_received_bytes": 21 << 20})
@@ -307,17 +271,6 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
             assert await _reason(stream.receive()) == "expired"  # It does not send what it wants answered in time.
         await until(lambda: memory.size_bytes == 12 << 20)
         await stack.pop_all().aclose()
-
-
-async def test_what_is_let_in_is_said_apart_from_what_is_announced() -> None:
-    async with running_worker(HEAD) as head, running_driver() as driver:
-        service = head.worker.service
-        service.status = "joining"
-        await driver.forward(head, KEY, HEAD_INPUT)
-        assert (await driver.status(head)).status == "joining"
-        service.accepts = "begun"
-        assert await _reason(driver.forward(head, "e0.s0.r2", HEAD_INPUT)) == "stopping"
-        assert (await _backward(head, driver, {})).body.applied == ("head",)
 
 
 @pytest.mark.slow

@@ -274,16 +274,3 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
             await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))
             await driver.tail(first, f"e0.s0.r{4 * step + 2}", TAIL_INPUT)
             await until(lambda step=step: second.worker.replica.version == step + 1)
-
-
-@pytest.mark.slow
-async def test_short_steps_are_not_overshot_between_two_exchanges() -> None:
-    """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
-    setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
-    async with _stage(setup) as (first, second), running_driver() as driver:
-        await driver.tail(first, "e0.s0.r0", TAIL_INPUT)
-        await until(lambda: second.worker.stepper._tracker.stage_tokens(0, 16) == 32)
-        for row in range(1, 4):
-            assert second.worker.replica.version == 0
-            await driver.tail(second, f"e0.s0.r{2 * row}", TAIL_INPUT)
-        await until(lambda: first.worker.replica.version == second.worker.replica.version == 1)

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.checkpoint_actor import write_model
 from tests.support.model_configs import random_model, small_config
-from tests.support.pipeline_view import an_account
+from tests.support.observing import an_account
 from tests.support.token_store import TokenStore
 from tests.support.trainer_command import TrainerCommand, TrainerHere
 from trainer.checkpoint.stages import load_initial_state

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand, TrainerHere
 from trainer.monitor import read_events
 

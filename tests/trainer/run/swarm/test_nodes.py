@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manifests import decode_shard
-from tests.support.text_store import MERGES, text_store
+from tests.support.small_store import MERGES, text_store
 from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import (
     SETTINGS,

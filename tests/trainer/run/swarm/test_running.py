@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, driver_api, some_stages
+from tests.support.observing import SeenPipeline, a_worker, an_account, driver_api, some_stages
 from tests.support.pretended_swarm import PROGRAM
 from tests.support.waiting import descendants, wait_until_gone
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError

@@ -16,7 +16,7 @@ import pytest
 from tests.support.checkpoint_actor import write_model
 from tests.support.model_configs import random_model, small_config
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from tests.support.trainer_command import ROOT
 from trainer.checkpoint.stages import StagewiseConfig
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
