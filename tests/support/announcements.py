@@ -14,19 +14,16 @@ from trainer.network.rpc.identity import Identity
 
 
 def announcement(identity: Identity, **fields: object) -> Announcement:
-    """One of the run ``run``, with some fields changed, not stamped."""
     content = {"peer_id": identity.peer_id, "node_id": "node", "run_id": "run", "address": "127.0.0.1:4100"}
     return Announcement.model_validate(content | fields)
 
 
 def announce(identity: Identity, *, lifetime_s: float = 60.0, sent_at: float | None = None, **fields: object) -> bytes:
-    """Signs one, sent now."""
     stamped = announcement(identity, **fields).stamped(time.time() if sent_at is None else sent_at, lifetime_s)
     return sign_announcement(stamped, identity)
 
 
 def dht_settings(*initial_peers: str, **settings: Any) -> DhtSettings:
-    """Of a node that listens on any port of 127.0.0.1."""
     own = {"parent_pid": os.getpid(), "listen": ("/ip4/127.0.0.1/tcp/0",), "map_port": False, "rejoin_interval_s": 0.5}
     return DhtSettings(initial_peers=initial_peers, **(own | settings))
 

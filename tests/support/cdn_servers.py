@@ -36,7 +36,6 @@ class CdnClock:
         self._write()
 
     def advance(self, seconds: int) -> None:
-        """Lets ``seconds`` pass; the CDN sees it at once."""
         self._ahead_s += seconds
         self._write()
 
@@ -111,7 +110,6 @@ http {{
 
 
 def nginx_example() -> str:
-    """The configuration that docs/serve.md shows."""
     found = re.search(r"```nginx\n(.*?)```", _DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
         raise AssertionError(f"expected an example marked nginx in {_DOCUMENT}")
@@ -146,7 +144,6 @@ class Tree:
 
 
 def unpacked(*packages: str) -> Tree:
-    """The packages' files."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise PackagesError(
             f"expected apt-get and dpkg to get {', '.join(packages)} with; this test needs Debian or kin"

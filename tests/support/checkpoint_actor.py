@@ -37,8 +37,6 @@ class Death:
 
 
 class Hostile:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -52,7 +50,6 @@ def contents(step: int) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> int:
-    """The step of contents that are whole."""
     step: int = found["training_rounds"]
     assert found["loader"] == {"position": step}
     assert torch.equal(found["layers"]["0"]["w"], contents(step)["layers"]["0"]["w"])
@@ -69,13 +66,11 @@ def rewritten(path: Path, document: object) -> None:
 
 
 def newest_step(folder: Path, instance: str = "") -> int | None:
-    """The step of the newest whole checkpoint."""
     found = load_newest(folder, WALLET, instance)
     return None if found is None else check(found)
 
 
 def save(directory: str, step: int, death: Death) -> None:
-    """Saves one checkpoint, and dies on the way."""
     torch.set_num_threads(1)
     with Checkpointer(directory, WALLET, keep=2) as checkpointer:
         arrange_death(directory, death)
@@ -105,7 +100,6 @@ ACTOR_RUN = "killed"
 
 
 def stage_parameters(state: Mapping[str, Tensor], plan: StagePlan, stage: str) -> dict[str, Tensor]:
-    """A stage's part of a whole model's state."""
     return {name: state[name] for name in stage_shapes(plan, stage)}
 
 
@@ -120,7 +114,6 @@ def write_stage(
     who: str = "worker",
     keep: int = 100,
 ) -> None:
-    """One file, whatever the time is."""
     config = StagewiseConfig(directory=str(directory), interval_s=INTERVAL_S, keep=keep)
     with StageCheckpoints(config, run_id, plan, stage, who) as checkpoints:
         checkpoints.save(at, state)
@@ -138,7 +131,6 @@ def write_model(
     vocabulary: str = "",
     stages: Iterable[str] = (),
 ) -> None:
-    """The stages of a model, each of its own time."""
     parameters = model.state_dict()
     for stage in tuple(stages) or plan.names:
         state = StageState(
@@ -162,7 +154,6 @@ def save_as_actor(directory: str, version: int, death: Death) -> None:
 
 
 def actor_value(directory: Path) -> int:
-    """Which version of the actor's the newest whole file has."""
     found = newest_set(directory, ACTOR_RUN, time_us(1e9), stages=("head",)).files["head"].read()
     values = {float(value) for tensor in found.state.parameters.values() for value in tensor.unique()}
     assert values == {float(found.header.version)}

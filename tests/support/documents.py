@@ -32,7 +32,6 @@ WORDS = TEXT.split(" ")
 
 
 def documents(seed: int, count: int, mean_words: int = 120) -> list[str]:
-    """``count`` documents; the same for the same seed."""
     random_numbers = random.Random(seed)
     texts = []
     for _ in range(count):
@@ -45,13 +44,11 @@ def documents(seed: int, count: int, mean_words: int = 120) -> list[str]:
 
 
 def write_parquet(path: Path, texts: list[str | None], row_group_size: int = 50) -> Path:
-    """A parquet file with the column ``text``."""
     pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=row_group_size)
     return path
 
 
 def write_json_lines(path: Path, texts: list[str]) -> Path:
-    """A .jsonl, .jsonl.zst, .jsonl.gz or .json.gz file, by its ending."""
     data = "".join(json.dumps({"text": text, "meta": {}}, ensure_ascii=False) + "\n" for text in texts).encode()
     if path.suffix == ".zst":
         data = zstandard.compress(data)
@@ -108,8 +105,6 @@ def adversarial_strings(count: int, seed: int) -> list[str]:
 
 @dataclass
 class Reading:
-    """What was read, and the error it ended with."""
-
     documents: list[bytes]
     cursors: list[Cursor]
     """Behind each document."""
@@ -135,14 +130,12 @@ def _read(plan: InputPlan, cursor: Cursor | None, reading: Reading) -> None:
 
 
 def read_on(plan: InputPlan, cursor: Cursor | None = None) -> Reading:
-    """Everything from the cursor to the end."""
     reading = Reading([], [], [])
     _read(plan, cursor, reading)
     return reading
 
 
 def read_until_error(plan: InputPlan, expected: type[Exception]) -> Reading:
-    """Everything up to the error that must come."""
     reading = Reading([], [], [])
     try:
         _read(plan, None, reading)

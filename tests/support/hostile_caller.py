@@ -111,11 +111,9 @@ class NoWindow:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other side has ended the connection."""
         return self._reader.at_eof()
 
     def greet(self) -> None:
-        """Says that no stream of this connection has a window."""
         self._writer.write(_PREFACE + _frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, 0)))
 
     def call(
@@ -155,7 +153,6 @@ class NoWindow:
 
 
 def any_certificate() -> ssl.SSLContext:
-    """TLS for HTTP/2 with a server of any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -85,7 +85,6 @@ def done(micro_batch: MicroBatchId, number: int = 1, shared_through: int = 0, to
 
 
 def invented(micro_batch: MicroBatchId) -> Settlement:
-    """Done, by a worker of the tail that there is not."""
     *others, tail = credits(1)
     return done(micro_batch).model_copy(
         update={"credits": (*others, tail.model_copy(update={"incarnation": "f" * 16}))}
@@ -93,7 +92,6 @@ def invented(micro_batch: MicroBatchId) -> Settlement:
 
 
 def lost(micro_batch: MicroBatchId, stage: str = "tail", reason: str = "unclear") -> Settlement:
-    """Not known to be counted at a stage."""
     return Settlement(micro_batch=str(micro_batch), outcome="lost", lost_at=stage, reason=reason)
 
 

@@ -51,7 +51,6 @@ def random_model(config: ModelConfig, seed: int = 3) -> Transformer:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer.json of `NUM_IDS` ids."""
     path = folder / "tokenizer.json"
     path.write_bytes(VocabularyFile.from_pairs(_MERGES, {"tiny": len(_MERGES)}).to_json())
     return path

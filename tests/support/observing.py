@@ -75,8 +75,6 @@ def some_stages(**changes: object) -> SwarmStages:
 
 @dataclass
 class SeenPipeline:
-    """A `PipelineView` that shows what it is told to."""
-
     of_account: SwarmAccount | None = field(default_factory=an_account)
     of_stages: SwarmStages = field(default_factory=some_stages)
 

@@ -1,11 +1,7 @@
 """A pipeline as its users start it: workers and drivers as processes of their own, on this machine.
 
-    with PipelineSwarm(tmp_path, swarm={"driver": {"synchronous": True}}) as swarm:
-        swarm.begin_driver("driver-1", "--max-steps", "20")
-        swarm.begin_workers("head", "body-1", "tail")
-        swarm["driver-1"].exit_code()
-
-What `TrainingSwarm` guarantees holds here too.
+And the account of its data, counted again (`check_account`): what drivers settled with the keeper, by the journal, and
+how many tokens each stage's workers say went into their steps, have to agree.
 """
 
 from __future__ import annotations
@@ -128,7 +124,6 @@ class PipelineSwarm(TrainingSwarm):
         self.wait(lambda: len(steps_of(self[name])) >= count, f"{count} steps of {name}", timeout_s, alive)
 
     def account(self, name: str = "driver-1") -> SwarmAccount | None:
-        """As a driver tells it over HTTP; None: it does not know yet."""
         answer = self._asked(name, "/api/swarm/account")
         return None if answer is None else SwarmAccount.model_validate(answer)
 
@@ -250,8 +245,6 @@ def check_account(swarm: PipelineSwarm) -> Account:
 
 @dataclass(frozen=True)
 class SingleStep:
-    """An optimizer step of the whole model."""
-
     loss: float
     num_tokens: int
     grad_norms: Mapping[str, float]
@@ -259,7 +252,6 @@ class SingleStep:
 
 
 def records_of(journal: Path) -> list[Record]:
-    """All that was written of an account; nobody must be keeping it."""
     opened, records = Journal.open(journal)
     opened.close()
     return records

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 
 def same(contribution: Contribution) -> Tensor:
-    """Answers as to a node alone."""
     return contribution.vector
 
 
@@ -93,8 +92,6 @@ class ReplicaGroup:
 
 
 class MeetingCollective:
-    """One replica's side of a `ReplicaGroup`."""
-
     def __init__(self, group: ReplicaGroup, rank: int) -> None:
         self._group = group
         self._rank = rank
@@ -116,8 +113,6 @@ def run_replicas(replicas: Sequence[Callable[[], T]]) -> list[T]:
 
 
 class Frontier:
-    """The others' rounds, as discovery would report them."""
-
     def __init__(self) -> None:
         self.at = 0
         self.moved_to: list[int] = []
@@ -130,8 +125,6 @@ class Frontier:
 
 
 class Replica:
-    """A model, its AdamW and its SPARTA."""
-
     def __init__(
         self,
         config: SpartaConfig,
@@ -158,13 +151,11 @@ class Replica:
         self.results: list[OuterResult] = []
 
     def step(self, index: int) -> None:
-        """One of AdamW alone."""
         self.optimizer.zero_grad()
         self.model(index).backward()
         self.optimizer.step()
 
     def train(self, first: int, stop: int) -> None:
-        """Steps, each followed by SPARTA's turn."""
         for index in range(first, stop):
             self.step(index)
             self.turn()
@@ -185,7 +176,6 @@ class Replica:
         return self.trainer.layout.gather(dict(self.model.named_parameters()))
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's memory, copied."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {
             f"{names[parameter]}.{kind}": torch.as_tensor(value).clone()
@@ -195,14 +185,12 @@ class Replica:
 
 
 def to_bytes(**parts: Any) -> bytes:
-    """The states of some parts, as a checkpoint has them."""
     buffer = io.BytesIO()
     torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
     return buffer.getvalue()
 
 
 def restore(saved: bytes, **parts: Any) -> None:
-    """Gives the parts the states of `to_bytes`."""
     contents = torch.load(io.BytesIO(saved), weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(contents[name])

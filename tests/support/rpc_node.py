@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,6 @@ class Answer(Message):
 
 
 def fast_config(**options: object) -> RpcConfig:
-    """Plain unless ``tls=True`` is given."""
     return RpcConfig(**{**FAST, "tls": False, **options})  # type: ignore[arg-type]
 
 
@@ -90,25 +87,17 @@ def register_test_methods(endpoint: Endpoint) -> None:
 
 
 class RpcNode(Child):
-    """A node in another process; ``options`` are of `fast_config`."""
-
     def __init__(self, identity_path: str, options: dict[str, object]) -> None:
         super().__init__("rpc_node", identity_path, json.dumps(options))
         peer_id, address, certificate = self.hear()
         self.peer = Peer(peer_id, address, certificate.encode() or None)
 
-    def resident_bytes(self) -> int:
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
 
 def rpc_node(*, identity_path: str = "", **options: object) -> RpcNode:
-    """Starts a node; a context manager that kills it at the end."""
     return RpcNode(identity_path, options)
 
 
 async def _serve(identity_path: str, options: dict[str, object]) -> None:
-    """Prints where it is reached, and ends with its standard input."""
     identity = load_or_create_identity(identity_path) if identity_path else Identity.create()
     endpoint = Endpoint(identity, RUN_ID, fast_config(**options))
     register_test_methods(endpoint)
@@ -119,8 +108,6 @@ async def _serve(identity_path: str, options: dict[str, object]) -> None:
 
 
 class Clock:
-    """Tells the seconds that a test sets."""
-
     now_s = 1_000_000.0
 
     def __call__(self) -> float:
@@ -131,7 +118,6 @@ class Clock:
 async def running_endpoint(
     identity: Identity | None = None, run_id: str = RUN_ID, **options: object
 ) -> AsyncIterator[Endpoint]:
-    """One that answers the test methods."""
     endpoint = Endpoint(identity or Identity.create(), run_id, fast_config(**options))
     register_test_methods(endpoint)
     await endpoint.start()
@@ -178,7 +164,6 @@ async def ask(
 
 @contextmanager
 def refused(reason: str, match: str | None = None) -> Iterator[None]:
-    """Expects a refusal for ``reason``."""
     with pytest.raises(RefusedError, match=match) as caught:
         yield
     assert caught.value.reason == reason

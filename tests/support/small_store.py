@@ -60,7 +60,6 @@ def write_input(folder: Path, name: str) -> Path:
 
 
 def populate_source(store: FolderStore, name: str, input_path: Path) -> None:
-    """Adds a source to a store, with one worker."""
     options = PopulateOptions(
         spec=spec(name),
         store_url=store.url,
@@ -83,7 +82,6 @@ def _original() -> Path:
 
 
 def copy_small_store(folder: Path, *, signed: bool = False) -> FolderStore:
-    """A store of two sources in ``folder``, which must not be there yet."""
     shutil.copytree(_original(), folder)
     store = FolderStore(folder)
     if signed:
@@ -101,7 +99,6 @@ def checkpoints_of(folder: Path) -> Checkpoints:
 
 
 def segment_of(folder: Path) -> Segment:
-    """The store's only index segment."""
     return Segment.from_json((folder / manifest_of(folder).index[0].key).read_bytes())
 
 
@@ -137,7 +134,6 @@ _FILES = {"english": "fineweb-edu/000_00000.parquet", "other": "multilingual/mul
 
 @cache
 def text_store(kind: TextKind = "english") -> Path:
-    """The folder of the store."""
     folder = Path(tempfile.mkdtemp(prefix=f"text-store-{kind}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     store = FolderStore(folder / "store")

@@ -1,8 +1,5 @@
 """Stage workers of a small model: in this process, or as processes that tests stop, continue and kill.
 
-    async with running_worker(WorkerSetup(stage="head")) as worker: ...          # in this process, on a real socket
-    with stage_worker_processes([WorkerSetup(stage="tail")]) as (node,): ...     # python -m tests.support.stage_worker
-
 A process reads its setup as one JSON line, prints where it is reached, and ends with its standard input.
 """
 
@@ -96,7 +93,6 @@ def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> Stag
 
 
 def weights(worker: StageWorker) -> str:
-    """A digest of a worker's parameters."""
     running = hashlib.sha256()
     for name, value in sorted(worker.replica.module.state_dict().items()):
         running.update(name.encode() + value.detach().numpy().tobytes())
@@ -105,8 +101,6 @@ def weights(worker: StageWorker) -> str:
 
 @dataclass
 class RunningWorker:
-    """A worker that answers."""
-
     setup: WorkerSetup
     endpoint: Endpoint
     worker: StageWorker
@@ -164,8 +158,6 @@ async def queued(running: RunningWorker, *asked: Awaitable[Any]) -> list[asyncio
 
 
 class StageProcess(Child):
-    """A worker in another process."""
-
     peer: Peer
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -180,7 +172,6 @@ class StageProcess(Child):
 
 @contextmanager
 def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[StageProcess]]:
-    """Starts several, all at once, and kills them at the end."""
     with ExitStack() as stack:
         processes = [stack.enter_context(StageProcess(setup)) for setup in setups]
         for process in processes:

@@ -33,8 +33,6 @@ SMALL = (
 
 @dataclass(frozen=True)
 class TrainerCommand:
-    """The command, with a store and a folder of its own for everything it writes."""
-
     store: Path | str
     folder: Path
     common: tuple[str, ...] = SMALL
@@ -83,8 +81,6 @@ class TrainerCommand:
 
 @dataclass
 class RunningTrainer:
-    """A node at work: what it printed so far, and when it ends."""
-
     process: subprocess.Popen[str]
     events: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -96,9 +92,9 @@ class RunningTrainer:
         for reader in self._readers:
             reader.start()
 
-    def wait_for(self, kind: str, number: int = 0, timeout_s: float = WAIT_S) -> dict[str, Any]:
+    def wait_for(self, kind: str, number: int = 0) -> dict[str, Any]:
         key = {"step": "step", "round": "outer_step"}[kind]
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + WAIT_S
         with self._news:
             while True:
                 for event in self.events:
@@ -196,8 +192,6 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 @dataclass(frozen=True)
 class TrainerHere:
-    """Runs the command, and hands back what it said."""
-
     command: TrainerCommand
     capsys: pytest.CaptureFixture[str]
     caplog: pytest.LogCaptureFixture

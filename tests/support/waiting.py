@@ -9,23 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_until(holds: Callable[[], object], what: str = "", within_s: float = 60.0) -> None:
-    """Looks every 20 ms whether it holds; an AssertionError if it does not in time."""
+def wait_until(holds: Callable[[], object], what: str = "", within_s: float = 180.0, every_s: float = 0.02) -> None:
+    """Looks now and then whether it holds; an AssertionError if it does not in time."""
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, what or f"did not come about within {within_s} s"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for it, not for ever."""
     async with asyncio.timeout(50.0):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below ``pid``, by the kernel's list."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -77,14 +77,6 @@ def test_a_gpu_trains_like_the_cpu_in_fp32() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-@with_gpu
-@pytest.mark.slow
-def test_a_gpu_trains_compiled_in_bf16_by_default() -> None:
-    loop = _loop(small_model().to(choose_device()), choose_device(), warmup_steps=4, lr=1e-2)
-    losses = [loop.step().loss for _ in range(60)]
-    assert losses[-1] < 2.0
-
-
 def test_a_typical_node_reaches_the_upper_end_and_a_model_that_hardly_fits_or_does_not_gets_one_row() -> None:
     assert batch_size_for(4 * GIB, TINY, 512) == 8
     assert batch_size_for(1 << 50, preset("7.5b", 32_000), 4096) == 8
@@ -105,9 +97,7 @@ def test_a_typical_node_reaches_the_upper_end_and_a_model_that_hardly_fits_or_do
     seq_len=st.integers(1, 1 << 16),
     checkpointing=st.booleans(),
 )
-def test_it_is_whole_within_bounds_and_grows_with_memory(
-    memory_bytes: int, more_bytes: int, seq_len: int, checkpointing: bool
-) -> None:
+def test_it_is_whole_within_bounds_and_grows_with_memory(memory_bytes, more_bytes, seq_len, checkpointing):
     rows, more = (
         batch_size_for(size_bytes, TINY, seq_len, activation_checkpointing=checkpointing)
         for size_bytes in (memory_bytes, memory_bytes + more_bytes)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, check_account, steps_of
 from tests.support.small_store import text_store
 from tests.support.token_store import TokenStore
-from tests.support.training_swarm import wait_until
+from tests.support.waiting import wait_until
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.identity import identity_of
 from trainer.run.swarm.shape import target_tokens_of

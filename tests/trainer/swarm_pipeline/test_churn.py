@@ -22,7 +22,8 @@ from scripts.swarm_bench.disturbing import Disturbance, Disturber, is_at_work, s
 from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
 from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm, Recount, account_at_rest, records_of
-from tests.support.training_swarm import WAIT_S, TrainingNode, merged, wait_until
+from tests.support.training_swarm import WAIT_S, TrainingNode, merged
+from tests.support.waiting import wait_until
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.ledger import Account
 from trainer.pipeline.ledger.records import Settled

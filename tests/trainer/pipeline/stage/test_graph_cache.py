@@ -5,7 +5,6 @@ Gradients have the same bits at the same weights, and never come from a graph of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -51,9 +50,7 @@ def _average(stage: StageReplica) -> None:
 
 
 @pytest.mark.parametrize("change", [_step, _average, StageReplica.weights_changed])
-def test_when_the_weights_have_changed_the_gradient_is_that_of_the_new_ones(
-    change: Callable[[StageReplica], None],
-) -> None:
+def test_when_the_weights_have_changed_the_gradient_is_that_of_the_new_ones(change):
     stage, fresh = _body(), _body()
     stage.forward("m", hidden(1))
     for each in (stage, fresh):
@@ -204,7 +201,3 @@ def test_the_oldest_go_whole_or_those_of_who_floods_and_what_is_too_large_costs_
     cache.put("a", _forward(5, 1000))
     assert cache.get("a").y is None
     assert cache.size_bytes == ENTRY_BYTES + 20
-    cache.clear()
-    for number in range(10):  # Next to nothing is bounded too.
-        cache.put(f"{number} tiny", _forward(1, 0))
-    assert sum(cache.get(f"{number} tiny") is not None for number in range(10)) == 1

@@ -87,9 +87,7 @@ def test_gradients_that_are_accepted_do_not_overflow_together() -> None:
 @pytest.mark.parametrize(
     ("index", "x", "num_tokens"), [(0, IDS, 16), (1, hidden(1), 16), (1, hidden(1), 0), (2, None, 16), (2, None, 0)]
 )
-def test_the_last_chance_to_stop_comes_after_the_arithmetic_and_before_the_counting(
-    index: int, x: Any, num_tokens: int
-) -> None:
+def test_the_last_chance_to_stop_comes_after_the_arithmetic_and_before_the_counting(index, x, num_tokens):
     stage = _in_the_middle(index)
     before = bits_of(stage)
     with pytest.raises(TimeoutError):
@@ -105,9 +103,7 @@ def test_the_last_chance_to_stop_comes_after_the_arithmetic_and_before_the_count
     ("shape", "keeps_graph"),
     [((2, 7, 32), True), ((3, 8, 32), True), ((2, 8, 31), False), ((2, 8), False)],
 )
-def test_a_gradient_of_another_shape_is_refused_and_of_other_rows_does_not_cost_the_graph(
-    shape: tuple[int, ...], keeps_graph: bool
-) -> None:
+def test_a_gradient_of_another_shape_is_refused_and_of_other_rows_does_not_cost_the_graph(shape, keeps_graph):
     stage = _in_the_middle(1)
     before = bits_of(stage)
     stage.forward("m", hidden(1))
@@ -192,9 +188,7 @@ def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(index=st.integers(0, 2), before=_ACTIONS, behind=_ACTIONS, other=_ACTIONS)
-def test_it_resumes_to_the_bit_from_anywhere(
-    index: int, before: list[str], behind: list[str], other: list[str]
-) -> None:
+def test_it_resumes_to_the_bit_from_anywhere(index, before, behind, other):
     first, second = stage_replica(index, 3), stage_replica(index, 3, seed=1)
     for number, action in enumerate(before):
         _act(first, action, number)
@@ -209,9 +203,8 @@ def test_it_resumes_to_the_bit_from_anywhere(
     assert bits_of(second) == bits_of(first)
 
 
-def test_loading_drops_forward_passes_calls_the_hook_shares_nothing_and_leaves_options_as_configured() -> None:
-    seen: list[object] = []
-    first, second = stage_replica(1, 3, seed=1), stage_replica(1, 3, after_update=seen.append)
+def test_loading_drops_forward_passes_shares_nothing_and_leaves_options_as_configured() -> None:
+    first, second = stage_replica(1, 3, seed=1), stage_replica(1, 3)
     _act(first, "count", 1)
     first.step(50)
     _act(first, "count", 1)
@@ -220,7 +213,6 @@ def test_loading_drops_forward_passes_calls_the_hook_shares_nothing_and_leaves_o
     assert second.cached_bytes > 0
     second.load_state_dict(first.state_dict())
     assert second.cached_bytes == 0
-    assert len(seen) == 1
     assert second.optimizer.param_groups[0]["weight_decay"] == 0.1
     before = bits_of(first)
     _act(second, "count", 2)
@@ -259,14 +251,6 @@ def test_a_state_that_is_none_of_this_stage_changes_nothing(name: str, value: ob
         with pytest.raises(CheckpointMismatchError, match="expected"):
             stage.load_state_dict(without)
     assert bits_of(stage) == before
-
-
-def test_a_state_from_before_norms_were_kept_is_taken_up() -> None:
-    first, second = stage_replica(1, 3), stage_replica(1, 3, seed=1)
-    _act(first, "count", 1)
-    second.load_state_dict({name: value for name, value in first.state_dict().items() if name != "norms"})
-    assert bits_of(second) == bits_of(first)
-    assert second.state_dict()["norms"] == []
 
 
 @pytest.mark.parametrize(("index", "other", "num_stages"), [(1, 0, 3), (1, 2, 4)])

@@ -179,9 +179,7 @@ def test_one_micro_batch_gives_the_bits_of_the_whole_model(num_stages: int, mode
         max_size=4,
     ),
 )
-def test_micro_batches_of_any_length_and_padding_weigh_by_their_tokens(
-    num_stages: int, shapes: list[tuple[int, int, int]]
-) -> None:
+def test_micro_batches_of_any_length_and_padding_weigh_by_their_tokens(num_stages, shapes):
     parts = [micro_batch(seed, *shape) for seed, shape in enumerate(shapes)]
     stages = stage_replicas(num_stages)
     found_loss = sum(carry(stages, part) for part in parts)

@@ -74,9 +74,7 @@ async def test_a_lost_answer_is_had_by_asking_again_and_a_later_worker_that_is_g
 
 
 @pytest.mark.slow
-async def test_nonsense_is_a_later_workers_and_what_is_counted_behind_alone_is_said_and_found_by_a_second_head() -> (
-    None
-):
+async def test_nonsense_is_a_later_workers_and_what_is_counted_behind_alone_is_said_and_found_by_a_second_head():
     async with _chain() as (workers, driver), running_worker(SETUPS["head"]) as other_head:
         replica, link = workers[0].worker.replica, workers[1].worker.link
         gradient, backward = link.gradient, replica.backward

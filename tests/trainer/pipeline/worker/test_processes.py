@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -85,12 +84,8 @@ async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProc
 
         for start in range(0, 240, 24):
             await flood(start)
-        before = _resident_bytes(tail)
+        before = tail.resident_bytes()
         for start in range(240, 960, 24):
             await flood(start)
-        assert _resident_bytes(tail) - before < 24 << 20
+        assert tail.resident_bytes() - before < 24 << 20
         assert (await driver.status(tail)).reply_bytes <= 1 << 20
-
-
-def _resident_bytes(worker: StageProcess) -> int:
-    return int(Path(f"/proc/{worker.process.pid}/statm").read_text(encoding="ascii").split()[1]) * 4096

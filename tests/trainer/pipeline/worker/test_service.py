@@ -164,23 +164,6 @@ async def test_the_same_request_again_gets_the_same_answer_and_one_gradient() ->
         assert tail.worker.replica.accumulated.num_micro_batches == 2
 
 
-@pytest.mark.slow
-async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it() -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver:
-        async with held(tail):
-            alone, first = await queued(tail, *(driver.tail(tail, key, TAIL_INPUT) for key in ("e0.s0.r2", KEY)))
-            second = asyncio.create_task(driver.tail(tail, KEY, TAIL_INPUT))
-            await asyncio.sleep(0.1)
-            for task in (alone, first):
-                task.cancel()
-            await asyncio.gather(alone, first, return_exceptions=True)
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
-        assert (await second).body.applied_number == 1
-        assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
-        assert tail.worker.replica.accumulated.num_micro_batches == 1
-        assert (await driver.tail(tail, "e0.s0.r2", TAIL_INPUT)).body.applied_number == 2
-
-
 async def test_late_is_expired_and_stopped_while_adding_up_it_drops_all_in_another_incarnation() -> None:
     offset = [0.0]
     async with running_worker(TAIL, clock=lambda: boottime_s() + offset[0]) as tail, running_driver() as driver:
