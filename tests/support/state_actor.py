@@ -1,7 +1,7 @@
 """Donors and fetchers of state as processes of their own: ``python -m tests.support.state_actor OPTIONS``, as JSON.
 
-A donor (``directory``, ``rate``) says where it is reached, and serves. A fetcher (``directory``, ``digest``, ``donors``,
-``report_bytes``) fetches once, and says when it has received so much. Both end with their standard input.
+A donor (``directory``, ``rate``) says where it is reached, and serves. A fetcher (``directory``, ``digest``,
+``donors``, ``report_bytes``) fetches once, and says when it has so much. Both end with their standard input.
 """
 
 from __future__ import annotations
