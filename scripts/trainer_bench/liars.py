@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tests.support.text_store import NUM_SHARDS, text_store
+from tests.support.small_store import NUM_SHARDS, text_store
 from trainer.aggregation import RuleConfig, cap_weights, decide, moments, needs_decision, needs_moments, reduce_part
 from trainer.collective.planning import cut_values
 from trainer.errors import NonFiniteTrainingError, RoundFailedError

@@ -59,7 +59,7 @@ def test_the_example_is_what_the_code_makes():
     expected = {key for key in example_files() if key.endswith(".json") and not key.startswith("vocabulary/")}
     assert shown.keys() == expected
     for key, text in shown.items():
-        assert text == example_text(key), f"{key}: run python -m tests.support.example_store and update the page"
+        assert text == example_text(key), f"{key}: update the page"
     shard = example_files()[shard_key(0)]
     assert f"{len(shard):,} bytes, sha256\n`{sha256_hex(shard)}`" in PAGE
     packed = example_files()[packed_key(0)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from scripts.swarm_bench.disturbing import KINDS, schedule
 from scripts.trainer_bench.network import can_make_networks
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 
 
 @given(st.integers(0, 1000), st.floats(15.0, 200.0))

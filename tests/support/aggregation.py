@@ -23,7 +23,6 @@ from trainer.aggregation import (
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal values, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

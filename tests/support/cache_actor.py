@@ -44,8 +44,6 @@ def content(name: str, size_bytes: int = SIZE_BYTES) -> bytes:
 
 
 def check(name: str):
-    """The check of a file of `content`."""
-
     def verify(view: memoryview) -> None:
         if view != content(name, len(view)):
             raise CorruptObjectError(f"{name}: not its content")
@@ -76,7 +74,6 @@ class CacheActor(Child):
             assert self.hear() == answer
 
     def hears(self) -> str:
-        """The next line that it says; empty when it has ended."""
         return self.hear() or ""
 
     def opened(self) -> Opened:
@@ -86,7 +83,6 @@ class CacheActor(Child):
         return Opened(*(flag == "True" for flag in flags))
 
     def killed(self) -> None:
-        """Waits for the death that it was told."""
         assert self.process.wait(_DEADLINE_S) == -signal.SIGKILL
 
 

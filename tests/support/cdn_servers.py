@@ -1,14 +1,8 @@
-"""Real caching CDNs before a store, each a process of its own on a free port of 127.0.0.1.
+"""A real caching CDN before a store: nginx with the configuration that docs/serve.md shows, a process of its own.
 
-- `nginx_cdn`: nginx with the configuration that docs/serve.md shows, ``proxy_cache`` on a folder of its own.
-- `varnish_cdn`: varnish with its built-in rules, in memory.
-
-Both tell in ``X-Cache-Status`` what the cache did: ``HIT`` or ``MISS``, nginx also ``EXPIRED`` or ``REVALIDATED``. They
-are Debian's: `unpacked` downloads the packages, and the libraries they need that this machine lacks, with ``apt-get
-download``, and unpacks them with ``dpkg -x`` below a cache folder, once a machine (3 MB, 5 s): nothing is installed,
-nobody has to be root. Where that is not possible a test fails with the reason.
-
-`CdnClock` moves the wall clock that an nginx sees, so that what is cached for 60 s expires without waiting.
+It tells in ``X-Cache-Status`` what the cache did. It is Debian's: `unpacked` downloads the package, and the libraries
+that this machine lacks, with ``apt-get download``, and unpacks them with ``dpkg -x`` below a cache folder, once a
+machine: nothing is installed, nobody has to be root. Where that is not possible a test fails with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from genesis.file_lock import FileLock
 from tests.support.s3_servers import serving
@@ -32,29 +25,6 @@ _DOCUMENT = Path(__file__).parents[2] / "docs" / "serve.md"
 _CACHE_ZONE_PATH = "/var/cache/nginx/genesis"
 _LISTEN = "listen 80;"
 _ORIGIN = "http://127.0.0.1:8080"
-
-_VCL = """
-vcl 4.1;
-backend origin {{ .host = "{host}"; .port = "{port}"; }}
-sub vcl_hash {{
-    hash_data(regsub(req.url, "\\?.*$", ""));
-    return (lookup);
-}}
-sub vcl_backend_response {{
-    if (beresp.http.Cache-Control ~ "must-revalidate") {{ set beresp.grace = 0s; }}
-    set beresp.keep = 1h;
-}}
-sub vcl_deliver {{
-    if (obj.hits > 0) {{ set resp.http.X-Cache-Status = "HIT"; }} else {{ set resp.http.X-Cache-Status = "MISS"; }}
-}}
-"""
-
-_STDINT = """
-typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long int64_t;
-typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned uint32_t;
-typedef unsigned long uint64_t; typedef long intptr_t; typedef unsigned long uintptr_t;
-"""
-"""All that the C code that varnish makes of its rules wants of the system's headers."""
 
 
 class CdnClock:
@@ -66,7 +36,6 @@ class CdnClock:
         self._write()
 
     def advance(self, seconds: int) -> None:
-        """Lets ``seconds`` pass; the CDN sees it at once."""
         self._ahead_s += seconds
         self._write()
 
@@ -101,41 +70,11 @@ def nginx_cdn(origin_url: str, *, clock: CdnClock | None = None) -> Iterator[str
             configuration = folder / f"nginx-{port}.conf"
             configuration.write_text(_nginx_configuration(folder, port, origin_url, [*clock_environment]))
             flags = ["-p", str(folder), "-c", str(configuration), "-e", "stderr"]
-            return [*_with(environment), str(tree.program("nginx")), *flags]
+            kept = [f"{name}={value}" for name, value in environment.items()]
+            return ["env", *kept, str(tree.program("nginx")), *flags]
 
         with serving(command) as server:
             yield server.endpoint
-
-
-@contextmanager
-def varnish_cdn(origin_url: str) -> Iterator[str]:
-    """varnish as a cache before ``origin_url``; yields its address."""
-    tree = unpacked("varnish", "tcc")
-    origin = urlsplit(origin_url)
-    with tempfile.TemporaryDirectory(prefix="varnish-cdn-") as name:
-        folder = Path(name)
-        rules = folder / "rules.vcl"
-        rules.write_text(_VCL.format(host=origin.hostname, port=origin.port or 80))
-        (folder / "stdint.h").write_text(_STDINT)
-
-        def command(port: int) -> list[str]:
-            work = folder / f"work-{port}"
-            flags = ["-F", "-a", f"127.0.0.1:{port}", "-T", "none", "-j", "none", "-n", str(work), "-f", str(rules)]
-            parameters = [f"cc_command={_compiler(tree, folder)}", f"vmod_path={_only(tree, '**/vmods')}"]
-            return [
-                *_with(tree.environment()),
-                str(tree.program("varnishd")),
-                *flags,
-                *("-s", "malloc,256m"),
-                *(part for parameter in parameters for part in ("-p", parameter)),
-            ]
-
-        with serving(command) as server:
-            yield server.endpoint
-
-
-def _with(environment: dict[str, str]) -> list[str]:
-    return ["env", *(f"{name}={value}" for name, value in environment.items())]
 
 
 def _nginx_configuration(folder: Path, port: int, origin_url: str, kept_variables: list[str]) -> str:
@@ -171,24 +110,10 @@ http {{
 
 
 def nginx_example() -> str:
-    """The configuration that docs/serve.md shows."""
     found = re.search(r"```nginx\n(.*?)```", _DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
         raise AssertionError(f"expected an example marked nginx in {_DOCUMENT}")
     return found[1]
-
-
-def _compiler(tree: Tree, headers: Path) -> str:
-    """varnish compiles its rules; tcc is 0.3 MB where gcc is 100 and may be missing."""
-    own = _only(tree, "usr/lib/*/tcc")
-    return f"{tree.program('tcc')} -B{own} -nostdinc -I{own}/include -I{headers} -nostdlib -shared -o %o %s"
-
-
-def _only(tree: Tree, pattern: str) -> Path:
-    found = list(tree.root.glob(pattern))
-    if len(found) != 1:
-        raise PackagesError(f"expected one {pattern} below {tree.root}, found {found}")
-    return found[0]
 
 
 _LAYOUT = 1
@@ -212,20 +137,13 @@ class Tree:
                 return path
         raise PackagesError(f"expected the program {name} below {self.root}, found none; remove that folder")
 
-    def library_folders(self) -> list[Path]:
-        return sorted({path.parent for path in self.root.glob("**/lib*.so*")})
-
     def environment(self) -> dict[str, str]:
         """What a program needs to find its libraries."""
-        return {"LD_LIBRARY_PATH": ":".join(map(str, self.library_folders()))}
+        folders = sorted({path.parent for path in self.root.glob("**/lib*.so*")})
+        return {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
 
 
 def unpacked(*packages: str) -> Tree:
-    """The packages' files.
-
-    Raises:
-        PackagesError: there is no apt-get, or no package server within reach.
-    """
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise PackagesError(
             f"expected apt-get and dpkg to get {', '.join(packages)} with; this test needs Debian or kin"

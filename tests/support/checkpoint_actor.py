@@ -1,13 +1,12 @@
-"""Processes that train and save, and die as told: `multiprocessing` targets, to be started by forkserver or spawn."""
+"""Checkpoints of nodes, and of stages by the real writer; processes that save them and die as told (forkserver)."""
 
 from __future__ import annotations
 
 import os
-import random
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.small_model import VOCAB_SIZE, small_model
-from trainer.checkpoint.node import CheckpointContents, Checkpointer, load_newest
-from trainer.inner import InnerConfig, InnerLoop, make_optimizer, rng_state, set_rng_state
+from tests.support.model_configs import small_config
+from trainer.checkpoint.node import Checkpointer, load_newest
+from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us
+from trainer.model import Transformer
+from trainer.model.plan import StagePlan
+from trainer.model.stages import stage_shapes
 
 WALLET = "ab12"
 NUM_VALUES = 100_000
@@ -35,8 +37,6 @@ class Death:
 
 
 class Hostile:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -50,7 +50,6 @@ def contents(step: int) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> int:
-    """The step of contents that are whole."""
     step: int = found["training_rounds"]
     assert found["loader"] == {"position": step}
     assert torch.equal(found["layers"]["0"]["w"], contents(step)["layers"]["0"]["w"])
@@ -67,76 +66,15 @@ def rewritten(path: Path, document: object) -> None:
 
 
 def newest_step(folder: Path, instance: str = "") -> int | None:
-    """The step of the newest whole checkpoint."""
     found = load_newest(folder, WALLET, instance)
     return None if found is None else check(found)
 
 
 def save(directory: str, step: int, death: Death) -> None:
-    """Saves one checkpoint, and dies on the way."""
     torch.set_num_threads(1)
     with Checkpointer(directory, WALLET, keep=2) as checkpointer:
         arrange_death(directory, death)
         checkpointer.save(contents(step), wait=True)
-
-
-def hold(directory: str, ready: Any) -> None:
-    """Holds the wallet's lock until it is killed."""
-    with Checkpointer(directory, WALLET):
-        ready.set()
-        signal.pause()
-
-
-def train(directory: str, until_step: int, output: str, *, die: bool = False) -> None:
-    """Trains from the newest checkpoint, or the beginning, and saves at every step; the parameters go to a file.
-
-    It may ``die`` by SIGKILL as soon as the last save has begun in the background.
-    """
-    torch.set_num_threads(1)
-    torch.manual_seed(3)
-    random.seed(3)
-    model, config = small_model(seed=7), InnerConfig(lr=1e-2, warmup_steps=5, decay_end_step=40, accumulation_steps=2)
-    loop = InnerLoop(model, make_optimizer(model, config), config, _drawn(), torch.device("cpu"))
-    with Checkpointer(directory, WALLET) as checkpointer:
-        found = load_newest(directory, WALLET)
-        if found is not None:
-            saved = CheckpointContents.from_mapping(found)
-            model.load_state_dict(dict(saved.layers["all"]))
-            loop.load_state_dict(saved.inner_state())
-            set_rng_state(saved.rng)
-        while loop.step_index < until_step:
-            loss = loop.step().loss
-            checkpointer.save(_saved(model, loop, loss).to_mapping(), wait=loop.step_index == until_step and not die)
-        if die:
-            os.kill(os.getpid(), signal.SIGKILL)
-    moments = loop.state_dict()["optimizer"]["state"].values()
-    tensors = [*model.state_dict().values(), *(tensor for state in moments for tensor in state.values())]
-    Path(output).write_bytes(b"".join(tensor.numpy().tobytes() for tensor in tensors))
-
-
-def _drawn() -> Iterator[dict[str, Tensor]]:
-    """Batches by the global generators: they go on where they were only if those do."""
-    while True:
-        rows = torch.randint(0, VOCAB_SIZE, (random.randint(1, 4), 9))
-        yield {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
-
-
-def _saved(model: torch.nn.Module, loop: InnerLoop, loss: float) -> CheckpointContents:
-    inner = loop.state_dict()
-    return CheckpointContents(
-        layer_ids=(0, 1),
-        architecture={},
-        layers={"all": model.state_dict()},
-        optimizer=inner.pop("optimizer"),
-        diloco={},
-        training_rounds=loop.step_index,
-        current_loss=loss,
-        timestamp=0.0,
-        loader={},
-        rng=rng_state(),
-        config={},
-        schedule=inner,
-    )
 
 
 def arrange_death(directory: str, death: Death) -> None:
@@ -155,3 +93,68 @@ def arrange_death(directory: str, death: Death) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
+
+
+INTERVAL_S = 600.0
+ACTOR_RUN = "killed"
+
+
+def stage_parameters(state: Mapping[str, Tensor], plan: StagePlan, stage: str) -> dict[str, Tensor]:
+    return {name: state[name] for name in stage_shapes(plan, stage)}
+
+
+def write_stage(
+    directory: Path,
+    plan: StagePlan,
+    stage: str,
+    at: float,
+    state: StageState,
+    *,
+    run_id: str = "run",
+    who: str = "worker",
+    keep: int = 100,
+) -> None:
+    config = StagewiseConfig(directory=str(directory), interval_s=INTERVAL_S, keep=keep)
+    with StageCheckpoints(config, run_id, plan, stage, who) as checkpoints:
+        checkpoints.save(at, state)
+
+
+def write_model(
+    directory: Path,
+    model: Transformer,
+    plan: StagePlan,
+    times: Mapping[str, float],
+    *,
+    run_id: str = "run",
+    who: str = "worker",
+    version: int = 1,
+    vocabulary: str = "",
+    stages: Iterable[str] = (),
+) -> None:
+    parameters = model.state_dict()
+    for stage in tuple(stages) or plan.names:
+        state = StageState(
+            config=model.config,
+            version=version,
+            parameters=stage_parameters(parameters, plan, stage),
+            vocabulary=vocabulary,
+        )
+        write_stage(directory, plan, stage, times[stage], state, run_id=run_id, who=who)
+
+
+def save_as_actor(directory: str, version: int, death: Death) -> None:
+    """Saves the head of a run of two stages at ``version`` intervals since 1970, and dies on the way."""
+    torch.set_num_threads(1)
+    plan = StagePlan.of(small_config(vocab_size=4096), 2)
+    parameters = {name: torch.full(shape, float(version)) for name, shape in stage_shapes(plan, "head").items()}
+    config = StagewiseConfig(directory=directory, interval_s=INTERVAL_S, keep=2)
+    with StageCheckpoints(config, ACTOR_RUN, plan, "head", "actor") as checkpoints:
+        arrange_death(directory, death)
+        checkpoints.save(version * INTERVAL_S, StageState(config=plan.config, version=version, parameters=parameters))
+
+
+def actor_value(directory: Path) -> int:
+    found = newest_set(directory, ACTOR_RUN, time_us(1e9), stages=("head",)).files["head"].read()
+    values = {float(value) for tensor in found.state.parameters.values() for value in tensor.unique()}
+    assert values == {float(found.header.version)}
+    return found.header.version

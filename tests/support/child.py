@@ -54,7 +54,6 @@ class Child:
         self.process.stdin.flush()
 
     def hear(self, timeout_s: float = _END_S) -> Any:
-        """The next value that it says; None when it has ended."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
@@ -69,9 +68,12 @@ class Child:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As a machine that dies."""
         self.process.kill()
         self.process.wait()
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -81,7 +83,6 @@ class Child:
 
 
 def say(value: object) -> None:
-    """What a process says to the test."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 

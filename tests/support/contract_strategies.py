@@ -103,7 +103,6 @@ def _segment_ref(number: int, shards: int, digest: str) -> SegmentRef:
 
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
-    """Segments of a few shards."""
     first = draw(st.integers(0, 600)) * SEGMENT_SHARDS
     return Segment(shards=tuple(draw(_entries(first + number)) for number in range(draw(st.integers(1, 5)))))
 

@@ -1,12 +1,8 @@
-"""The store of the format page's example, made by the code it documents.
-
-``python -m tests.support.example_store`` prints its files as manifests/README.md shows them; a test compares the two.
-"""
+"""The store of the format page's example, made by the code it documents."""
 
 from __future__ import annotations
 
 import json
-import sys
 from hashlib import sha256
 
 import numpy as np
@@ -31,7 +27,6 @@ from manifests import (
     encode_shard,
     pack_ids,
     packed_key,
-    public_key_pem,
     segment_key,
     sha256_hex,
     shard_key,
@@ -52,7 +47,6 @@ _TIME = "2026-11-20T17:32:03Z"
 
 
 def example_files() -> dict[str, bytes]:
-    """Every file of the example, by its key."""
     vocabulary = VocabularyFile.from_pairs(MERGES, {"tiny": len(MERGES)})
     shard, packed = bytes(encode_shard(np.array(IDS))), pack_ids(np.array(IDS), vocabulary.next_merge_id)
     vocabulary_body = vocabulary.to_json()
@@ -130,10 +124,3 @@ def example_text(key: str) -> str:
     if key == CHECKPOINTS_KEY:
         value["manifest"] = {"sequence": value["manifest"]["sequence"], "…": "as above, without its signature"}
     return json.dumps(value, ensure_ascii=False, indent=2, sort_keys=True)
-
-
-if __name__ == "__main__":
-    for example_key, body in example_files().items():
-        shown = example_text(example_key) if example_key.endswith(".json") else f"{len(body)} bytes, {sha256_hex(body)}"
-        sys.stdout.write(f"{example_key}\n{shown}\n\n")
-    sys.stdout.write(public_key_pem(EXAMPLE_KEY.public_key()).decode())

@@ -51,7 +51,6 @@ def changed(draw: st.DrawFn, document: Any) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """``data`` with some bytes changed, cut off, or added."""
     result = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(result)))

@@ -5,9 +5,7 @@
     assert proxy.injected[Fault.LOST_ACK] > 0
 
 The fault of request *n* is a function of (seed, n) alone, so a run with one client thread repeats exactly. Headers pass
-unchanged, Host among them, since S3 signatures cover it. `FaultProxy.script` instead names the faults of the next
-requests one by one, ``answer`` lets a test reply in the server's place, and ``alter`` change what the server replied:
-cut it after so many bytes, have it come in pieces with pauses, mark its ETag weak.
+unchanged, Host among them, since S3 signatures cover it. `FaultProxy.script` names the faults of the next requests.
 """
 
 from __future__ import annotations
@@ -66,8 +64,6 @@ FAST_FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client sent."""
-
     method: str
     path: str
     headers: dict[str, str]
@@ -81,8 +77,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the client gets."""
-
     status: int
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
@@ -104,8 +98,6 @@ class Reply:
 
 @dataclass(slots=True)
 class _Schedule:
-    """Which request suffers what."""
-
     seed: int
     rate: float
     faults: tuple[Fault, ...]
@@ -127,7 +119,7 @@ class _Schedule:
 
 
 class FaultProxy:
-    """The proxy, listening on ``port`` of 127.0.0.1 from `start` (or entering it) to `stop`."""
+    """The proxy, listening on ``port`` of 127.0.0.1 within its ``with``."""
 
     def __init__(
         self,
@@ -177,29 +169,21 @@ class FaultProxy:
         with self._schedule.lock:
             self._schedule.scripted.extend(faults)
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.proxy = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Stops listening and lets hanging requests go."""
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join(10)
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def handle(self, request: Request, client: socket.socket) -> Reply | None:
-        """What the client gets; None: its connection is closed."""
         if self.watch is not None:
             self.watch(request)
         replied = self._answer(request) if self._answer is not None else None

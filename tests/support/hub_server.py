@@ -1,9 +1,7 @@
 """A Hub on 127.0.0.1: one dataset repository, a local folder, as the real `huggingface_hub` client asks for it.
 
-Speaks what `HfApi`, `HfFileSystem` and `datasets` need to list and read a dataset: ``/api/datasets/…`` (revision,
-tree with pages, paths-info), ``/datasets/…/resolve/…`` with a redirect to a CDN that is another origin (a second port),
-signed addresses that can expire, ranges, ETags and the ``X-…`` headers. Faults come from a scripted list or a seeded
-schedule; every request is logged with the bytes that left.
+Files are at a CDN that is another origin (a second port), at signed addresses that can expire. Faults come from a
+scripted list or a seeded schedule; every request is logged with the bytes that left.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one request."""
-
     status: int = 0
     """Answer this status and nothing else (0: answer properly)."""
     headers: tuple[tuple[str, str], ...] = ()
@@ -42,8 +38,6 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it was answered."""
-
     place: str
     """``api``, ``resolve`` or ``cdn``."""
     method: str
@@ -95,7 +89,6 @@ class HubServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def inject(self, place: str, *faults: Fault) -> None:
-        """The next requests at that place meet these faults, one each."""
         with self._lock:
             self._scripted.extend((place, fault) for fault in faults)
 
@@ -303,7 +296,6 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def hub_server(folder: Path, **options: object) -> Iterator[HubServer]:
-    """Serves a folder as a dataset repository; ``options`` are fields of `HubServer`."""
     hub = HubServer(folder, **options)  # type: ignore[arg-type]
     servers = [_Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) for _ in range(2)]
     hub.endpoint, hub.cdn = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)

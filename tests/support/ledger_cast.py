@@ -84,14 +84,14 @@ def done(micro_batch: MicroBatchId, number: int = 1, shared_through: int = 0, to
     )
 
 
-def invented(micro_batch: MicroBatchId, stage: str = "tail") -> Settlement:
-    """Done, by a worker of one stage that there is not."""
-    found = [each.model_copy(update={"incarnation": "f" * 16}) if each.stage == stage else each for each in credits(1)]
-    return done(micro_batch).model_copy(update={"credits": tuple(found)})
+def invented(micro_batch: MicroBatchId) -> Settlement:
+    *others, tail = credits(1)
+    return done(micro_batch).model_copy(
+        update={"credits": (*others, tail.model_copy(update={"incarnation": "f" * 16}))}
+    )
 
 
 def lost(micro_batch: MicroBatchId, stage: str = "tail", reason: str = "unclear") -> Settlement:
-    """Not known to be counted at a stage."""
     return Settlement(micro_batch=str(micro_batch), outcome="lost", lost_at=stage, reason=reason)
 
 

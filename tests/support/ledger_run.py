@@ -1,8 +1,7 @@
 """A run's account over a small store: a keeper and drivers on real sockets, workers that answer what a test says.
 
-Run as ``python -m tests.support.ledger_run STORE CACHE JOURNAL``, it keeps an account that tests can kill -9 and start
-again on the same journal, which is compacted every few records: it waits for a line, opens the journal, prints where
-it is reached, and serves until it is killed or its standard input ends.
+As a process it keeps an account that tests can kill -9 and start again on the same journal, which is compacted every
+few records.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from loader.options import StoreOptions
 from loader.session import Session
 from tests.support.child import Child, input_ended, say
 from tests.support.ledger_cast import STAGES, WORKER, done, journal_path
-from tests.support.rpc_node import RUN_ID, fast_config
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import RUN_ID, fast_config, running_endpoint
 from tests.support.token_store import TokenStore
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.pipeline.ledger import (
@@ -43,8 +41,6 @@ SEQ_LEN = 100
 
 @dataclass(slots=True)
 class Workers:
-    """All workers: what they say they have counted."""
-
     applied: dict[str, set[str]]
     asked: list[str]
 
@@ -56,8 +52,6 @@ class Workers:
 
 @dataclass(slots=True)
 class Run:
-    """A store, and who keeps its account where."""
-
     store: Path
     session: Session
     spec: LedgerSpec
@@ -100,7 +94,6 @@ class Run:
         rows: MicroBatches | None = None,
         endpoint: Endpoint | None = None,
     ) -> AsyncIterator[LedgerClient]:
-        """A driver that asks the last of these, if there is any."""
         peers = keeper if isinstance(keeper, list) else [keeper]
         async with running_endpoint() if endpoint is None else nullcontext(endpoint) as own:
             self.drivers.append(own.peer_id)
@@ -126,7 +119,6 @@ def run_of(store: Path, cache: Path, journal: Path) -> Run:
 
 
 async def all_of(client: LedgerClient, number: int = 0) -> list[MicroBatch]:
-    """All there are, settled as done."""
     found = []
     while (micro_batch := await client.next()) is not None:
         found.append(micro_batch)
@@ -138,13 +130,11 @@ class KeeperProcess(Child):
     """One that is started, and keeps nothing yet: the second it takes to import everything can be another's last."""
 
     async def begin(self) -> Peer:
-        """Opens the journal; where it is reached."""
         self.say("go")
         return Peer(*await asyncio.to_thread(self.hear))
 
 
 def keeper_process(run: Run) -> KeeperProcess:
-    """Starts one; a context manager that kills it at the end."""
     return KeeperProcess("ledger_run", run.store, run.session.options.cache_dir, run.path)
 
 

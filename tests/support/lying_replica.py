@@ -1,8 +1,4 @@
-"""A real worker whose answers are not what it computed: it counts, steps and averages as any other.
-
-lie = Lie(gradient=lambda values: -3 * values)
-lie.begin(running.worker)
-"""
+"""A real worker whose answers are not what it computed: it counts, steps and averages as any other."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ def _times(factor: float) -> Change:
 
 @dataclass
 class Lie:
-    """What becomes of what a worker sends."""
-
     activation: Change | None = None
     gradient: Change | None = None
     is_honest_when_asked: bool = False
@@ -44,7 +38,6 @@ class Lie:
     """Counted micro-batches whose gradient or activation was not what it should have been."""
 
     def begin(self, worker: StageWorker) -> None:
-        """From now on the worker lies."""
         link, executor = worker.link, worker.executor
         activation, gradient, evaluate = link.activation, link.gradient, executor.answer_evaluate
         evaluating = ContextVar("evaluating", default=False)
@@ -95,6 +88,5 @@ LIES: dict[str, tuple[str, Callable[[], Lie]]] = {
 
 
 def lie_named(name: str) -> tuple[str, Lie]:
-    """The stage it is told in, and the lie."""
     stage, make = LIES[name]
     return stage, make()

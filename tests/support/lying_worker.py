@@ -1,9 +1,4 @@
-"""A worker that registers a stage's methods and answers what no honest worker answers, quickly.
-
-    async with lying_worker("body-1", LIES["NaN activations"], dim=16) as liar: ...
-
-What it is asked for it answers without computing anything, in the right form but for its lie.
-"""
+"""A worker that answers without computing anything, in the right form but for its lie."""
 
 from __future__ import annotations
 
@@ -36,8 +31,6 @@ def _impossible(*shape: int) -> TensorSpec:
 
 @dataclass(frozen=True)
 class Lie:
-    """What is changed in an answer."""
-
     methods: tuple[str, ...]
     """Where; all others are answered in the right form."""
     body: Bodies = lambda _: {}
@@ -85,8 +78,6 @@ LIES: dict[str, Lie] = {
 
 @dataclass
 class Liar:
-    """One that answers."""
-
     stage: str
     lie: Lie
     dim: int
@@ -150,7 +141,6 @@ class Liar:
 async def lying_worker(
     stage: str, lie: Lie, *, dim: int, run_id: str, rpc: RpcConfig, says_counted: bool = False
 ) -> AsyncIterator[tuple[Liar, Endpoint]]:
-    """One in this process."""
     liar, endpoint = Liar(stage, lie, dim, says_counted), Endpoint(Identity.create(), run_id, rpc)
     liar.register(endpoint)
     await endpoint.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from manifests import FIRST_MERGE_ID, VocabularyFile
-from trainer.model import Transformer, build_model
-from trainer.model.config import ModelConfig
+from trainer.model import ModelConfig, Transformer, build_model
 from trainer.model.subspace import SubspaceConstraint
 
 _MERGES = [(114 + 10, 111), (266, 118), (42, 126)]
@@ -51,7 +51,25 @@ def random_model(config: ModelConfig, seed: int = 3) -> Transformer:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer.json of `NUM_IDS` ids."""
     path = folder / "tokenizer.json"
     path.write_bytes(VocabularyFile.from_pairs(_MERGES, {"tiny": len(_MERGES)}).to_json())
     return path
+
+
+VOCAB_SIZE = 64
+SMALL = ModelConfig(
+    vocab_size=VOCAB_SIZE, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, max_seq_len=16
+)
+
+
+def small_model(seed: int = 0) -> Transformer:
+    return build_model(SMALL, seed)
+
+
+def batches(seed: int, num_rows: int = 4, seq_len: int = 8) -> Iterator[dict[str, Tensor]]:
+    """Endless; each next id follows from the one before, so there is something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        first = torch.randint(0, VOCAB_SIZE, (num_rows, 1), generator=generator)
+        rows = (first + 3 * torch.arange(seq_len + 1)) % VOCAB_SIZE
+        yield {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}

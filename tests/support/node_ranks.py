@@ -21,8 +21,6 @@ WAIT_S = 20.0
 
 
 class _Unsaved(Node):
-    """A node that writes no checkpoint."""
-
     def save(self, *, wait: bool = False) -> None: ...
 
 

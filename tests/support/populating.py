@@ -56,7 +56,6 @@ def genesis(
 def populate_arguments(
     store: str | Path, *inputs: str | Path, shard_tokens: int = 2000, merges: int = 200
 ) -> list[str]:
-    """A small populate: learns ``merges`` merges from 200 documents, cuts shards of ``shard_tokens``."""
     arguments = ["populate", "--source", "fineweb-edu", "--store", str(store), "--shard-tokens", str(shard_tokens)]
     arguments += ["--merges", str(merges), "--learn-documents", "200"]
     return arguments + [part for path in inputs for part in ("--input", str(path))]

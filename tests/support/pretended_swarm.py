@@ -19,7 +19,7 @@ PROGRAM = (sys.executable, "-m", "tests.support.pretended_swarm")
 
 
 def _drive(options: dict[str, list[str]]) -> None:
-    from tests.support.pipeline_view import SeenPipeline, driver_api, some_stages
+    from tests.support.observing import SeenPipeline, driver_api, some_stages
 
     view = SeenPipeline()
     with driver_api(view, int(options["--api-port"][0])):

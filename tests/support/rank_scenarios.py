@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.small_model import batches, small_model
-from tests.support.toy_models import Regression
+from tests.support.model_configs import batches, small_model
+from tests.support.replica_group import Regression
 from trainer.aggregation import RuleConfig
 from trainer.compression.vectors import codec_named
 from trainer.errors import PeerUnavailableError, RoundFailedError
@@ -197,7 +203,7 @@ SKIPPED = [False, True, False, True, True, True, False]
 
 
 class Odd(nn.Module):
-    """A model whose loss alone is infinite where the first id is -1, and its gradient alone where it is -2."""
+    """A model whose loss alone is not finite where the first id is -1 or -3, and its gradient alone where it is -2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +213,8 @@ class Odd(nn.Module):
         loss: Tensor = self.model(input_ids.clamp(min=0), labels)
         if input_ids[0, 0] == -1:
             return loss + math.inf
+        if input_ids[0, 0] == -3:
+            return loss * math.nan
         if input_ids[0, 0] == -2:  # The root of nothing: value 0, slope infinite.
             return loss + (self.model.embedding.weight[0, 0] * 0.0).abs().sqrt()
         return loss
@@ -233,3 +241,54 @@ def odd_steps(rank: int, num_ranks: int) -> dict[str, object]:
         skipped.append(loop.step().skipped)
         parameters.append(_parameters(model))
     return {"skipped": skipped, "parameters": parameters}
+
+
+RUN_S = 90.0
+GROUP_TIMEOUT_S = 30.0
+
+Scenario = Callable[[int, int], object]
+
+
+def run_ranks(scenario: Scenario, num_ranks: int, directory: Path, *, may_die: frozenset[int] = frozenset()) -> list:
+    """What a function (at module level) returned in each rank of a gloo group; None where one died that may.
+
+    Its processes are all gone when the call returns, whatever happened.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # what optimizers import late
+    processes = [
+        context.Process(target=_rank_main, args=(scenario, rank, num_ranks, str(directory)), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    deadline_s = time.monotonic() + RUN_S
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            if process.pid is not None:
+                process.join(10)
+    assert all(code == 0 or rank in may_die for rank, code in enumerate(codes)), f"exit codes {codes}"
+    results = [directory / f"rank-{rank}.pt" for rank in range(num_ranks)]
+    return [torch.load(path, weights_only=True) if path.exists() else None for path in results]
+
+
+def _rank_main(scenario: Scenario, rank: int, num_ranks: int, directory: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(Path(directory) / "store"), num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    result = scenario(rank, num_ranks)
+    torch.save(result, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+    sys.stderr.flush()

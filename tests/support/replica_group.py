@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tests.support.toy_models import Regression
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.outer.engine.collective import Collective, Contribution, LocalCollective, RoundReport, RoundResult
-from trainer.outer.engine.strategy import OuterResult
+from trainer.outer.engine.strategy import OuterResult, OuterStrategy
 from trainer.outer.sparta import NOBODY, OtherRounds, SpartaConfig, SpartaTrainer
 
 WAIT_S = 60.0
@@ -25,7 +24,6 @@ T = TypeVar("T")
 
 
 def same(contribution: Contribution) -> Tensor:
-    """Answers as to a node alone."""
     return contribution.vector
 
 
@@ -72,12 +70,7 @@ class Scripted:
 
 
 class ReplicaGroup:
-    """What `n` replicas meet at.
-
-    Args:
-        num_replicas: all of them take part in every round.
-        failing_rounds: numbers of the meetings (from 0) that end without a result.
-    """
+    """What replicas meet at, all of them in every round; meetings (from 0) of ``failing_rounds`` have no result."""
 
     def __init__(self, num_replicas: int, failing_rounds: Sequence[int] = ()) -> None:
         self._barrier = threading.Barrier(num_replicas)
@@ -99,8 +92,6 @@ class ReplicaGroup:
 
 
 class MeetingCollective:
-    """One replica's side of a `ReplicaGroup`."""
-
     def __init__(self, group: ReplicaGroup, rank: int) -> None:
         self._group = group
         self._rank = rank
@@ -122,10 +113,8 @@ def run_replicas(replicas: Sequence[Callable[[], T]]) -> list[T]:
 
 
 class Frontier:
-    """The others' rounds, as discovery would report them."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
+    def __init__(self) -> None:
+        self.at = 0
         self.moved_to: list[int] = []
 
     def frontier(self) -> int:
@@ -136,8 +125,6 @@ class Frontier:
 
 
 class Replica:
-    """A model, its AdamW and its SPARTA."""
-
     def __init__(
         self,
         config: SpartaConfig,
@@ -164,13 +151,11 @@ class Replica:
         self.results: list[OuterResult] = []
 
     def step(self, index: int) -> None:
-        """One of AdamW alone."""
         self.optimizer.zero_grad()
         self.model(index).backward()
         self.optimizer.step()
 
     def train(self, first: int, stop: int) -> None:
-        """Steps, each followed by SPARTA's turn."""
         for index in range(first, stop):
             self.step(index)
             self.turn()
@@ -191,7 +176,6 @@ class Replica:
         return self.trainer.layout.gather(dict(self.model.named_parameters()))
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's memory, copied."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {
             f"{names[parameter]}.{kind}": torch.as_tensor(value).clone()
@@ -201,14 +185,79 @@ class Replica:
 
 
 def to_bytes(**parts: Any) -> bytes:
-    """The states of some parts, as a checkpoint has them."""
     buffer = io.BytesIO()
     torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
     return buffer.getvalue()
 
 
 def restore(saved: bytes, **parts: Any) -> None:
-    """Gives the parts the states of `to_bytes`."""
     contents = torch.load(io.BytesIO(saved), weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(contents[name])
+
+
+class Quadratic(nn.Module):
+    """0.5 · Σ a (x − c)²: the optimum of the mean over replicas is the mean of their centres (equal a)."""
+
+    def __init__(self, replica: int, num_values: int = 16) -> None:
+        super().__init__()
+        seeded = torch.Generator().manual_seed(100 + replica)
+        self.x = nn.Parameter(torch.full((num_values,), 5.0))
+        self.register_buffer("centre", torch.randn(num_values, generator=seeded))
+        self.register_buffer("curvature", torch.linspace(0.2, 1.0, num_values))
+
+    def forward(self, step: int) -> Tensor:
+        return 0.5 * (self.curvature * (self.x - self.centre).square()).sum()
+
+
+class Regression(nn.Module):
+    """An MLP that learns a fixed other MLP; each replica draws inputs of its own."""
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.replica = replica
+        self.net = _mlp(seed=1)
+        object.__setattr__(self, "teacher", _mlp(seed=2))
+
+    def forward(self, step: int) -> Tensor:
+        seeded = torch.Generator().manual_seed(10_000 * self.replica + step)
+        return self.loss_on(torch.randn(32, 4, generator=seeded))
+
+    def loss_on(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(inputs)
+        return (self.net(inputs) - wanted).square().mean()
+
+
+def _mlp(seed: int) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+    seeded = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=seeded) * 0.5)
+    return net
+
+
+def parameter_bits(model: nn.Module) -> bytes:
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+
+def drift(model: nn.Module, by: float) -> None:
+    """Adds to the parameters, as inner steps would: ``by`` to those of the first tensor, twice that to the second, …"""
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.add_(by * (index + 1))
+
+
+def rounds_of(model: nn.Module, strategy: OuterStrategy, num_steps: int, lr: float = 0.05) -> list[OuterResult]:
+    """Trains by SGD, with the strategy's turn after each step; returns the rounds that ended."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    results = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+        result = strategy.after_inner_step()
+        if result is not None:
+            results.append(result)
+    return results

@@ -1,13 +1,11 @@
 """Members of rounds as processes of their own (`RoundSwarm`), which die or stop where a test says.
 
 Run as ``python -m tests.support.round_actor``: reads its settings as one JSON line, prints where it is reached, then
-one line for each command. A command names a round, the state all share, and perhaps a fault; the contribution is a
-function of the member's number and the round, so a test can work out every result that is right.
+one line for each command. A contribution is a function of the member's number and the round: a test knows all results.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import json
@@ -54,7 +52,6 @@ PEER_IDS = [identity_of(number).peer_id for number in range(12)]
 
 
 def agreement_of(num_members: int, num_values: int, most_values: int = 1 << 18) -> Agreement:
-    """Members of equal weight."""
     return Agreement(
         round_index=3,
         attempt=0,
@@ -75,13 +72,11 @@ def contribution_of(number: int, round_index: int) -> torch.Tensor:
 
 
 def terms(**changes: Any) -> Terms:
-    """Returns the terms of all, with changes."""
     synchronisation = {"inner_steps": 20, **changes}
     return Terms(architecture={"dim": 8}, tokenizer_lineage="0" * 64, synchronisation=synchronisation)
 
 
 def join_request(**changes: Any) -> JoinRequest:
-    """A node's request to join round 5, with changes."""
     return JoinRequest(
         round_index=5,
         terms=terms(),
@@ -97,8 +92,6 @@ def join_request(**changes: Any) -> JoinRequest:
 
 
 class KnownPeers:
-    """A directory that knows what a test puts there."""
-
     def __init__(self, known: Mapping[str, Peer] | None = None, *, holds_most_held_state: bool = False) -> None:
         self.known = dict(known or {})
         self._holds_most_held_state = holds_most_held_state
@@ -111,7 +104,6 @@ class KnownPeers:
 
 
 def settings_of(own_id: str, known: Mapping[str, Peer] | None = None, **options: Any) -> RoundSettings:
-    """Settings of a node without an endpoint."""
     return RoundSettings(
         run_id=RUN_ID,
         terms=terms(),
@@ -251,8 +243,6 @@ def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) 
 
 
 class Actor(Child):
-    """One member in its process."""
-
     def __init__(self, number: int, log: Path) -> None:
         super().__init__("round_actor", log=log)
         self.peer_id = identity_of(number).peer_id
@@ -295,11 +285,9 @@ class RoundSwarm:
         return round_index
 
     def outcome(self, number: int, timeout_s: float = 60.0) -> dict[str, Any]:
-        """What became of the round at one of them."""
         return self.actors[number].hear(timeout_s)
 
     def result(self, number: int) -> torch.Tensor:
-        """The vector it ended with."""
         return torch.load(self._result_path(number), weights_only=True)
 
     def restart(self, number: int) -> None:
@@ -332,10 +320,8 @@ class RoundSwarm:
 
 
 def mean_of(numbers: list[int], round_index: int) -> torch.Tensor:
-    """The mean of contributions of equal weight."""
     return torch.stack([contribution_of(number, round_index) for number in numbers]).mean(0)
 
 
 if __name__ == "__main__":
-    asyncio.set_event_loop_policy(None)
     main()

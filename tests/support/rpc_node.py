@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
 
 from tests.support.child import Child, input_ended, say
+from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity, Message, Peer, Reply, Request, RpcConfig, Stream
 from trainer.network.rpc.identity import load_or_create_identity
 
@@ -29,7 +33,6 @@ class Answer(Message):
 
 
 def fast_config(**options: object) -> RpcConfig:
-    """Plain unless ``tls=True`` is given."""
     return RpcConfig(**{**FAST, "tls": False, **options})  # type: ignore[arg-type]
 
 
@@ -84,25 +87,17 @@ def register_test_methods(endpoint: Endpoint) -> None:
 
 
 class RpcNode(Child):
-    """A node in another process; ``options`` are of `fast_config`."""
-
     def __init__(self, identity_path: str, options: dict[str, object]) -> None:
         super().__init__("rpc_node", identity_path, json.dumps(options))
         peer_id, address, certificate = self.hear()
         self.peer = Peer(peer_id, address, certificate.encode() or None)
 
-    def resident_bytes(self) -> int:
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
 
 def rpc_node(*, identity_path: str = "", **options: object) -> RpcNode:
-    """Starts a node; a context manager that kills it at the end."""
     return RpcNode(identity_path, options)
 
 
 async def _serve(identity_path: str, options: dict[str, object]) -> None:
-    """Prints where it is reached, and ends with its standard input."""
     identity = load_or_create_identity(identity_path) if identity_path else Identity.create()
     endpoint = Endpoint(identity, RUN_ID, fast_config(**options))
     register_test_methods(endpoint)
@@ -110,6 +105,68 @@ async def _serve(identity_path: str, options: dict[str, object]) -> None:
     say([endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()])
     await input_ended()
     await endpoint.stop()
+
+
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def running_endpoint(
+    identity: Identity | None = None, run_id: str = RUN_ID, **options: object
+) -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(identity or Identity.create(), run_id, fast_config(**options))
+    register_test_methods(endpoint)
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.stop()
+
+
+@asynccontextmanager
+async def endpoint_pair(**options: object) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
+    async with running_endpoint(**options) as caller, running_endpoint(**options) as callee:
+        yield caller, callee
+
+
+@asynccontextmanager
+async def open_stream(
+    method: str = "test/mirror",
+    sleep_s: float = 0.0,
+    timeout_s: float = 30.0,
+    *,
+    handler: Callable[[Request[Question], Stream], Awaitable[None]] | None = None,
+    **options: object,
+) -> AsyncIterator[tuple[Stream, Endpoint, Endpoint]]:
+    """A stream between a caller and a callee, and both of them; ``handler``: of the stream instead of ``method``."""
+    async with endpoint_pair(**options) as (caller, callee):
+        if handler is not None:
+            method = "test/handler"
+            callee.register_stream(method, Question, handler)
+        question = Question(sleep_s=sleep_s)
+        async with caller.open_stream(callee.peer, method, question, timeout_s=timeout_s) as stream:
+            yield stream, caller, callee
+
+
+async def ask(
+    caller: Endpoint, peer: Peer, text: str = "", sleep_s: float = 0.0, *, timeout_s: float = 20.0, **options: Any
+) -> Reply[Answer]:
+    """Calls ``test/echo``, with a payload and ``stall_timeout_s`` as `Endpoint.call`; the reply is what was asked."""
+    question = Question(text=text, sleep_s=sleep_s)
+    reply = await caller.call(peer, "test/echo", question, Answer, timeout_s=timeout_s, **options)
+    assert reply.body.text == text
+    return reply
+
+
+@contextmanager
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(RefusedError, match=match) as caught:
+        yield
+    assert caught.value.reason == reason
 
 
 if __name__ == "__main__":

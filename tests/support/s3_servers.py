@@ -1,13 +1,9 @@
 """Real object-store servers for tests, each a process of its own on a free port of 127.0.0.1.
 
-- `rclone_s3`: ``rclone serve s3`` over a folder: a third-party gateway that honours neither If-Match nor multipart
-  conditions.
-- `moto_s3`: moto's server, speaking S3 with conditional writes and CloudFront. Its own check and write are two steps
-  that other threads may come between, which Amazon's are not, and it overlooks conditions on
-  CompleteMultipartUpload; the process started here therefore answers one request at a time and checks those.
-- `rclone_http`: ``rclone serve http`` over a folder: a plain read-only web server.
-
-Run as a script, this file is moto's process.
+- `rclone_s3`: a third-party gateway that honours neither If-Match nor multipart conditions.
+- `moto_s3`: S3 with conditional writes, and CloudFront. moto checks and writes in two steps that other threads may come
+  between, and overlooks conditions on CompleteMultipartUpload; the process started here (this file, as a script)
+  therefore answers one request at a time and checks those.
 """
 
 from __future__ import annotations
@@ -35,8 +31,6 @@ _STOP_WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is answering."""
-
     port: int
     pid: int
 
@@ -73,8 +67,6 @@ def rclone_s3(folder: Path, *buckets: str) -> Iterator[Server]:
 
 @contextmanager
 def rclone_http(folder: Path) -> Iterator[Server]:
-    """``rclone serve http`` over ``folder``."""
-
     def command(port: int) -> list[str]:
         flags = ["--addr", f"127.0.0.1:{port}", "--config", os.devnull, "--dir-cache-time", "0s"]
         return [_rclone(), "serve", "http", *flags, str(folder)]
@@ -85,7 +77,6 @@ def rclone_http(folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def moto_s3(*buckets: str) -> Iterator[Server]:
-    """moto's server with empty ``buckets``."""
     with serving(lambda port: [sys.executable, __file__, str(port)]) as server:
         client = s3_client(server)
         for bucket in buckets:
@@ -107,7 +98,6 @@ def speaking_to(server: Server) -> Iterator[None]:
 
 
 def s3_client(server: Server) -> Any:
-    """A plain boto3 client, to look at a store from outside."""
     return boto3_client(server, "s3")
 
 
@@ -124,7 +114,6 @@ def boto3_client(server: Server, service: str) -> Any:
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

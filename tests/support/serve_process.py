@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.waiting import wait_until
 
 _WITHIN_S = 30.0
 
@@ -31,8 +32,6 @@ def request(method: str, url: str, **headers: str) -> httpx.Response:
 
 @dataclass
 class ServeProcess:
-    """A server that has said it is ready."""
-
     process: subprocess.Popen[str]
     announcement: str
     url: str
@@ -45,14 +44,12 @@ class ServeProcess:
         return int(self.url.rpartition(":")[2])
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        """GET of a path; headers as `request` takes them."""
         return self.request("GET", path, **headers)
 
     def request(self, method: str, path: str, **headers: str) -> httpx.Response:
         return request(method, f"{self.url}{path}", **headers)
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Every sample of /metrics by name and labels."""
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(self.get("/metrics").text)
@@ -60,16 +57,11 @@ class ServeProcess:
         }
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample; 0 if it is not there yet."""
         return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
     def wait_for_metric(self, name: str, value: float, **labels: str) -> None:
-        """Until a sample has reached ``value``."""
-        end = time.monotonic() + _WITHIN_S
-        while (found := self.metric(name, **labels)) < value:
-            if time.monotonic() > end:
-                raise AssertionError(f"expected {name}{labels} to reach {value}, found {found}")
-            time.sleep(0.05)
+        what = f"expected {name}{labels} to reach {value}"
+        wait_until(lambda: self.metric(name, **labels) >= value, what, _WITHIN_S)
 
     def connect(self, *, receive_buffer_bytes: int | None = None) -> RawClient:
         connection = socket.socket()
@@ -85,17 +77,17 @@ class ServeProcess:
 
     def wait_until_closed(self) -> None:
         """Until nobody listens any more: the server has seen that it is to stop."""
-        end = time.monotonic() + _WITHIN_S
-        while time.monotonic() < end:
+
+        def refuses() -> bool:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=_WITHIN_S).close()
             except ConnectionRefusedError:
-                return
-            time.sleep(0.05)
-        raise AssertionError("expected the server to stop listening")
+                return True
+            return False
+
+        wait_until(refuses, "expected the server to stop listening", _WITHIN_S)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Sends a signal and returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.wait()
@@ -105,8 +97,6 @@ class ServeProcess:
 
 
 class RawClient:
-    """One connection, byte by byte."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._rest = b""
@@ -127,7 +117,6 @@ class RawClient:
         return self
 
     def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers of the next answer."""
         while b"\r\n\r\n" not in self._rest:
             part = self.socket.recv(65536)
             if not part:

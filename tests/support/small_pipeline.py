@@ -1,10 +1,4 @@
-"""Real workers of a small model in this process, on real sockets, that come and die; and a driver to send them rows.
-
-async with SmallPipeline(WorkerSetup(), {"head": 1, "body-1": 2, "tail": 1}) as pipeline:
-    driver = pipeline.driver(endpoint, Windows(20))
-    ...
-    await pipeline.kill(pipeline.at("body-1"))
-"""
+"""Real workers of a small model in this process, on real sockets, that come and die; and a driver to send them rows."""
 
 from __future__ import annotations
 
@@ -12,8 +6,6 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
-
-from torch import Tensor
 
 from tests.support.model_configs import random_tokens
 from tests.support.stage_worker import RunningWorker, WorkerSetup, running_worker
@@ -30,26 +22,13 @@ ROWS, POSITIONS = 2, 12
 
 
 class Windows(ListedWork):
-    """Micro-batches of random ids."""
-
-    async def next(self) -> MicroBatch | None:
-        if not self.left:
-            return None
-        number = self.left.popleft()
-        ids, labels = window(number)
-        micro_batch = MicroBatch(MicroBatchId(0, 0, number * ROWS), ids, labels, LeaseTerm(boottime_s() + 60.0))
-        self.given.append(micro_batch.key)
-        return micro_batch
-
-
-def window(number: int) -> tuple[Tensor, Tensor]:
-    return random_tokens(64, ROWS, POSITIONS, seed=number)
+    def made(self, number: int) -> MicroBatch:
+        ids, labels = random_tokens(64, ROWS, POSITIONS, seed=number)
+        return MicroBatch(MicroBatchId(0, 0, number * ROWS), ids, labels, LeaseTerm(boottime_s() + 60.0))
 
 
 @dataclass
 class Directory:
-    """Who is announced."""
-
     found: list[StageWorker] = field(default_factory=list)
 
     silence_s: float = 3600.0
@@ -82,8 +61,6 @@ def driver_of(endpoint: Endpoint, setup: WorkerSetup, directory: Directory, work
 
 @dataclass(frozen=True)
 class Member:
-    """A worker while it lives."""
-
     running: RunningWorker
     announced: StageWorker
     life: AsyncExitStack = field(repr=False)
@@ -105,12 +82,7 @@ class Member:
 
 
 class SmallPipeline:
-    """All stages' workers; an async context manager.
-
-    Args:
-        setup: of all of them but for the stage.
-        replicas: of each stage.
-    """
+    """All stages' workers, so many ``replicas`` of each, of one setup; an async context manager."""
 
     def __init__(self, setup: WorkerSetup, replicas: Mapping[str, int]) -> None:
         self.setup = setup

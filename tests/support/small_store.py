@@ -1,6 +1,8 @@
-"""A small store made by the real populator, for whatever reads stores: two sources, nine to thirteen shards each.
+"""Stores made by the real populator, each once a process in some 3 s.
 
-It is made once a process (some 3 s) and copied for each test, so a test may damage its own copy.
+`copy_small_store` is for whatever reads stores: two sources, nine to thirteen shards each; a test may damage its copy.
+`text_store` is for whole training runs, and read only: ten shards of the corpus beside the checkout, or of the manuals
+of the standard library where that is not there, with a small vocabulary.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import json
 import shutil
 import sysconfig
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal
 
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
@@ -56,7 +60,6 @@ def write_input(folder: Path, name: str) -> Path:
 
 
 def populate_source(store: FolderStore, name: str, input_path: Path) -> None:
-    """Adds a source to a store, with one worker."""
     options = PopulateOptions(
         spec=spec(name),
         store_url=store.url,
@@ -79,7 +82,6 @@ def _original() -> Path:
 
 
 def copy_small_store(folder: Path, *, signed: bool = False) -> FolderStore:
-    """A store of two sources in ``folder``, which must not be there yet."""
     shutil.copytree(_original(), folder)
     store = FolderStore(folder)
     if signed:
@@ -97,7 +99,6 @@ def checkpoints_of(folder: Path) -> Checkpoints:
 
 
 def segment_of(folder: Path) -> Segment:
-    """The store's only index segment."""
     return Segment.from_json((folder / manifest_of(folder).index[0].key).read_bytes())
 
 
@@ -117,3 +118,43 @@ def write_segment(folder: Path, segment: Segment) -> None:
     )
     (folder / reference.key).write_bytes(body)
     write_manifest(folder, manifest.model_copy(update={"index": (reference,)}))
+
+
+TEXT_SHARD_TOKENS = 40_000
+NUM_SHARDS = 10
+MERGES = 700
+"""With bytes and special ids under 1,024: the least number of rows a model has."""
+
+TextKind = Literal["english", "other"]
+"""Texts far enough apart that their first merges differ."""
+
+_CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
+_FILES = {"english": "fineweb-edu/000_00000.parquet", "other": "multilingual/multi.parquet"}
+
+
+@cache
+def text_store(kind: TextKind = "english") -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"text-store-{kind}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    store = FolderStore(folder / "store")
+    options = PopulateOptions(
+        spec=SourceSpec(name=kind, merges=MERGES),
+        store_url=store.url,
+        inputs=(str(_text(kind, folder)),),
+        num_workers=1,
+        shard_tokens=TEXT_SHARD_TOKENS,
+        max_shards=NUM_SHARDS,
+        learn=LearnOptions(documents=100, merges=MERGES),
+    )
+    populate(options, store)
+    return folder / "store"
+
+
+def _text(kind: TextKind, folder: Path) -> Path:
+    path = _CORPUS / _FILES[kind]
+    if path.is_file():
+        return path
+    rows = [text if kind == "english" else text.upper() for _, text in sorted(topics.items())]
+    path = folder / "manuals.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in 8 * rows), encoding="utf-8")
+    return path

@@ -58,7 +58,6 @@ def micro_batch(seed: int, rows: int = 2, positions: int = 8, padded: int = 0) -
 
 
 def hidden(seed: int, rows: int = 2, positions: int = 8) -> Tensor:
-    """Random hidden states, or gradients of some."""
     return torch.randn(rows, positions, CUT.dim, generator=torch.Generator().manual_seed(seed))
 
 
@@ -69,7 +68,6 @@ def backward(stage: StageReplica, x: Tensor | None, grad_y: Tensor, key: str = "
 
 
 def count(stage: StageReplica, seed: int = 1, scale: float = 1.0) -> None:
-    """Counts a micro-batch of 16 tokens."""
     _, ids, labels = micro_batch(seed)
     if stage.kind == "tail":
         stage.tail("m", hidden(seed), labels)
@@ -94,12 +92,10 @@ def carry(stages: Sequence[StageReplica], batch: MicroBatch) -> float:
 
 
 def sums_of(stages: Sequence[StageReplica]) -> dict[str, Tensor]:
-    """Copies of all accumulated gradients, by the name of the parameter."""
     return {name: total.clone() for stage in stages for name, total in stage.state_dict()["sums"].items()}
 
 
 def bits_of(stage: StageReplica) -> bytes:
-    """Weights, moments, accumulators and counters."""
     state = stage.state_dict()
     moments = [value for each in state["optimizer"]["state"].values() for value in each.values()]
     tensors = [*state["module"].values(), *moments, *state["sums"].values()]

@@ -1,8 +1,5 @@
 """Stage workers of a small model: in this process, or as processes that tests stop, continue and kill.
 
-    async with running_worker(WorkerSetup(stage="head")) as worker: ...          # in this process, on a real socket
-    with stage_worker_processes([WorkerSetup(stage="tail")]) as (node,): ...     # python -m tests.support.stage_worker
-
 A process reads its setup as one JSON line, prints where it is reached, and ends with its standard input.
 """
 
@@ -13,24 +10,30 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.support.child import Child, input_ended, say
 from tests.support.model_configs import random_tokens, small_config
+from tests.support.waiting import until
 from trainer.compression.activations import activation_codec
 from trainer.inner import InnerConfig, make_optimizer
 from trainer.model import build_stage
+from trainer.model.loss import IGNORED_LABEL
 from trainer.model.plan import StagePlan
 from trainer.model.subspace import SubspaceConstraint, basis_of, fixed_table_of
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
-from trainer.pipeline.protocol.wire import wire_ids
+from trainer.pipeline.protocol import messages
+from trainer.pipeline.protocol.tensors import TensorAnswer, ask_tensors
+from trainer.pipeline.protocol.wire import part_of, wire_ids
 from trainer.pipeline.stage import StageConfig, StageReplica
 from trainer.pipeline.worker import StageWorker, WorkerConfig
+from trainer.pipeline.worker.status import STATUS, StatusAnswer, StatusAsk
 
 RUN_ID = "stage-test"
 FAST = {"host": "127.0.0.1", "heartbeat_s": 0.25, "stall_timeout_s": 5.0, "stop_grace_s": 0.2, "tls": False}
@@ -90,7 +93,6 @@ def build_worker(endpoint: Endpoint, setup: WorkerSetup, **options: Any) -> Stag
 
 
 def weights(worker: StageWorker) -> str:
-    """A digest of a worker's parameters."""
     running = hashlib.sha256()
     for name, value in sorted(worker.replica.module.state_dict().items()):
         running.update(name.encode() + value.detach().numpy().tobytes())
@@ -99,8 +101,6 @@ def weights(worker: StageWorker) -> str:
 
 @dataclass
 class RunningWorker:
-    """A worker that answers."""
-
     setup: WorkerSetup
     endpoint: Endpoint
     worker: StageWorker
@@ -157,16 +157,7 @@ async def queued(running: RunningWorker, *asked: Awaitable[Any]) -> list[asyncio
     return tasks
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it, not for ever."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 class StageProcess(Child):
-    """A worker in another process."""
-
     peer: Peer
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -181,7 +172,6 @@ class StageProcess(Child):
 
 @contextmanager
 def stage_worker_processes(setups: Sequence[WorkerSetup]) -> Iterator[list[StageProcess]]:
-    """Starts several, all at once, and kills them at the end."""
     with ExitStack() as stack:
         processes = [stack.enter_context(StageProcess(setup)) for setup in setups]
         for process in processes:
@@ -194,6 +184,92 @@ async def _serve(setup: WorkerSetup) -> None:
         endpoint = running.endpoint
         say([endpoint.peer_id, endpoint.address, (endpoint.certificate or b"").decode()])
         await input_ended()
+
+
+Reply = TensorAnswer[messages.StageAnswer]
+Worker = RunningWorker | StageProcess
+
+
+class StageDriver:
+    """Asks workers by hand, one request at a time; tensors are handed on as they come."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+
+    async def forward(self, worker: Worker, key: str, tensors: Mapping[str, Tensor], **changes: object) -> Reply:
+        return await self.ask(worker, messages.FORWARD, messages.ForwardAsk, key, tensors, changes)
+
+    async def backward(self, worker: Worker, key: str, tensors: Mapping[str, Tensor], **changes: object) -> Reply:
+        return await self.ask(worker, messages.BACKWARD, messages.BackwardAsk, key, tensors, changes)
+
+    async def tail(self, worker: Worker, key: str, tensors: Mapping[str, Tensor], **changes: object) -> Reply:
+        return await self.ask(worker, messages.TAIL, messages.TailAsk, key, tensors, changes)
+
+    async def evaluate(self, worker: Worker, tensors: Mapping[str, Tensor]) -> Reply:
+        return await self.ask(worker, messages.EVALUATE, messages.EvaluateAsk, "e0.s0.r0", tensors, {})
+
+    async def chain(self, workers: Sequence[Worker], key: str, ids: Tensor, labels: Tensor, **changes: object) -> Reply:
+        route = tuple(_hop(worker) for worker in workers[1:])
+        tensors = {"ids": wire_ids(ids), "labels": wire_ids(labels)}
+        return await self.ask(workers[0], messages.CHAIN, messages.ChainAsk, key, tensors, {"route": route, **changes})
+
+    async def hub(self, workers: Sequence[Worker], key: str, ids: Tensor, labels: Tensor) -> list[Reply]:
+        """What each answered, the tail first."""
+        sent_ids, sent_labels = wire_ids(ids), wire_ids(labels)
+        inputs: list[dict[str, Tensor]] = [{"ids": sent_ids}]
+        versions = []
+        for worker in workers[:-1]:
+            reply = await self.forward(worker, key, inputs[-1])
+            inputs.append(dict(reply.tensors))
+            versions.append(reply.body.version)
+        replies = [await self.tail(workers[-1], key, {**inputs[-1], "labels": sent_labels})]
+        num_tokens = int((labels != IGNORED_LABEL).sum())
+        for worker, x, version in zip(workers[-2::-1], inputs[-2::-1], versions[::-1], strict=True):
+            gradient = part_of("gradient", replies[-1].tensors)
+            changes = {"forward_version": version, "num_tokens": num_tokens}
+            replies.append(await self.backward(worker, key, {**x, **gradient}, **changes))
+        return replies
+
+    async def applied(self, worker: Worker, *keys: str, refuse_from_now: bool = False) -> tuple[str, ...]:
+        ask = messages.AppliedAsk(micro_batches=keys, refuse_from_now=refuse_from_now)
+        reply = await self.endpoint.call(worker.peer, messages.APPLIED, ask, messages.AppliedAnswer, timeout_s=20)
+        return reply.body.micro_batches
+
+    async def status(self, worker: Worker) -> StatusAnswer:
+        return (await self.endpoint.call(worker.peer, STATUS, StatusAsk(), StatusAnswer, timeout_s=20)).body
+
+    async def ask(
+        self,
+        worker: Worker,
+        method: str,
+        model: type[messages.StageAsk],
+        key: str,
+        tensors: Mapping[str, Tensor],
+        changes: Mapping[str, object],
+    ) -> Reply:
+        first = next(iter(tensors.values()))
+        shape = {"num_rows": first.shape[0], "num_positions": first.shape[1]}
+        known = {"apply_within_s": 30.0, "forward_version": 0, "num_tokens": first.shape[0] * first.shape[1]}
+        fields = {name: value for name, value in known.items() if name in model.model_fields}
+        fields |= {"micro_batch": key, "stage": worker.setup.stage, "answer_within_s": 30.0, **shape, **changes}
+        ask, limits = model.model_validate(fields), {"answer_bytes": 256 << 20, "timeout_s": 30.0}
+        return await ask_tensors(self.endpoint, worker.peer, method, ask, tensors, messages.StageAnswer, **limits)
+
+
+def _hop(worker: Worker) -> messages.Hop:
+    pem = (worker.peer.certificate or b"").decode()
+    peer = {"peer_id": worker.peer.peer_id, "address": worker.peer.address, "certificate_pem": pem}
+    return messages.Hop(stage=worker.setup.stage, **peer)
+
+
+@asynccontextmanager
+async def running_driver() -> AsyncIterator[StageDriver]:
+    endpoint = Endpoint(Identity.create(), RUN_ID, RpcConfig(**FAST))
+    await endpoint.start()
+    try:
+        yield StageDriver(endpoint)
+    finally:
+        await endpoint.stop()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Donors and fetchers of state as processes of their own: ``python -m tests.support.state_actor OPTIONS``, as JSON.
 
-A donor (``directory``, ``rate``) writes one JSON line, where it is reached, and serves until it is killed. A fetcher
-(``directory``, ``digest``, ``donors``, ``report_bytes``) fetches once, and writes a line when it has received so much.
-Both end when their standard input closes, so none outlives the test that started it.
+A donor (``directory``, ``rate``) says where it is reached, and serves. A fetcher (``directory``, ``digest``,
+``donors``, ``report_bytes``) fetches once, and says when it has so much. Both end with their standard input.
 """
 
 from __future__ import annotations
@@ -22,17 +21,13 @@ from trainer.network.transfer import Expectation, StateConfig, StateDonor, fetch
 
 
 class Actor(Child):
-    """A running process, and in ``said`` what it said first."""
-
     said: dict[str, Any]
 
     @property
     def peer(self) -> Peer:
-        """Where it is reached, of a donor."""
         return _peer(self.said["peer"])
 
     def read_line(self) -> dict[str, Any]:
-        """The next that it says; empty when it has ended."""
         return self.hear() or {}
 
 
@@ -48,7 +43,6 @@ def actors(*options: dict[str, Any]) -> Iterator[list[Actor]]:
 
 
 def peer_fields(peer: Peer) -> list[str]:
-    """A peer as an option."""
     assert peer.peer_id is not None
     return [peer.peer_id, peer.address, (peer.certificate or b"").decode()]
 

@@ -1,12 +1,7 @@
 """Any store, honest or not, made from arrays of ids in a folder, without the populator.
 
-    store = TokenStore.of(folder, 6)            # six shards of 2,000 fixed ids, in the transfer form too
-    store.add(fixed_ids(6), source="beta")      # written, not yet vouched for
-    store.publish()                             # the next manifest: sequence + 1, previous, index, totals
-
 What `publish` vouches for is what `entries` says, so a test that changes an entry, or puts other bytes at a key and
-names their digest, has a store whose chain of digests holds and whose contents lie. `digest` and `take` compare the
-batches that are made of it.
+names their digest, has a store whose chain of digests holds and whose contents lie.
 """
 
 from __future__ import annotations
@@ -64,7 +59,6 @@ def fixed_ids(shard_id: int, num_tokens: int = SHARD_TOKENS, next_merge_id: int 
 
 
 def vocabulary_of(next_merge_id: int = VOCABULARY_IDS) -> VocabularyFile:
-    """A vocabulary with so many ids; its merges are pairs of bytes in order."""
     merges = {f"{10 + n // 256}_{10 + n % 256}": 266 + n for n in range(next_merge_id - 266)}
     return VocabularyFile.model_validate(
         {"next_merge_id": next_merge_id, "merges": merges, "sources_contributed": {"alpha": len(merges)}}
@@ -73,8 +67,6 @@ def vocabulary_of(next_merge_id: int = VOCABULARY_IDS) -> VocabularyFile:
 
 @dataclass(slots=True)
 class TokenStore:
-    """A store in a folder."""
-
     folder: Path
     shard_tokens: int = SHARD_TOKENS
     next_merge_id: int = VOCABULARY_IDS
@@ -96,14 +88,12 @@ class TokenStore:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest that lies in the folder."""
         return Manifest.from_json((self.folder / MANIFEST_KEY).read_bytes())
 
     def ids(self, shard_id: int) -> Ids:
         return fixed_ids(shard_id, self.shard_tokens, self.next_merge_id)
 
     def grow(self, shards: int, *, sources: Sequence[str] = ("alpha",)) -> Manifest:
-        """Adds so many shards of `fixed_ids`, and publishes."""
         for _ in range(shards):
             shard_id = len(self.entries)
             self.add(self.ids(shard_id), source=sources[shard_id % len(sources)])
@@ -138,7 +128,6 @@ class TokenStore:
         self.entries[shard_id] = self.entries[shard_id].model_copy(update=fields)
 
     def put(self, key: str, body: bytes) -> str:
-        """Writes an object; returns its digest."""
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".new-{path.name}")
@@ -213,5 +202,4 @@ def digest(batch: Mapping[str, Any]) -> str:
 
 
 def take(batches: Iterable[Mapping[str, Any]], count: int | None = None) -> list[str]:
-    """The digests of the next ``count`` batches; of all that come, without one."""
     return [digest(batch) for batch in islice(iter(batches), count)]

@@ -57,7 +57,6 @@ def torchtitan_logits(state: Mapping[str, Tensor], arguments: Mapping[str, objec
 
 
 def main(folder: Path, ids_path: Path, logits_path: Path) -> None:
-    """Writes the logits of the ids."""
     from torchtitan.models import llama3
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention

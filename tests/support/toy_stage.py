@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.rpc_node import RUN_ID, fast_config
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import RUN_ID, fast_config, running_endpoint
 from trainer.compression.activations import activation_codec
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
 from trainer.network.discovery.stage_report import StageUid
@@ -272,8 +271,6 @@ class ToyStage:
 
 @dataclass
 class ToySwarm:
-    """Stages, their workers, and who is announced."""
-
     stages: tuple[str, ...]
     workers_by_stage: dict[str, list[ToyStage]]
     announced: set[str] = field(default_factory=set)
@@ -304,7 +301,6 @@ class ToySwarm:
 
 @asynccontextmanager
 async def toy_swarm(replicas: dict[str, int], **options: Any) -> AsyncIterator[ToySwarm]:
-    """Workers at real endpoints, by stage; all stopped at the end."""
     swarm = ToySwarm(tuple(replicas), {stage: [] for stage in replicas})
     try:
         for stage, number in replicas.items():
@@ -330,11 +326,13 @@ class ListedWork:
     async def next(self) -> MicroBatch | None:
         if not self.left:
             return None
-        number = self.left.popleft()
-        micro_batch = micro_batch_of(number, self._lease_s)
+        micro_batch = self.made(self.left.popleft())
         self.given.append(micro_batch.key)
         self.terms.append(micro_batch.term)
         return micro_batch
+
+    def made(self, number: int) -> MicroBatch:
+        return micro_batch_of(number, self._lease_s)
 
     def settle(self, settlement: Settlement) -> None:
         assert settlement.micro_batch in self.given
@@ -356,7 +354,6 @@ def micro_batch_of(number: int, lease_s: float = 30.0) -> MicroBatch:
 
 
 def loss_of(number: int, stages: Sequence[str]) -> float:
-    """The loss sum of `micro_batch_of` it."""
     ids = micro_batch_of(number).input_ids.float()
     return float((ids + len(stages) - 1).sum()) * DIM
 
@@ -413,9 +410,3 @@ async def driving(
         drive = Drive(swarm, work, driver, results)
         yield drive
         drive.check_account()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it; the test's own deadline bounds it."""
-    while not condition():
-        await asyncio.sleep(0.005)

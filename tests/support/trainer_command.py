@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import torch
 
 from trainer.checkpoint.node import load_newest, wallet_id
+from trainer.run.cli.app import run
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 100.0
@@ -31,8 +33,6 @@ SMALL = (
 
 @dataclass(frozen=True)
 class TrainerCommand:
-    """The command, with a store and a folder of its own for everything it writes."""
-
     store: Path | str
     folder: Path
     common: tuple[str, ...] = SMALL
@@ -81,8 +81,6 @@ class TrainerCommand:
 
 @dataclass
 class RunningTrainer:
-    """A node at work: what it printed so far, and when it ends."""
-
     process: subprocess.Popen[str]
     events: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -94,9 +92,9 @@ class RunningTrainer:
         for reader in self._readers:
             reader.start()
 
-    def wait_for(self, kind: str, number: int = 0, timeout_s: float = WAIT_S) -> dict[str, Any]:
+    def wait_for(self, kind: str, number: int = 0) -> dict[str, Any]:
         key = {"step": "step", "round": "outer_step"}[kind]
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + WAIT_S
         with self._news:
             while True:
                 for event in self.events:
@@ -190,3 +188,36 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     else:
         same = type(one) is type(other) and one == other
     return [] if same else [f"{where}: {str(one)[:60]} and {str(other)[:60]}"]
+
+
+@dataclass(frozen=True)
+class TrainerHere:
+    command: TrainerCommand
+    capsys: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture
+
+    def __call__(self, *arguments: str | Path, expect: int = 0) -> str:
+        """Trains to the end, which must be ``expect``; what it printed and logged."""
+        return self.other(*self.command.line(*arguments)[3:], expect=expect)
+
+    def other(self, *arguments: str | Path, expect: int = 0) -> str:
+        self.caplog.clear()
+        code = run([str(argument) for argument in arguments])
+        output, errors = self.capsys.readouterr()
+        said = f"{self.caplog.text}{errors}{output}"
+        assert code == expect, said
+        return said
+
+
+@contextmanager
+def trainer_here(
+    command: TrainerCommand,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[TrainerHere]:
+    for name in ("GENESIS_TOKEN", "GENESIS_STORE", "GENESIS_CACHE_BYTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(command.folder / "cache"))
+    with caplog.at_level("INFO"):
+        yield TrainerHere(command, capsys, caplog)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tests.support.child import Child, say
-from tests.support.small_model import SMALL, VOCAB_SIZE, small_model
+from tests.support.model_configs import SMALL, VOCAB_SIZE, small_model
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.arithmetic import Arithmetic
@@ -96,8 +96,6 @@ ATTACKS = tuple(_LIES)
 
 
 class _Liar(PeerCollective):
-    """Says something else than what it was given."""
-
     attack: str
     generator: torch.Generator
 
@@ -115,8 +113,6 @@ def _encode_poison(arithmetic: Arithmetic, part: int) -> bytes:
 
 
 class _Member:
-    """One of them, in one run."""
-
     def __init__(self, number: int, run: Mapping[str, Any], loop: LoopThread) -> None:
         self._number = number
         self._loop = loop
@@ -139,18 +135,15 @@ class _Member:
         self._collective.move_to(0)
 
     def start(self) -> tuple[str, str, str]:
-        """Where it is reached."""
         self._loop.run(self.endpoint.start(), 30.0)
         return self.endpoint.peer_id, self.endpoint.address, (self.endpoint.certificate or b"").decode()
 
     def meet(self, members: Mapping[str, tuple[str, str, str]]) -> None:
-        """Learns where the others are."""
         for peer_id, address, certificate in members.values():
             if peer_id != self.endpoint.peer_id:
                 self._peers[peer_id] = Peer(peer_id, address, certificate.encode() or None)
 
     def train(self) -> dict[str, Any]:
-        """All of its rounds, and what came of them."""
         model = small_model()
         config = InnerConfig(lr=4e-3, warmup_steps=10, schedule="constant", micro_batch_size=_ROWS, seq_len=_SEQ_LEN)
         inner = InnerLoop(model, make_optimizer(model, config), config, _batches(self._number), torch.device("cpu"))
@@ -172,13 +165,11 @@ class _Member:
         }
 
     def leave(self) -> None:
-        """Gives up its sockets."""
         self._collective.close()
         self._loop.run(self.endpoint.stop(), 30.0)
 
 
 def main() -> None:
-    """One run after another, until the input ends."""
     torch.set_num_threads(1)
     Arithmetic.encode_own = _encode_poison  # type: ignore[method-assign]
     loop = LoopThread("actor")
@@ -202,8 +193,6 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
-
     members: dict[int, dict[str, Any]]
     """By number, what its process says of it."""
     liars: tuple[int, ...]
@@ -246,14 +235,7 @@ class TrainingCast:
         self._living.close()
 
     def run(self, num_members: int, rule: Mapping[str, Any], attack: str = "", num_liars: int = 0) -> Outcome:
-        """One run to its end.
-
-        Args:
-            num_members: all of them, the liars, who have the highest numbers, included.
-            rule: of `RuleConfig`.
-            attack: of `ATTACKS`.
-            num_liars: how many.
-        """
+        """One run to its end, by ``rule`` of `RuleConfig`; the last members lie as ``attack`` of `ATTACKS`."""
         liars = tuple(range(num_members - num_liars, num_members))
         described = {
             "run_id": f"run-{next(self._numbers)}",

@@ -1,8 +1,7 @@
 """Nodes of one run as a user starts them, ``python -m trainer``, on this machine: started, stopped, killed, read.
 
-A node is known by its name. Everything of it lies in the swarm's folder: checkpoints, keys, log, what it printed. All
-waiting has a deadline, and fails at once when a node that is waited for has ended. Whatever happens, no process is left
-when the ``with`` ends; nodes end by themselves at ``MAX_STEPS`` should the tests themselves be killed.
+Everything of a node lies in the swarm's folder. All waiting fails at once when a node that is waited for has ended. No
+process is left when the ``with`` ends; nodes end by themselves at ``MAX_STEPS`` should the tests themselves be killed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +20,8 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
+from tests.support.waiting import wait_until
 from trainer.checkpoint.node import load_newest, wallet_id
 from trainer.monitor import Event, read_events
 from trainer.run.swarm.running import free_ports
@@ -83,17 +82,7 @@ def check_agreement(nodes: Iterable[TrainingNode], first_step: int, last_step: i
             assert {other.peer_id for other in watched} <= set(members[step]), f"{node.name}, outer step {step}"
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"expected {what} within {timeout_s:.0f} s")
-        time.sleep(0.1)
-
-
 class TrainingNode:
-    """One node, over all its lives; ``folder`` is its swarm's."""
-
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name = name
         self.command = list(command)
@@ -157,7 +146,6 @@ class TrainingNode:
         return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
 
     def states(self) -> dict[int, str]:
-        """Digest of what others can fetch of it, by outer step; the last one it had at that step."""
         return {int(event.number("outer_step")): str(event.fields["digest"]) for event in self.events("state")}
 
     @property
@@ -251,7 +239,7 @@ class TrainingSwarm:
             assert not ended, f"expected {what}, found that {', '.join(ended)} has ended"
             return False
 
-        wait_until(looked, what, timeout_s)
+        wait_until(looked, f"expected {what} within {timeout_s:.0f} s", timeout_s, 0.1)
 
     def wait_for_step(self, outer_step: int, *names: str, timeout_s: float = WAIT_S) -> None:
         nodes = [self.nodes[name] for name in names or self.nodes]
@@ -263,7 +251,6 @@ class TrainingSwarm:
         )
 
     def stop(self, *names: str) -> list[int]:
-        """Asks nodes (all, by default) to save and leave; their exit codes."""
         nodes = [self.nodes[name] for name in names or self.nodes]
         for node in nodes:
             node.send(signal.SIGTERM)

@@ -13,7 +13,7 @@ import pytest
 
 from genesis.store import CachePolicy, FolderStore
 from tests.genesis.serve.conftest import LARGE_BYTES, PRIVATE, SECRET, make_store
-from tests.support.cdn_servers import CdnClock, nginx_cdn, varnish_cdn
+from tests.support.cdn_servers import CdnClock, nginx_cdn
 from tests.support.serve_process import ServeProcess, genesis_serve, request
 
 LARGE = "/shard_7.pt"
@@ -236,10 +236,10 @@ class Front:
         return self.origin.metric("genesis_serve_requests_total", method="GET", status=str(status), kind=kind)
 
 
-@pytest.fixture(params=[nginx_cdn, varnish_cdn], ids=["nginx", "varnish"])
-def front(request, tmp_path: Path, contents) -> Iterator[Front]:
+@pytest.fixture
+def front(tmp_path: Path, contents) -> Iterator[Front]:
     store = make_store(tmp_path / "store", contents)
-    with genesis_serve(tmp_path / "store") as origin, request.param(origin.url) as url:
+    with genesis_serve(tmp_path / "store") as origin, nginx_cdn(origin.url) as url:
         yield Front(url, origin, store)
 
 

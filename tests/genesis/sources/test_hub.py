@@ -19,8 +19,8 @@ from genesis.errors import CorruptInputError, InputChangedError, InputNotFoundEr
 from genesis.sources import parquet, read_batches, resolve, tasks
 from genesis.sources.hub_client import HubRetryPolicy, auth_headers
 from manifests import SourceSpec
+from tests.support.documents import read_on, read_until_error
 from tests.support.hub_server import COMMIT, Fault, HubServer, SeededFaults, hub_server
-from tests.support.source_documents import read_on, read_until_error
 
 Serve = Callable[..., HubServer]
 Texts = dict[str, list[bytes]]

@@ -19,7 +19,7 @@ from genesis.sources import lines as lines_module
 from genesis.sources import reading as module
 from genesis.sources.opening import read_ahead
 from manifests import SourceSpec
-from tests.support.source_documents import read_on, read_until_error
+from tests.support.documents import read_on, read_until_error
 
 SPEC = SourceSpec(name="mine")
 

@@ -15,7 +15,7 @@ from genesis.sources import PYTHON_DOCS, resolve, tasks
 from genesis.sources.base import fixed_folder, matches, natural_key
 from genesis.sources.opening import format_of
 from manifests import SourceSpec, builtin_sources
-from tests.support.source_documents import read_on
+from tests.support.documents import read_on
 
 SPEC = SourceSpec(name="mine")
 

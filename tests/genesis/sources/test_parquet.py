@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from genesis.errors import CorruptInputError, SourceError
 from genesis.sources import BATCH_BYTES, InputPlan, read_batches, resolve, tasks
 from manifests import SourceSpec
-from tests.support.source_documents import read_on, read_until_error
+from tests.support.documents import read_on, read_until_error
 
 SPEC = SourceSpec(name="mine")
 ROWS = ["first", None, "", "zweite Zeile äöü", "三", "x" * 1000, None, "last\0row"]

@@ -23,7 +23,7 @@ from genesis.tokenizer import (
 from genesis.tokenizer.engines import ENGINES, Engine
 from genesis.tokenizer.learning import learn
 from manifests import BYTE_OFFSET, VocabularyFile
-from tests.support.texts import FRAGMENTS, UNICODE_17, adversarial_strings
+from tests.support.documents import FRAGMENTS, UNICODE_17, adversarial_strings
 
 fragments = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 strings = fragments | st.text(st.characters(exclude_categories=["Cs"], exclude_characters=sorted(UNICODE_17)))

@@ -24,7 +24,7 @@ from genesis.tokenizer.helper import pack, run_helper, unpack
 from genesis.tokenizer.learning import append_pairs, learn, symbolise
 from genesis.tokenizer.words import MAX_WORD_CHARACTERS, count_words
 from manifests import BYTE_OFFSET, PATTERN, VocabularyFile
-from tests.support.texts import FRAGMENTS, adversarial_strings
+from tests.support.documents import FRAGMENTS, adversarial_strings
 from tests.support.waiting import wait_until
 
 EMPTY = VocabularyFile.from_pairs([], {})

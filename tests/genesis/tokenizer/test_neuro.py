@@ -24,7 +24,7 @@ from genesis.errors import (
 from genesis.tokenizer import NeuroTokenizer, export_tokenizer, hf_tokenizer_json
 from manifests import BYTE_OFFSET, FIRST_MERGE_ID, SPECIAL_TOKENS, VocabularyFile
 from manifests.errors import ContractError, UnsupportedFormatError
-from tests.support.texts import adversarial_strings
+from tests.support.documents import adversarial_strings
 
 
 def as_object(tokenizer: NeuroTokenizer) -> dict[str, object]:

@@ -28,7 +28,6 @@ ATTACKS: dict[str, Callable[[Target], Coroutine[None, None, None]]] = {attack.__
 
 
 async def main(name: str, target: Target) -> None:
-    """Attacks, for its time and no longer."""
     try:
         async with asyncio.timeout(target.seconds + _GRACE_S):
             await ATTACKS[name](target)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.support.attacks import Target
-from tests.support.raw_http2 import any_certificate, no_window_connection
+from tests.support.hostile_caller import any_certificate, no_window_connection
 from trainer.network.discovery.exchange import EXCHANGE_METHOD
 from trainer.network.rpc import Identity
 from trainer.run.config import read_yaml

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_actor import Death, newest_step, save
-from tests.support.stage_files import ACTOR_RUN, actor_value, save_as_actor
+from tests.support.checkpoint_actor import ACTOR_RUN, Death, actor_value, newest_step, save, save_as_actor
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def kind(request: pytest.FixtureRequest) -> _Kind:
 def _exitcode(kind: _Kind, folder: Path, step: int, death: Death) -> int | None:
     """Of a process of its own that saves; torch and the trainer are imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.stage_files"])
+    context.set_forkserver_preload(["tests.support.checkpoint_actor"])
     process = context.Process(target=kind.save, args=(str(folder), step, death))
     process.start()
     process.join(60)

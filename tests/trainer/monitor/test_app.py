@@ -13,8 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 
-from tests.support.observing import Announced, Report, Step
-from tests.support.pipeline_view import SeenPipeline, an_account, some_stages
+from tests.support.observing import Announced, Report, SeenPipeline, Step, an_account, some_stages
 from trainer.monitor import EventLog, SwarmAccount, SwarmStages, read_events
 from trainer.monitor.app import shutdown_refusal, user_of_peer
 from trainer.monitor.status import ACCOUNT_PATH, STAGES_PATH, Health, TrainingStatus, VerifyStatus

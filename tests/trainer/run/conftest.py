@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.text_store import text_store
-from tests.support.trainer_command import TrainerCommand
-from tests.support.trainer_here import TrainerHere, trainer_here
+from tests.support.small_store import text_store
+from tests.support.trainer_command import TrainerCommand, TrainerHere, trainer_here
 
 
 @pytest.fixture

@@ -21,10 +21,9 @@ import pytest
 from scripts.swarm_bench.disturbing import Disturber, is_at_work, schedule
 from scripts.swarm_bench.goodput import Progress
 from scripts.swarm_bench.losses import LossCurve, curve_of
-from tests.support.one_process import records_of
-from tests.support.pipeline_account import Recount, account_at_rest
-from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm
-from tests.support.training_swarm import WAIT_S, TrainingNode, merged, wait_until
+from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm, Recount, account_at_rest, records_of
+from tests.support.training_swarm import WAIT_S, TrainingNode, merged
+from tests.support.waiting import wait_until
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.ledger.records import Settled
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk

@@ -19,16 +19,13 @@ import torch
 
 from tests.support.lying_worker import LIES, Liar, lying_worker
 from tests.support.model_configs import random_tokens
-from tests.support.pipeline_account import check_account
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
-from tests.support.rpc_node import fast_config
-from tests.support.rpc_pair import running_endpoint
+from tests.support.pipeline_swarm import STAGES, PipelineSwarm, check_account, steps_of
+from tests.support.rpc_node import fast_config, running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows, announced
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import RUN_ID, WorkerSetup, held
+from tests.support.stage_worker import RUN_ID, WorkerSetup, held, running_driver
 from tests.support.token_store import TokenStore
-from tests.support.toy_stage import until
 from tests.support.training_swarm import TERMINATED
+from tests.support.waiting import until
 from trainer.errors import PeerUnavailableError
 from trainer.pipeline.driver import PipelineDriver, StageWorker
 from trainer.pipeline.protocol.wire import wire_ids

@@ -13,10 +13,10 @@ import random
 
 import pytest
 
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import running_endpoint
 from tests.support.small_pipeline import POSITIONS, ROWS, Member, SmallPipeline, Windows
 from tests.support.stage_worker import RUN_ID, WorkerSetup, held
-from tests.support.toy_stage import until
+from tests.support.waiting import until
 from trainer.pipeline.protocol.work import MicroBatch
 
 NUM_KILLS = {"hub": 18, "chain": 12}

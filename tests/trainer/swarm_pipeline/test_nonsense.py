@@ -26,8 +26,7 @@ from tests.support.hostile_caller import HostileCaller, hostile_caller
 from tests.support.ledger_run import Run, all_of, ledger_run
 from tests.support.model_configs import random_tokens
 from tests.support.rpc_node import RUN_ID as LEDGER_RUN
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import RUN_ID, RunningWorker, WorkerSetup, running_worker
+from tests.support.stage_worker import RUN_ID, RunningWorker, WorkerSetup, running_driver, running_worker
 from trainer.network.rpc import Endpoint
 from trainer.pipeline.ledger import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, LedgerService
 from trainer.pipeline.protocol import messages

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.one_process import OneProcess, micro_batches_given, records_of
-from tests.support.pipeline_swarm import STAGES, PipelineSwarm, steps_of
-from tests.support.text_store import text_store
+from tests.support.pipeline_swarm import STAGES, OneProcess, PipelineSwarm, micro_batches_given, records_of, steps_of
+from tests.support.small_store import text_store
 from tests.support.token_store import TokenStore
 from tests.support.trainer_command import TrainerCommand
 from tests.support.training_swarm import TERMINATED

@@ -13,18 +13,29 @@ from typing import Any
 
 import pytest
 
-from tests.support.one_process import records_of
-from tests.support.pipeline_account import check_account
-from tests.support.pipeline_swarm import DRIVERS, STAGES, PipelineSwarm, held_out_loss, held_out_rows, steps_of
-from tests.support.text_store import text_store
+from tests.support.pipeline_swarm import (
+    DRIVERS,
+    STAGES,
+    PipelineSwarm,
+    check_account,
+    held_out_loss,
+    held_out_rows,
+    records_of,
+    steps_of,
+)
+from tests.support.small_store import text_store
 from tests.support.token_store import TokenStore
 from tests.support.training_swarm import TERMINATED, TrainingNode, merged
+from tests.support.waiting import wait_until
 from trainer.checkpoint.stages import newest_set, time_us
 from trainer.checkpoint.stages.naming import named_files
 from trainer.checkpoint.stages.sets import SET_ASIDE
 from trainer.pipeline.ledger.records import Workers
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.identity import identity_of
 from trainer.run.swarm.shape import target_tokens_of
 
+_AWAY_S = 45.0
 STRATEGIES: dict[str, dict[str, Any]] = {
     "diloco": {"strategy": "diloco", "diloco": {"inner_steps": 5}},
     "async_sparta": {"swarm": {"sparta": {"every_steps": 4, "num_slices": 4, "ghost_rounds": 2}}},
@@ -262,6 +273,48 @@ def test_a_stop_at_any_moment_saves_a_model_as_good_as_the_last_regular_checkpoi
             assert stopped <= bound * regular, f"{stopped:.3f} after {regular:.3f}, at step {num_steps()}"
         said = "".join(node.output() for node in workers.values())
         assert "is dropped when the others' state is taken up" not in said, "of those that were alive all the time"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_another_driver_goes_on_at_its_speed_while_the_keeper_is_killed_and_away(tmp_path: Path) -> None:
+    """With larger micro-batches than in other tests, so that a minute's are fewer than a driver may hold."""
+    store = TokenStore.of(tmp_path / "store", 8, shard_tokens=200_000)
+    home = from_mapping(RunConfig, {"node_id": "driver-1", "state_dir": str(tmp_path / "swarm" / "home")})
+    options = {
+        "inner": {"seq_len": 128, "micro_batch_size": 4},
+        "swarm": {"stage": {"target_tokens": 2048}, "ledger": {"keeper": identity_of(home).peer_id}},
+    }
+
+    def speed(for_s: float) -> float:
+        counts, began_s = [], time.monotonic()
+        for wait_s in (0.0, for_s):
+            time.sleep(wait_s)
+            counts.append(sum(int(step["num_tokens"]) for step in steps_of(swarm["driver-2"])))
+        return (counts[1] - counts[0]) / (time.monotonic() - began_s)
+
+    with PipelineSwarm(tmp_path / "swarm", store.folder, **options) as swarm:
+        keeper, other = (swarm.begin_driver(name) for name in DRIVERS)
+        workers = swarm.begin_workers(*STAGES)
+        for name in DRIVERS:
+            swarm.wait_for_steps(name, 4)
+        time.sleep(15.0)  # For its speed to be known.
+        before = speed(20.0)
+        keeper.kill()
+        away = speed(_AWAY_S)
+        stages = swarm.stages("driver-2")
+        assert stages is not None
+        assert stages.keeper_away_s > _AWAY_S / 2
+        keeper.start()
+        wait_until(lambda: (now := swarm.stages("driver-2")) is not None and now.keeper_away_s == 0.0, "the keeper")
+        swarm.wait(lambda: b'"kind":"resolved"' in swarm.journal.read_bytes(), "the dead driver's lease to be resolved")
+        swarm.wait_for_steps("driver-1", 1, alive=[keeper, other, *workers])
+        told = swarm.account("driver-2")
+        swarm.stop_in_order(drivers=DRIVERS[::-1])
+        account = check_account(swarm)
+    assert away >= 0.8 * before
+    assert told is not None and told.micro_batches.adds_up
+    assert account.micro_batches.lost <= swarm.config.swarm.driver.max_in_flight
 
 
 @pytest.mark.long

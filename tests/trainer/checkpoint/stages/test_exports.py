@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.support.checkpoint_actor import write_model
 from tests.support.model_configs import NUM_IDS, random_model, small_config
-from tests.support.stage_files import write_model
 from tests.support.torchtitan_model import REQUIREMENTS, torchtitan_logits
 from trainer.checkpoint.stages import assemble, export_torchtitan, newest_set, time_us
 from trainer.checkpoint.stages.torchtitan import from_halves, to_halves

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from tests.support.checkpoint_actor import Hostile
+from tests.support.checkpoint_actor import Hostile, stage_parameters
 from tests.support.model_configs import NUM_IDS, random_model, small_config
-from tests.support.stage_files import stage_parameters
 from trainer.checkpoint.stages import export_torchtitan, fingerprint, load_initial_state
 from trainer.checkpoint.stages.torchtitan import from_halves, rotated_heads, torchtitan_names
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoint_actor import Hostile
+from tests.support.checkpoint_actor import Hostile, stage_parameters, write_model, write_stage
 from tests.support.model_configs import random_model, small_config
-from tests.support.stage_files import stage_parameters, write_model, write_stage
 from trainer.checkpoint.stages import (
     RunShape,
     StageCheckpoints,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoint_actor import INTERVAL_S, stage_parameters, write_stage
 from tests.support.model_configs import small_config
-from tests.support.stage_files import INTERVAL_S, stage_parameters, write_stage
 from trainer.checkpoint.files import tree_digest
 from trainer.checkpoint.stages import StageCheckpoints, StageState, StagewiseConfig, newest_set, time_us, writer
 from trainer.checkpoint.stages.contents import StageCheckpoint, document_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tests.support.model_configs import random_tokens
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from trainer.compression.activations import activation_codec, reconstruction_error
 from trainer.model import ModelConfig, Transformer, build_model, split
 from trainer.model.subspace import SubspaceConfig, SubspaceConstraint, basis_of, fixed_table_of

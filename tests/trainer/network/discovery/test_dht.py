@@ -23,8 +23,8 @@ from unittest import mock
 
 import pytest
 
-from tests.support.announcements import announce, announcement
-from tests.support.dht_processes import descendants, dht_settings, running_dht, wait_until_gone
+from tests.support.announcements import announce, announcement, dht_settings, running_dht
+from tests.support.waiting import descendants, wait_until_gone
 from trainer.errors import DiscoveryError
 from trainer.model.config import stage_names
 from trainer.network.discovery.announcement import Announcement
@@ -330,7 +330,7 @@ async def test_a_process_that_is_killed_or_hangs_is_started_again_and_leaves_not
 
 _PARENT = """
 import asyncio, json, os, sys
-from tests.support.dht_processes import dht_settings
+from tests.support.announcements import dht_settings
 from trainer.network.discovery.dht_client import DhtProcess
 
 async def main():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.announcements import announce
-from tests.support.rpc_pair import Clock
+from tests.support.rpc_node import Clock
 from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.dht_quotas import RecordQuotas
 from trainer.network.discovery.peer_table import DIRECT, TOLD, KnownPeer, PeerTable

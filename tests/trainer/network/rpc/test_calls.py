@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.support.rpc_node import RUN_ID, Answer, Question, rpc_node
-from tests.support.rpc_pair import ask, endpoint_pair, refused, running_endpoint, until
+from tests.support.rpc_node import RUN_ID, Answer, Question, ask, endpoint_pair, refused, rpc_node, running_endpoint
+from tests.support.waiting import until
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc import Identity, Message, Peer, Reply, Request, Stream
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.rpc_pair import Clock
+from tests.support.rpc_node import Clock
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.connections import group_of_grpc_peer

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.hostile_caller import header_fields
-from tests.support.rpc_pair import ask, endpoint_pair, refused, running_endpoint
+from tests.support.rpc_node import ask, endpoint_pair, refused, running_endpoint
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc import Identity, Peer, load_or_create_identity, parse_strict_json, verify_signature
 from trainer.network.rpc.channels import METHOD_PATH, fetch_certificate, generic_handler

@@ -20,8 +20,8 @@ from grpc import aio
 
 from tests.support.attacks import Target
 from tests.support.hostile_caller import HostileCaller, header_fields, hostile_caller
-from tests.support.rpc_node import RUN_ID, Answer, Question, rpc_node
-from tests.support.rpc_pair import ask, refused, running_endpoint, until
+from tests.support.rpc_node import RUN_ID, Answer, Question, ask, refused, rpc_node, running_endpoint
+from tests.support.waiting import until
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, RpcError
 from trainer.network.discovery.exchange import EXCHANGE_METHOD, PeerExchangeRequest
 from trainer.network.rpc import Endpoint, Identity, Peer, Reason, Reply, Request

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.raw_http2 import NoWindow, no_window_connection
-from tests.support.rpc_node import RUN_ID, Question
-from tests.support.rpc_pair import Clock, ask, refused, running_endpoint, until
+from tests.support.hostile_caller import NoWindow, no_window_connection
+from tests.support.rpc_node import RUN_ID, Clock, Question, ask, refused, running_endpoint
+from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity
 from trainer.network.rpc.connections import AcceptedSockets, Connection, Connections, worst_connections

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
-from tests.support.rpc_node import Answer, Question
-from tests.support.rpc_pair import endpoint_pair, open_stream, refused, running_endpoint
+from tests.support.rpc_node import Answer, Question, endpoint_pair, open_stream, refused, running_endpoint
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.rpc import Reply, Request, Stream
 from trainer.network.rpc.channels import WINDOW_BYTES

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.rpc_pair import refused
+from tests.support.rpc_node import refused
 from tests.support.state_actor import Actor, actors, peer_fields
 from trainer.errors import StateTransferError
 from trainer.network.discovery.announcement import Announcement

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_replicas
-from tests.support.toy_models import Regression, rounds_of
+from tests.support.replica_group import MeetingCollective, Regression, ReplicaGroup, rounds_of, run_replicas
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, OuterOptimizer, outer
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.replica_group import WAIT_S, Scripted, raising, same
-from tests.support.toy_models import Quadratic
+from tests.support.replica_group import WAIT_S, Quadratic, Scripted, raising, same
 from trainer.errors import IncompatiblePeerError, RoundFailedError, TrainerUsageError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replica_group import Scripted, restore, to_bytes
-from tests.support.toy_models import Quadratic, Regression, drift, parameter_bits
+from tests.support.replica_group import Quadratic, Regression, Scripted, drift, parameter_bits, restore, to_bytes
 from trainer.errors import CheckpointMismatchError
 from trainer.model import Transformer, grow_vocabulary, preset
 from trainer.model.init import init_weights

@@ -8,14 +8,18 @@ from torch import Tensor
 
 from tests.support.replica_group import (
     MeetingCollective,
+    Quadratic,
+    Regression,
     ReplicaGroup,
     Scripted,
+    drift,
     fail,
+    parameter_bits,
     raising,
+    rounds_of,
     run_replicas,
     same,
 )
-from tests.support.toy_models import Quadratic, Regression, drift, parameter_bits, rounds_of
 from trainer.errors import IncompatiblePeerError, TrainerError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import Collective, LocalCollective

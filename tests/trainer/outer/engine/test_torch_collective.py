@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.support.rank_group import GROUP_TIMEOUT_S, run_ranks
 from tests.support.rank_scenarios import (
     DILOCO,
+    GROUP_TIMEOUT_S,
     LIAR,
     NUM_VALUES,
     ROUNDS,
@@ -18,8 +18,9 @@ from tests.support.rank_scenarios import (
     diloco,
     every_step,
     one_dies,
+    run_ranks,
 )
-from tests.support.toy_models import Quadratic, Regression
+from tests.support.replica_group import Quadratic, Regression
 from trainer.aggregation import cap_weights, contribution_weight, decide, moments, reduce_part
 from trainer.compression.vectors import BLOCK_VALUES, codec_named
 from trainer.errors import TrainerUsageError

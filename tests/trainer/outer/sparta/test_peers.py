@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.replica_group import Replica
+from tests.support.replica_group import Replica, parameter_bits
 from tests.support.round_actor import KnownPeers
-from tests.support.toy_models import parameter_bits
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.network.rpc import Endpoint, Identity, RpcConfig

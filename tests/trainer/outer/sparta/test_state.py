@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replica_group import Frontier, Replica, Scripted, restore, to_bytes
-from tests.support.toy_models import Quadratic, parameter_bits
+from tests.support.replica_group import Frontier, Quadratic, Replica, Scripted, parameter_bits, restore, to_bytes
 from trainer.errors import CheckpointMismatchError, IncompatiblePeerError, StateTransferError
 from trainer.network.transfer import load_snapshot, write_snapshot
 from trainer.outer.engine.collective import LocalCollective

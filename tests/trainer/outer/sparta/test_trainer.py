@@ -18,11 +18,11 @@ from tests.support.replica_group import (
     ReplicaGroup,
     Scripted,
     fail,
+    parameter_bits,
     raising,
     refuse,
     same,
 )
-from tests.support.toy_models import parameter_bits
 from trainer.errors import IncompatiblePeerError, TrainerUsageError
 from trainer.network.discovery import Announcement
 from trainer.outer.engine.collective import Contribution, LocalCollective

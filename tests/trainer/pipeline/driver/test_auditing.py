@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.lying_replica import lie_named
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import running_endpoint
 from tests.support.small_pipeline import SmallPipeline, Windows
 from tests.support.stage_worker import RUN_ID, WorkerSetup
 from tests.support.toy_stage import (
@@ -27,8 +27,8 @@ from tests.support.toy_stage import (
     driving,
     garble,
     say_nothing,
-    until,
 )
+from tests.support.waiting import until
 from trainer.compression.activations import ACTIVATION_CODECS, activation_codec
 from trainer.model.subspace import basis_of
 from trainer.pipeline.driver import LinkForm, MicroBatchResult

@@ -37,8 +37,8 @@ from tests.support.toy_stage import (
     loss_of,
     refuse,
     say_nothing,
-    until,
 )
+from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Endpoint, Identity, Reason
 from trainer.pipeline.driver import DriverConfig

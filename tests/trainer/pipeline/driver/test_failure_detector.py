@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import running_endpoint
 from tests.support.small_pipeline import Directory
 from tests.support.toy_stage import FAST, ONE_EACH, SILENCE, ToyStage, ToySwarm, driving, say_nothing, toy_swarm
 from trainer.network.rpc import Peer

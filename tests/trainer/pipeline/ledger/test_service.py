@@ -25,9 +25,9 @@ from loader.stream.assignment import assign
 from tests.support.event_loop import on_event_loop
 from tests.support.ledger_cast import ALIVE, STAGES, done, invented, lost
 from tests.support.ledger_run import CONFIG, KEEPER_CONFIG, SEQ_LEN, Run, all_of, keeper_process, ledger_run, run_of
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import running_endpoint
 from tests.support.token_store import TokenStore
-from tests.support.toy_stage import until
+from tests.support.waiting import until
 from trainer.errors import LedgerError, RefusedError, TrainerUsageError
 from trainer.network.rpc import Endpoint, Peer, Reply, Request
 from trainer.pipeline.ledger import (

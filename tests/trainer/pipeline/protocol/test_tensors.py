@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.event_loop import on_event_loop
-from tests.support.rpc_pair import running_endpoint
+from tests.support.rpc_node import running_endpoint
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError
 from trainer.network.rpc import Endpoint, PeerId, Reply, Request, Stream
 from trainer.network.transfer.descriptor import TensorSpec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,8 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.support.model_configs import random_tokens
-from tests.support.stage_driver import StageDriver, running_driver
-from tests.support.stage_worker import RunningWorker, WorkerSetup, held, queued, running_worker, until
+from tests.support.stage_worker import (
+    RunningWorker,
+    StageDriver,
+    WorkerSetup,
+    held,
+    queued,
+    running_driver,
+    running_worker,
+)
+from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 from trainer.pipeline.protocol.messages import Hop
@@ -67,9 +74,7 @@ async def test_a_lost_answer_is_had_by_asking_again_and_a_later_worker_that_is_g
 
 
 @pytest.mark.slow
-async def test_nonsense_is_a_later_workers_and_what_is_counted_behind_alone_is_said_and_found_by_a_second_head() -> (
-    None
-):
+async def test_nonsense_is_a_later_workers_and_what_is_counted_behind_alone_is_said_and_found_by_a_second_head():
     async with _chain() as (workers, driver), running_worker(SETUPS["head"]) as other_head:
         replica, link = workers[0].worker.replica, workers[1].worker.link
         gradient, backward = link.gradient, replica.backward
@@ -106,28 +111,6 @@ async def test_refusals_of_later_workers_keep_their_reason_and_name() -> None:
         assert (await _refused(driver, workers, route=())).reason == "malformed"
         assert (await _refused(driver, workers, apply_within_s=0.0)).reason == "expired"
         assert (await driver.status(workers[0])).refused == {"hop-size": 1, "malformed": 1, "expired": 1}
-
-
-@pytest.mark.slow
-async def test_a_chain_that_waits_for_the_next_worker_takes_room_and_keeps_no_output() -> None:
-    outputs: list[weakref.ref[Tensor]] = []
-    setups = [replace(SETUPS["head"], worker={"max_received_bytes": 8000}), *list(SETUPS.values())[1:]]
-    async with _chain(setups) as (workers, driver):
-        memory, link = workers[0].worker.service._memory, workers[0].worker.link
-        activation = link.activation
-
-        async def noted(y: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
-            outputs.append(weakref.ref(y))
-            return {name: tensor.clone() for name, tensor in (await activation(y, ids)).items()}
-
-        link.activation = noted
-        async with held(workers[2]):
-            (waiting,) = await queued(workers[2], driver.chain(workers, KEY, IDS, LABELS))
-            assert memory.size_bytes == 2 * 64 + 2 * 128 + 3 * 1024
-            assert (await _refused(driver, workers, micro_batch="e0.s0.r2")).reason == "busy"
-            assert [output() for output in outputs] == [None]
-        assert (await waiting).body.applied == ("head", "body-1", "tail")
-        await until(lambda: memory.size_bytes == 0)
 
 
 class _Known:

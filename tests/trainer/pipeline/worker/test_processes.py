@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.model_configs import random_tokens
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import TAIL_INPUT, StageProcess, WorkerSetup, stage_worker_processes
+from tests.support.stage_worker import TAIL_INPUT, StageProcess, WorkerSetup, running_driver, stage_worker_processes
 from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.pipeline.protocol.wire import wire_ids
 
@@ -86,12 +84,8 @@ async def test_garbage_and_floods_leave_no_memory_behind(workers: list[StageProc
 
         for start in range(0, 240, 24):
             await flood(start)
-        before = _resident_bytes(tail)
+        before = tail.resident_bytes()
         for start in range(240, 960, 24):
             await flood(start)
-        assert _resident_bytes(tail) - before < 24 << 20
+        assert tail.resident_bytes() - before < 24 << 20
         assert (await driver.status(tail)).reply_bytes <= 1 << 20
-
-
-def _resident_bytes(worker: StageProcess) -> int:
-    return int(Path(f"/proc/{worker.process.pid}/statm").read_text(encoding="ascii").split()[1]) * 4096

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.rpc_node import Clock
 from trainer.errors import RefusedError
 from trainer.pipeline.worker import ReplyCache, WorkerConfig
 from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, SharedThrough
@@ -14,23 +15,15 @@ from trainer.pipeline.worker.replies import Acknowledgement, PendingCount, Share
 KEYS = ("e0.s0.r0", "e0.s0.r1", "e0.s0.r2")
 KEY = KEYS[0]
 MANY_KEYS = tuple(f"e0.s0.r{row}" for row in range(6))
+UNTIL_S = Clock.now_s + 100.0
 KINDS = ("backward", "backward", "backward", "chain")
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _cache(clock: Clock | None = None, **changes: object) -> ReplyCache:
     return ReplyCache(WorkerConfig(**{"reply_cache_bytes": 1000, **changes}), clock=clock or Clock())
 
 
-def _begin(cache: ReplyCache, key: str = KEY, until_s: float = 200.0, owner: str = "") -> PendingCount:
+def _begin(cache: ReplyCache, key: str = KEY, until_s: float = UNTIL_S, owner: str = "") -> PendingCount:
     pending = cache.begin("backward", key, until_s, owner=owner)
     assert isinstance(pending, PendingCount)
     return pending
@@ -52,7 +45,7 @@ def _answer(cache: ReplyCache, key: str, reply: str = "reply", size_bytes: int =
 
 def _reason(cache: ReplyCache, kind: str, key: str = KEY, owner: str = "") -> str:
     with pytest.raises(RefusedError) as caught:
-        cache.begin(kind, key, 200.0, owner=owner)
+        cache.begin(kind, key, UNTIL_S, owner=owner)
     return caught.value.reason
 
 
@@ -64,7 +57,7 @@ def test_a_name_and_its_answer_belong_to_the_driver_it_was_counted_for() -> None
     _count(cache, first)
     assert _reason(cache, "backward", owner="b") == "counted-for-another"
     cache.settle(first, "the bytes", 10)
-    assert cache.begin("backward", KEY, 200.0, owner="a") == "the bytes"
+    assert cache.begin("backward", KEY, UNTIL_S, owner="a") == "the bytes"
     assert _reason(cache, "chain", owner="a") == "already-applied"
     assert _reason(cache, "backward", owner="b") == "counted-for-another"
     assert cache.applied == 1
@@ -76,7 +69,7 @@ def test_answers_go_before_names_do_and_both_are_bounded() -> None:
         _answer(cache, f"e0.s0.r{number}", f"reply {number}", 10)
     assert cache.reply_bytes == 20
     assert _reason(cache, "backward") == "already-applied"
-    assert cache.begin("backward", "e0.s0.r3", 200.0) == "reply 3"
+    assert cache.begin("backward", "e0.s0.r3", UNTIL_S) == "reply 3"
     _answer(cache, "e0.s0.r4")
     _begin(cache)  # Forgotten, long after any lease on it.
     _answer(cache, "e0.s0.r5", size_bytes=26)  # Larger than the cache.
@@ -108,7 +101,7 @@ def test_refused_from_now_neither_begun_nor_new_is_counted_for_a_while() -> None
     with pytest.raises(RefusedError):
         cache.claim(begun)
     assert {_reason(cache, "backward", key) for key in (KEY, KEYS[2])} == {"busy"}
-    assert cache.begin("backward", KEYS[1], 200.0) == "reply"
+    assert cache.begin("backward", KEYS[1], UNTIL_S) == "reply"
     clock.now_s += 20.5
     pending = _begin(cache)
     cache.claim(pending)  # Who asks while it is being added up is told to wait.

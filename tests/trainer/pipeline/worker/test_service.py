@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from tests.support.model_configs import random_tokens, small_config
-from tests.support.stage_driver import StageDriver, running_driver
 from tests.support.stage_worker import (
     HEAD_INPUT,
     TAIL_INPUT,
     RunningWorker,
+    StageDriver,
     WorkerSetup,
     held,
     queued,
+    running_driver,
     running_worker,
-    until,
 )
+from tests.support.waiting import until
 from trainer.errors import RefusedError
 from trainer.model import build_model
 from trainer.model.loss import IGNORED_LABEL
@@ -31,8 +32,6 @@ from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.wire import wire_ids
 from trainer.pipeline.protocol.work import boottime_s
-from trainer.pipeline.stage import StageConfig
-from trainer.pipeline.stage.passes import WARM_UP
 from trainer.pipeline.worker.replies import PendingCount
 
 KEY = "e0.s0.r0"
@@ -140,18 +139,6 @@ async def test_a_gradient_needs_its_input_where_it_is_not_kept_and_a_number_of_t
         assert (await second).body.applied == ("head",)
 
 
-@pytest.mark.slow
-async def test_a_huge_gradient_is_counted_and_told_of() -> None:
-    async with running_worker(replace(HEAD, target_tokens=10**6)) as head, running_driver() as driver:
-        for number, factor in enumerate([1.0] * WARM_UP + [1e8]):
-            given = {"gradient": GRADIENT["gradient"] * factor, **HEAD_INPUT}
-            reply = await _backward(head, driver, given, f"e0.s0.r{2 * number}", num_tokens=16)
-            assert reply.body.scale == pytest.approx(min(1.0, StageConfig().outlier_factor / factor), rel=1e-3)
-        status = await driver.status(head)
-        assert (status.outliers, status.applied, status.num_tokens) == (1, WARM_UP + 1, 16 * (WARM_UP + 1))
-        assert not status.refused
-
-
 async def test_the_same_request_again_gets_the_same_answer_and_one_gradient() -> None:
     async with running_worker(TAIL) as tail, running_driver() as driver:
         replies = await asyncio.gather(*(driver.tail(tail, KEY, TAIL_INPUT) for _ in range(4)))
@@ -175,34 +162,6 @@ async def test_the_same_request_again_gets_the_same_answer_and_one_gradient() ->
             assert await _reason(driver.tail(tail, "e0.s0.r4", TAIL_INPUT)) == "already-applied"
         assert await driver.applied(tail, "e0.s0.r4") == ("e0.s0.r4",)
         assert tail.worker.replica.accumulated.num_micro_batches == 2
-
-
-@pytest.mark.slow
-async def test_a_caller_that_goes_away_leaves_nothing_counted_and_one_that_stays_gets_it() -> None:
-    async with running_worker(TAIL) as tail, running_driver() as driver:
-        async with held(tail):
-            alone, first = await queued(tail, *(driver.tail(tail, key, TAIL_INPUT) for key in ("e0.s0.r2", KEY)))
-            second = asyncio.create_task(driver.tail(tail, KEY, TAIL_INPUT))
-            await asyncio.sleep(0.1)
-            for task in (alone, first):
-                task.cancel()
-            await asyncio.gather(alone, first, return_exceptions=True)
-            await until(lambda: tail.worker.runtime.figures.queued == 1)
-        assert (await second).body.applied_number == 1
-        assert await driver.applied(tail, KEY, "e0.s0.r2") == (KEY,)
-        assert tail.worker.replica.accumulated.num_micro_batches == 1
-        assert (await driver.tail(tail, "e0.s0.r2", TAIL_INPUT)).body.applied_number == 2
-
-
-@pytest.mark.slow
-async def test_forward_requests_of_one_length_are_computed_together() -> None:
-    recompute = WorkerSetup("head", stage_config={"backward": "recompute"})
-    async with running_worker(recompute) as head, running_driver() as driver:
-        async with held(head):
-            asked = await queued(head, *(driver.forward(head, f"e0.s0.r{row}", HEAD_INPUT) for row in range(3)))
-        first, *others = [reply.tensors["activation"] for reply in await asyncio.gather(*asked)]
-        assert head.worker.runtime.figures.batch_rows == 6.0
-        assert all(torch.equal(first, other) for other in others)
 
 
 async def test_late_is_expired_and_stopped_while_adding_up_it_drops_all_in_another_incarnation() -> None:
@@ -277,17 +236,6 @@ async def test_for_strangers_nothing_is_received_computed_or_counted() -> None:
         assert (await stranger.tail(tail, KEY, TAIL_INPUT)).body.applied_number == 1
 
 
-async def test_gradients_that_wait_at_the_head_take_the_queue_s_room() -> None:
-    size_bytes = GRADIENT["gradient"].nbytes + 8 * 16
-    setup = replace(HEAD, worker={"max_queue_bytes": 3 * size_bytes - 1})
-    async with running_worker(setup) as head, running_driver() as driver:
-        async with held(head):
-            (first,) = await queued(head, _backward(head, driver, HEAD_INPUT))
-            assert head.worker.runtime.figures.queued_bytes == size_bytes
-            assert await _reason(_backward(head, driver, HEAD_INPUT, "e0.s0.r2")) == "busy"
-        assert (await first).body.applied == ("head",)
-
-
 async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
     """Strangers announce tensors and send nothing of them."""
     setup = WorkerSetup("tail", worker={"max_received_bytes": 21 << 20})
@@ -306,17 +254,6 @@ async def test_what_is_being_received_is_bounded_of_each_and_of_all() -> None:
             assert await _reason(stream.receive()) == "expired"  # It does not send what it wants answered in time.
         await until(lambda: memory.size_bytes == 12 << 20)
         await stack.pop_all().aclose()
-
-
-async def test_what_is_let_in_is_said_apart_from_what_is_announced() -> None:
-    async with running_worker(HEAD) as head, running_driver() as driver:
-        service = head.worker.service
-        service.status = "joining"
-        await driver.forward(head, KEY, HEAD_INPUT)
-        assert (await driver.status(head)).status == "joining"
-        service.accepts = "begun"
-        assert await _reason(driver.forward(head, "e0.s0.r2", HEAD_INPUT)) == "stopping"
-        assert (await _backward(head, driver, {})).body.applied == ("head",)
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.stage_driver import running_driver
-from tests.support.stage_worker import TAIL_INPUT, RunningWorker, WorkerSetup, running_worker, until, weights
+from tests.support.stage_worker import TAIL_INPUT, RunningWorker, WorkerSetup, running_driver, running_worker, weights
+from tests.support.waiting import until
 from trainer.network.rpc import Identity, Peer
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
@@ -201,9 +201,7 @@ def test_who_has_the_most_knows_of_all(tokens: list[int]) -> None:
     st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 60), st.integers(0, 2**50)), min_size=1, max_size=60),
     st.data(),
 )
-def test_liars_that_are_fewer_than_half_of_the_others_lead_nobody_away(
-    num_honest: int, turns: list[tuple[int, int, int]], data: st.DataObject
-) -> None:
+def test_liars_that_are_fewer_than_half_of_the_others_lead_nobody_away(num_honest, turns, data):
     """No honest worker steps with less than half of the target in what honest ones have and liars may add to it."""
     target_tokens = 1000
     num_liars = data.draw(st.integers(1, max(1, (num_honest - 1) // 2)))
@@ -226,18 +224,6 @@ def test_liars_that_are_fewer_than_half_of_the_others_lead_nobody_away(
                 assert sum(honest) + num_liars * 4 * max(honest) >= target_tokens / 2
                 versions[index] = followed
                 counted[index][followed] = 0
-
-
-def test_one_of_five_that_is_ahead_leads_by_a_step_and_not_at_once() -> None:
-    progress, now_s = _progress(*[(7, 0)] * 4, (7, 2**50))
-    progress.hear("4", _report(57, 2**50))
-    assert progress.version_to_follow(7, 0, 1000, 0.0) == 7
-    assert progress.version_to_follow(7, 0, 1000, 2.1) == 8
-    for name in "01":
-        progress.hear(name, _report(9, 0))
-    assert progress.version_to_follow(7, 0, 1000, 0.0) == 9
-    now_s[0] += 10.0
-    assert progress.version_to_follow(7, 0, 1000, 3600.0) == 7
 
 
 def test_what_is_old_joining_or_too_far_ahead_counts_for_nothing_and_what_a_worker_stepped_with_is_remembered() -> None:
@@ -274,16 +260,3 @@ async def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
             await until(lambda step=step: any(it.tokens(step) == 16 for it in progress._recent()))
             await driver.tail(first, f"e0.s0.r{4 * step + 2}", TAIL_INPUT)
             await until(lambda step=step: second.worker.replica.version == step + 1)
-
-
-@pytest.mark.slow
-async def test_short_steps_are_not_overshot_between_two_exchanges() -> None:
-    """An eighth of a step is told at once, however long the interval: the second steps although it has not enough."""
-    setup = replace(TAIL, target_tokens=64, worker={"progress_interval_s": 3600.0}, rpc={"stall_timeout_s": 60.0})
-    async with _stage(setup) as (first, second), running_driver() as driver:
-        await driver.tail(first, "e0.s0.r0", TAIL_INPUT)
-        await until(lambda: second.worker.stepper._tracker.stage_tokens(0, 16) == 32)
-        for row in range(1, 4):
-            assert second.worker.replica.version == 0
-            await driver.tail(second, f"e0.s0.r{2 * row}", TAIL_INPUT)
-        await until(lambda: first.worker.replica.version == second.worker.replica.version == 1)

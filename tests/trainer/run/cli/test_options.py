@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, finished
 from trainer.inner import StepResult
 from trainer.outer.engine.collective import RoundReport

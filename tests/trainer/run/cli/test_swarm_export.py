@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.checkpoint_actor import write_model
 from tests.support.model_configs import random_model, small_config
-from tests.support.pipeline_view import an_account
-from tests.support.stage_files import write_model
+from tests.support.observing import an_account
 from tests.support.token_store import TokenStore
-from tests.support.trainer_command import TrainerCommand
-from tests.support.trainer_here import TrainerHere
+from tests.support.trainer_command import TrainerCommand, TrainerHere
 from trainer.model import Transformer
 from trainer.model.plan import StagePlan
 from trainer.monitor import TallyStatus

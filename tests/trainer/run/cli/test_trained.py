@@ -15,9 +15,8 @@ import yaml
 from genesis.store import FolderStore
 from loader import GenesisDataset
 from manifests import decode_shard, shard_key
-from tests.support.text_store import text_store
-from tests.support.trainer_command import TrainerCommand, differences
-from tests.support.trainer_here import TrainerHere
+from tests.support.small_store import text_store
+from tests.support.trainer_command import TrainerCommand, TrainerHere, differences
 from trainer.checkpoint.node import load_newest, wallet_id
 from trainer.model import ModelConfig, Transformer, build_model
 from trainer.monitor import read_events

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.pipeline_view import an_account
+from tests.support.observing import an_account
 from trainer.errors import TrainerUsageError
 from trainer.monitor import SwarmAccount
 from trainer.network.discovery import DiscoveryConfig

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, differences
 from trainer.checkpoint.node import checkpoint_path, kept_paths, wallet_id
 

@@ -17,9 +17,8 @@ from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.pipeline import populate
 from genesis.store import FolderStore
 from manifests import SourceSpec
-from tests.support.text_store import NUM_SHARDS, SHARD_TOKENS, text_store
-from tests.support.trainer_command import TrainerCommand
-from tests.support.trainer_here import TrainerHere
+from tests.support.small_store import NUM_SHARDS, TEXT_SHARD_TOKENS, text_store
+from tests.support.trainer_command import TrainerCommand, TrainerHere
 from tests.support.training_swarm import wait_until
 from trainer.checkpoint.files import read_checkpoint
 from trainer.checkpoint.node import checkpoint_path, kept_paths, wallet_id
@@ -178,7 +177,7 @@ def grow_text_store(folder: Path) -> None:
         store_url=FolderStore(folder).url,
         inputs=(str(lines),),
         num_workers=1,
-        shard_tokens=SHARD_TOKENS,
+        shard_tokens=TEXT_SHARD_TOKENS,
         max_shards=GROWN_SHARDS,
         learn=LearnOptions(documents=200, merges=_MERGES),
     )

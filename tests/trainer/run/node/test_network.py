@@ -14,7 +14,8 @@ import torch
 from tests.support.announcements import announcement
 from tests.support.round_actor import identity_of
 from tests.support.trainer_command import TrainerCommand
-from tests.support.training_swarm import free_port, wait_until
+from tests.support.training_swarm import free_port
+from tests.support.waiting import wait_until
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError
 from trainer.model import ModelConfig, build_model

@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from tests.support.node_ranks import beside_a_round, end_of_steps, weights_under_a_cap
-from tests.support.rank_group import run_ranks
-from tests.support.text_store import text_store
-from tests.support.trainer_command import TrainerCommand, differences
-from tests.support.trainer_here import TrainerHere
+from tests.support.rank_scenarios import run_ranks
+from tests.support.small_store import text_store
+from tests.support.trainer_command import TrainerCommand, TrainerHere, differences
 from trainer.checkpoint.node import checkpoint_path, wallet_id
 from trainer.run.config import RunConfig
 from trainer.run.node.starting import resolve

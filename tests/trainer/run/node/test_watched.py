@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.text_store import text_store
-from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand
-from tests.support.trainer_here import TrainerHere
+from tests.support.small_store import text_store
+from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand, TrainerHere
 from trainer.monitor import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

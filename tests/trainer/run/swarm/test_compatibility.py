@@ -12,8 +12,8 @@ import torch
 
 from manifests import FIRST_MERGE_ID, VocabularyFile
 from tests.support.pipeline_swarm import STAGES
-from tests.support.rpc_pair import running_endpoint
-from tests.support.text_store import text_store
+from tests.support.rpc_node import running_endpoint
+from tests.support.small_store import text_store
 from trainer.checkpoint.stages import StageCheckpoints, StageState, fingerprint
 from trainer.collective import Terms
 from trainer.errors import CheckpointError, IncompatiblePeerError, RefusedError

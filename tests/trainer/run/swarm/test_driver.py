@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from loader.stream.schedule import Lane
-from tests.support.rpc_pair import running_endpoint
-from tests.support.text_store import text_store
+from tests.support.rpc_node import running_endpoint
+from tests.support.small_store import text_store
 from tests.support.training_swarm import free_port
 from trainer.errors import LedgerError
 from trainer.inner import StepResult, lr_at

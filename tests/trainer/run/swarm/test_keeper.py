@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoint_actor import write_model
 from tests.support.ledger_cast import STAGES, WORKER, ListedLedger, done, micro_batches
 from tests.support.model_configs import random_model, small_config
-from tests.support.stage_files import write_model
 from trainer.errors import TrainerUsageError
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid

@@ -16,18 +16,10 @@ import pytest
 import torch
 
 from manifests import decode_shard
-from tests.support.dht_processes import descendants, wait_until_gone
-from tests.support.text_store import MERGES, text_store
+from tests.support.small_store import MERGES, text_store
 from tests.support.trainer_command import TrainerCommand
-from tests.support.training_swarm import (
-    SETTINGS,
-    TERMINATED,
-    TrainingNode,
-    TrainingSwarm,
-    check_agreement,
-    free_port,
-    wait_until,
-)
+from tests.support.training_swarm import SETTINGS, TERMINATED, TrainingNode, TrainingSwarm, check_agreement, free_port
+from tests.support.waiting import descendants, wait_until, wait_until_gone
 from trainer.model import ModelConfig, build_model
 from trainer.monitor import read_events
 from trainer.run.node.replica import parameters_of

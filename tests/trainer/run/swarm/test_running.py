@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dht_processes import descendants, wait_until_gone
-from tests.support.pipeline_view import SeenPipeline, a_worker, an_account, driver_api, some_stages
+from tests.support.observing import SeenPipeline, a_worker, an_account, driver_api, some_stages
 from tests.support.pretended_swarm import PROGRAM
+from tests.support.waiting import descendants, wait_until_gone
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, TrainerUsageError
 from trainer.run.cli.app import run
 from trainer.run.cli.displays import _SwarmJson, _SwarmLines, _Table, stage_table, workers_table

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoint_actor import write_model
 from tests.support.model_configs import random_model, small_config
 from tests.support.pipeline_swarm import STAGES, PipelineSwarm
-from tests.support.stage_files import write_model
-from tests.support.text_store import text_store
+from tests.support.small_store import text_store
 from tests.support.trainer_command import ROOT
 from trainer.checkpoint.stages import StagewiseConfig
 from trainer.errors import IncompatiblePeerError, TrainerUsageError

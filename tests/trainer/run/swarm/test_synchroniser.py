@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.replica_group import MeetingCollective, ReplicaGroup, run_replicas
-from tests.support.toy_models import Quadratic, Regression
+from tests.support.replica_group import MeetingCollective, Quadratic, Regression, ReplicaGroup, run_replicas
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.strategy import OuterResult

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dht_processes import descendants, wait_until_gone
+from tests.support.waiting import descendants, wait_until_gone
 from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy, Role
 
 _ROOT = Path(__file__).resolve().parents[4]
