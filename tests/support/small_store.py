@@ -128,7 +128,7 @@ MERGES = 700
 TextKind = Literal["english", "other"]
 """Texts far enough apart that their first merges differ."""
 
-_CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
+CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
 _FILES = {"english": "fineweb-edu/000_00000.parquet", "other": "multilingual/multi.parquet"}
 
 
@@ -151,7 +151,7 @@ def text_store(kind: TextKind = "english") -> Path:
 
 
 def _text(kind: TextKind, folder: Path) -> Path:
-    path = _CORPUS / _FILES[kind]
+    path = CORPUS / _FILES[kind]
     if path.is_file():
         return path
     rows = [text if kind == "english" else text.upper() for _, text in sorted(topics.items())]
