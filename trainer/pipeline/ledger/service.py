@@ -148,7 +148,7 @@ class LedgerService:
     def quiet_s(self, driver: str) -> float:
         """Returns the seconds since a driver asked for rows, or to keep those it has; infinity: it never has.
 
-        A driver at work asks every `lease_s` / 3 at least; one that never asks need not be waited for.
+        A driver at work asks every sixth of `lease_s`; one that never asks need not be waited for.
         """
         return boottime_s() - self._asked_s.get(driver, -math.inf)
 
