@@ -82,9 +82,9 @@ def parse_date(value: str) -> datetime | None:
     """An HTTP date, aware, UTC; None if it is none."""
     try:
         moment = parsedate_to_datetime(value)
-    except (ValueError, OverflowError):
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):  # The second where a zone takes it beyond the year 9999.
         return None
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def parse_retry_after_s(value: str) -> float | None:

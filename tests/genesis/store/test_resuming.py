@@ -223,7 +223,8 @@ def test_retry_after_in_both_forms():
     later = datetime.now(UTC) + timedelta(hours=1)
     assert parse_retry_after_s(format_datetime(later, usegmt=True)) == pytest.approx(3600, abs=600)
     assert parse_retry_after_s(format_datetime(later - timedelta(days=1), usegmt=True)) == 0.0
-    for junk in ("", "soon", "-5", "Fri, 99 Foo 2026 99:99:99 GMT", "1" * 400):
+    beyond_the_calendar = "Fri, 31 Dec 9999 23:59:59 -0100"
+    for junk in ("", "soon", "-5", "Fri, 99 Foo 2026 99:99:99 GMT", "1" * 400, beyond_the_calendar):
         assert parse_retry_after_s(junk) is None
 
 
