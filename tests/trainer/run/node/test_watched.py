@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.small_store import text_store
 from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand, TrainerHere
+from tests.support.waiting import wait_until
 from trainer.monitor import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,9 +28,10 @@ def watched(tmp_path: Path) -> TrainerCommand:
 
 
 def url_of(node: RunningTrainer) -> str:
-    """Where its API is, as it says in its log."""
-    told = next(line for line in node.errors if "API at" in line)
-    return told.rsplit(" ", 1)[1].strip().removesuffix("/api/training/verify")
+    """Where its API is, as it says in its log, which may come after the first steps on the other stream."""
+    told: list[str] = []
+    wait_until(lambda: told.extend(line for line in list(node.errors) if "API at" in line) or told, "its address")
+    return told[0].rsplit(" ", 1)[1].strip().removesuffix("/api/training/verify")
 
 
 def asked(url: str, *, method: str = "GET", token: str = "") -> str:
