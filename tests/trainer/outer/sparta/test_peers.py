@@ -33,7 +33,7 @@ class Node:
         rpc = RpcConfig(host="127.0.0.1", port=0, tls=False, heartbeat_s=0.25, stop_grace_s=0.1)
         self.endpoint = Endpoint(Identity.create(), RUN_ID, rpc)
         self.directory = KnownPeers()
-        waits = {"invite_after_s": 0.1, "gather_timeout_s": gather_timeout_s, "stall_timeout_s": 2.5}
+        waits = {"invite_after_s": 0.1, "gather_timeout_s": gather_timeout_s, "stall_timeout_s": 5.0}
         config = CollectiveConfig(min_members=2, round_timeout_s=20.0, **waits)
         context = (self.endpoint, self.loop.loop, RUN_ID, TERMS, RuleConfig(), config, self.directory)
         self.collective = PeerCollective(*context, lambda: 0)
