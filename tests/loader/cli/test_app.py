@@ -53,7 +53,10 @@ def test_a_pinned_key_is_held_against_the_store(here, tmp_path):
     copy_small_store(tmp_path / "signed", signed=True)
     for name, key, code in (("right", PRIVATE_KEY, 0), ("wrong", generate_private_key(), 1)):
         (tmp_path / name).write_bytes(public_key_pem(key.public_key()))
-        here("plan", "--node-id", "a", "--store", tmp_path / "signed", "--public-key", tmp_path / name, expect=code)
+        store, pinned = tmp_path / "signed", tmp_path / name
+        out, errors = here("plan", "--node-id", "a", "--store", store, "--public-key", pinned, expect=code)
+        assert (out == "") == (name == "wrong")
+        assert ("loader: " in errors) == (name == "wrong")
 
 
 def test_mirrors_and_caches_that_keep_nothing(here, store):
