@@ -2,7 +2,9 @@
 
 Validation compares direction (cosine), magnitude (norm) and spread (variance), all from the moments. Three or more are
 compared with each other, so that a poisoned earlier result has no influence. An honest member's ``n // 2``-th largest
-cosine is to an honest one; of liars that send one vector it is not. It is judged as a share of the median member's. One
+cosine is to an honest one; of liars that send one vector it is not. It is judged as a share of the median member's, and
+late in a run, when members hardly agree and all cosines are near 0, by its distance from it: a share of nothing would
+leave out honest members. The price: what is nearly orthogonal to everybody then passes, and the rule has to bear it. One
 or two are compared with the last result. What cannot be compared passes, with a reason; so does a bound met exactly.
 """
 
@@ -31,6 +33,8 @@ _SLACK: Final = 1e-9
 _CONSTANT: Final = 1e-12
 # Of the cosine between unrelated vectors, whose standard deviation is one over the root of their length.
 _DEVIATIONS: Final = 3.0
+# Measured: honest members of four have cosines of -0.02 to 0.02 to each other after 200 steps.
+_LEAST_GAP: Final = 0.05
 
 
 def contribution_weight(num_batches: int, age_s: float) -> float:
@@ -112,7 +116,8 @@ def _beside_each_other(found: Moments, members: Sequence[int], config: RuleConfi
     norms = {member: math.sqrt(gram[member + 1][member + 1]) for member in members}
     agreements = {member: _agreement(gram, norms, member) for member in members}
     variances = {member: _variance(found, member + 1) for member in members}
-    least_cosine = config.min_cosine * median_low(agreements.values()) - _DEVIATIONS / math.sqrt(found.num_values)
+    usual = median_low(agreements.values())
+    least_cosine = min(config.min_cosine * usual, usual - _LEAST_GAP) - _DEVIATIONS / math.sqrt(found.num_values)
     median_norm, median_variance = median_low(norms.values()), median_low(variances.values())
     if median_norm == 0:
         reason = "most contributions are zero: nothing to compare with"

@@ -110,6 +110,17 @@ def test_of_the_honest_nobody_is_odd_however_much_they_agree(count, cosine, num_
     assert found_of(members(count, cosine, num_values)) == [True] * count
 
 
+def test_members_that_hardly_agree_any_more_are_not_odd():
+    """Late in a run pseudo-gradients are mostly noise, in far fewer dimensions than they have values."""
+    rows = members(4, 0.0)
+    common = noise(60_000, seed=5)
+    for row, cosine in zip(rows, (0.02, 0.02, 0.01, -0.02), strict=True):
+        row += cosine / 0.02**0.5 * common
+    assert found_of(rows) == [True] * 4
+    rows[3] -= 0.5 * rows[:3].sum(dim=0)
+    assert found_of(rows) == [True, True, True, False]
+
+
 def test_who_trained_on_other_data_or_for_less_time_is_not_odd():
     rows = members(4, 0.3)
     rows[3] = 0.45 * rows[3] + 0.9 * noise(60_000, seed=12)
