@@ -60,6 +60,8 @@ class GenesisDataset(IterableDataset[Batch]):
         max_bytes_per_s: cap on downloads.
         timeout_s: how long to try for a shard before `DataUnavailableError`.
         count: shards the node is given, of each source; None for all of the store.
+        total_shards: begin as if the store had only its first so many shards, for ranks that are to agree while it grows;
+            by default all that are there now.
         assignment: ``modulo`` (spec L-2) or ``rendezvous``.
         sources: token shares by source, as weights of any sum, or the path of a sources.json that has them; by default
             all shards alike.
@@ -96,6 +98,7 @@ class GenesisDataset(IterableDataset[Batch]):
         max_bytes_per_s: float | None = None,
         timeout_s: float = 600.0,
         count: int | None = DEFAULT_COUNT,
+        total_shards: int | None = None,
         assignment: Assignment = "modulo",
         sources: Mapping[str, float] | str | os.PathLike[str] | None = None,
         mixture: Mixture = "exact",
@@ -129,6 +132,7 @@ class GenesisDataset(IterableDataset[Batch]):
             batch_size=batch_size,
             seed=seed,
             count=count,
+            total_shards=total_shards,
             assignment=assignment,
             sources=_weights(sources),
             mixture=mixture,
@@ -212,9 +216,14 @@ class GenesisDataset(IterableDataset[Batch]):
             How many shards the store has now.
 
         Raises:
-            LoaderUsageError: DataLoader workers are within a pass.
+            LoaderUsageError: DataLoader workers are within a pass, or this is not the first of several ranks.
             LoaderError: the store cannot be asked, or has another history; the stream goes on as it was.
         """
+        if self._options.rank:
+            raise LoaderUsageError(
+                f"expected refresh() on rank 0, found rank {self._options.rank}, which may see another number of shards; "
+                "load the state_dict() of rank 0 after its refresh()"
+            )
         return self._shared.refresh()
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:

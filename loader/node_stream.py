@@ -56,7 +56,7 @@ class NodeStream:
             LoaderError: the node has no shards, or the index is unavailable.
         """
         if pins is None:
-            pins = [[Pin(0, catalog.manifest.total_shards)]] * options.num_lanes
+            pins = [[Pin(0, options.total_shards or catalog.manifest.total_shards)]] * options.num_lanes
         lanes = [
             PinnedLane((), tuple(plan_lane(catalog, options, number, pin) for pin in of_lane))
             for number, of_lane in enumerate(pins)

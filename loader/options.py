@@ -104,6 +104,8 @@ class StreamOptions:
     """The seed of the run, shared by its nodes."""
     count: int | None = DEFAULT_COUNT
     """Shards assigned to a node, of each source; None for all there are."""
+    total_shards: int | None = None
+    """Begin as if the store had only its first so many shards; None for all that are there then."""
     assignment: Assignment = "modulo"
     sources: tuple[tuple[str, float], ...] = ()
     """Sources and their weights; empty for all shards alike."""
@@ -141,7 +143,7 @@ class StreamOptions:
         for name in ("seq_len", "batch_size", "world_size"):
             if getattr(self, name) < 1:
                 raise LoaderUsageError(f"{name}: expected 1 or more, found {getattr(self, name)}")
-        for name in ("epochs", "count"):
+        for name in ("epochs", "count", "total_shards"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
                 if getattr(self, name) < 1:

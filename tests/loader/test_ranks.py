@@ -182,6 +182,24 @@ def test_a_peer_finds_the_batch_of_a_rank(two_sources, make_dataset, ranks_of, s
         peer.replay("node-a", 0, rank=3)
 
 
+def test_ranks_agree_on_a_store_that_grows(tmp_path, ranks_of, make_dataset):
+    store = TokenStore.of(tmp_path / "store", 4)
+    first = make_dataset(store, rank=0, world_size=2, cache_dir=tmp_path / "a")
+    store.grow(3)
+    late = make_dataset(store, rank=1, world_size=2, cache_dir=tmp_path / "b", total_shards=4)
+    assert late.shards == first.shards
+    assert len(make_dataset(store, cache_dir=tmp_path / "b", count=None).shards) == 7
+    # More than the manifest that this machine has verified within a minute.
+    assert len(make_dataset(store, cache_dir=tmp_path / "a", count=None, total_shards=7).shards) == 7
+    with pytest.raises(LoaderUsageError, match="expected 1 to 7 shards"):
+        make_dataset(store, total_shards=8)
+    with pytest.raises(LoaderUsageError, match=r"expected refresh\(\) on rank 0, found rank 1"):
+        late.refresh()
+    assert first.refresh() == 7
+    late.load_state_dict(first.state_dict())
+    assert late.pins == first.pins == (((0, 4), (1, 7)),)
+
+
 def test_labels_for_models_that_shift_them(six_shards, make_dataset):
     shifted = next(iter(make_dataset(six_shards)))
     plain = next(iter(make_dataset(six_shards, labels="input_ids")))
@@ -207,6 +225,7 @@ def test_labels_for_models_that_shift_them(six_shards, make_dataset):
         ({"labels": "none"}, "labels: expected one of shifted, input_ids"),
         ({"mixture": "even"}, "mixture: expected one of exact, weyl"),
         ({"count": 0}, "count: expected 1 or more, or None"),
+        ({"total_shards": 1.5}, "total_shards: expected a whole number"),
     ],
 )
 def test_options_that_make_no_sense(six_shards, make_dataset, options, message):
