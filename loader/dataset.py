@@ -60,8 +60,8 @@ class GenesisDataset(IterableDataset[Batch]):
         max_bytes_per_s: cap on downloads.
         timeout_s: how long to try for a shard before `DataUnavailableError`.
         count: shards the node is given, of each source; None for all of the store.
-        total_shards: begin as if the store had only its first so many shards, for ranks that are to agree while it grows;
-            by default all that are there now.
+        total_shards: begin as if the store had only its first so many shards, on which ranks agree while it grows; by
+            default all that are there now.
         assignment: ``modulo`` (spec L-2) or ``rendezvous``.
         sources: token shares by source, as weights of any sum, or the path of a sources.json that has them; by default
             all shards alike.
@@ -221,8 +221,8 @@ class GenesisDataset(IterableDataset[Batch]):
         """
         if self._options.rank:
             raise LoaderUsageError(
-                f"expected refresh() on rank 0, found rank {self._options.rank}, which may see another number of shards; "
-                "load the state_dict() of rank 0 after its refresh()"
+                f"expected refresh() on rank 0, found rank {self._options.rank}, which may see another number of "
+                "shards; load the state_dict() of rank 0 after its refresh()"
             )
         return self._shared.refresh()
 
