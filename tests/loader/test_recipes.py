@@ -29,7 +29,10 @@ SCRIPTS = {
     found[1]: found[2]
     for found in re.finditer(r"^```python\n# recipe: (\w+)\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.DOTALL | re.M)
 }
-TIMEOUT_S = 110
+TIMEOUT_S = 250
+pytestmark = pytest.mark.timeout(
+    3 * TIMEOUT_S
+)  # Two processes that import torch take 10 s, or minutes on a busy machine.
 
 # A model of one process's own: it notes what it is given, and by which rank.
 PROJECT = """
