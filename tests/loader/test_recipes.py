@@ -229,8 +229,9 @@ def test_torchtitan(store, tmp_path, monkeypatch):
     exec(compile(SCRIPTS["torchtitan"], str(DOCUMENT), "exec"), names)
 
     def loaders(ranks: int, rows: int) -> list[Any]:
-        sizes = {"dp_world_size": ranks, "seq_len": 64, "local_batch_size": rows}
-        return [names["GenesisLoader"](store.url, "pod-1", dp_rank=rank, **sizes) for rank in range(ranks)]
+        config = names["GenesisLoader"].Config(store=store.url, node_id="pod-1")
+        sizes = {"dp_world_size": ranks, "seq_len": 64, "local_batch_size": rows, "tokenizer": None}
+        return [config.build(dp_rank=rank, **sizes) for rank in range(ranks)]
 
     two = loaders(2, 4)
     found = [list(islice(loader, 6)) for loader in two]
