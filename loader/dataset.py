@@ -13,21 +13,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.errors import LoaderError, LoaderUsageError
 from loader.feed import Feed, FeedStats
-from loader.options import Extra, Split, StoreOptions, StreamOptions
+from loader.options import Extra, Labels, Split, StoreOptions, StreamOptions
 from loader.plan import Pin, parse_pins
+from loader.ranks import check_not_dispatched, resolve_ranks
 from loader.session import Session
 from loader.shared_stream import SharedStream
+from loader.shares import shares_of_file
 from loader.state import StreamState
 from loader.stream.assignment import DEFAULT_COUNT, Assignment
+from loader.stream.mixture import Mixture
 from loader.stream.plateau import PlateauKind, PlateauRule
-from loader.stream.schedule import Schedule
+from loader.stream.schedule import Schedule, rows_of_rank
 
 if TYPE_CHECKING:
     from manifests import Manifest
@@ -44,9 +49,9 @@ class GenesisDataset(IterableDataset[Batch]):
 
     Args:
         store: a folder, ``s3://bucket/prefix`` or ``http(s)://host/prefix``.
-        node_id: decides which shards, and in which order.
+        node_id: decides which shards, and in which order; the same for all ranks that share them.
         seq_len: T, ids a row.
-        batch_size: B, rows a batch.
+        batch_size: B, rows a batch, of this rank.
         seed: of the run.
         mirrors: further addresses of the same store.
         public_key: PEM file of the key that must have signed the manifest.
@@ -54,14 +59,23 @@ class GenesisDataset(IterableDataset[Batch]):
         cache_bytes: how much is kept, as a number or ``"20GB"``; by default ``GENESIS_CACHE_BYTES`` or 20 GB.
         max_bytes_per_s: cap on downloads.
         timeout_s: how long to try for a shard before `DataUnavailableError`.
-        count: shards the node is given, of each source.
+        count: shards the node is given, of each source; None for all of the store.
+        total_shards: begin as if the store had only its first so many shards, on which ranks agree while it grows; by
+            default all that are there now.
         assignment: ``modulo`` (spec L-2) or ``rendezvous``.
-        sources: weights by source; by default all shards alike.
+        sources: token shares by source, as weights of any sum, or the path of a sources.json that has them; by default
+            all shards alike.
+        mixture: ``weyl`` for the order of sources that runs had before ``exact``; a state decides for itself.
         holdout: the first so many shards of every source are not trained on.
         split: ``holdout`` to read exactly those, all of them.
         epochs: end an iteration after this many passes over the shards.
-        plateau: when to leave a shard early.
+        plateau: when to leave a shard early; by default ``absolute``, of several ranks ``off``, which is all they may.
         extras: any of ``positions``, ``document_ids`` (int64[B, T]) and ``cu_seqlens`` (int32[D + 1]).
+        labels: ``shifted``: each the id after its input. ``input_ids``: the inputs themselves, for models that shift
+            labels in their forward pass, as those of transformers do.
+        rank: this process among the ``world_size`` that deal the node's windows out, each window to one of them;
+            ``auto`` takes both from torch.distributed or torchrun.
+        world_size: how many there are.
 
     Raises:
         LoaderUsageError: invalid options.
@@ -83,16 +97,24 @@ class GenesisDataset(IterableDataset[Batch]):
         cache_bytes: int | str | None = None,
         max_bytes_per_s: float | None = None,
         timeout_s: float = 600.0,
-        count: int = DEFAULT_COUNT,
+        count: int | None = DEFAULT_COUNT,
+        total_shards: int | None = None,
         assignment: Assignment = "modulo",
-        sources: Mapping[str, float] | None = None,
+        sources: Mapping[str, float] | str | os.PathLike[str] | None = None,
+        mixture: Mixture = "exact",
         holdout: int = 0,
         split: Split = "train",
         epochs: int | None = None,
-        plateau: PlateauKind | PlateauRule = "absolute",
+        plateau: PlateauKind | PlateauRule | None = None,
         extras: Sequence[Extra] = (),
+        labels: Labels = "shifted",
+        rank: int | Literal["auto"] | None = None,
+        world_size: int | None = None,
     ) -> None:
         super().__init__()
+        rank, world_size = resolve_ranks(rank, world_size)
+        if plateau is None:
+            plateau = "absolute" if world_size == 1 else "off"
         store_options = StoreOptions.of(
             store,
             mirrors=mirrors,
@@ -110,13 +132,18 @@ class GenesisDataset(IterableDataset[Batch]):
             batch_size=batch_size,
             seed=seed,
             count=count,
+            total_shards=total_shards,
             assignment=assignment,
             sources=_weights(sources),
+            mixture=mixture,
             holdout=holdout,
             split=split,
             epochs=epochs,
             plateau=plateau if isinstance(plateau, PlateauRule) else PlateauRule(plateau),
             extras=tuple(extras),
+            labels=labels,
+            rank=rank,
+            world_size=world_size,
         )
         self._shared = SharedStream(self._options, Session.open(store_options))
         self._feed: Feed | None = None
@@ -163,10 +190,12 @@ class GenesisDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         if info is None:
+            check_not_dispatched(self._options.world_size)
             stream = self._shared.stream
             stream.schedule.begin_pass()
             return self._batches(self._shared.turns_here(stream))
         try:
+            check_not_dispatched(self._options.world_size)
             worker = self._shared.begin_in_worker(info.id, info.num_workers, info.seed - info.id)
         except LoaderError as error:
             return _failing(error)
@@ -187,9 +216,14 @@ class GenesisDataset(IterableDataset[Batch]):
             How many shards the store has now.
 
         Raises:
-            LoaderUsageError: DataLoader workers are within a pass.
+            LoaderUsageError: DataLoader workers are within a pass, or this is not the first of several ranks.
             LoaderError: the store cannot be asked, or has another history; the stream goes on as it was.
         """
+        if self._options.rank:
+            raise LoaderUsageError(
+                f"expected refresh() on rank 0, found rank {self._options.rank}, which may see another number of "
+                "shards; load the state_dict() of rank 0 after its refresh()"
+            )
         return self._shared.refresh()
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
@@ -237,6 +271,7 @@ class GenesisDataset(IterableDataset[Batch]):
         rotations: Sequence[int] = (),
         pins: Sequence[Sequence[Sequence[int]]] | None = None,
         total_shards: int | None = None,
+        rank: int | None = None,
     ) -> Batch:
         """Recomputes the batch on which a node with the same options must have trained.
 
@@ -246,6 +281,7 @@ class GenesisDataset(IterableDataset[Batch]):
             rotations: the steps before which it left a shard early (its `rotations`).
             pins: for each lane, from which epoch on it knew how many shards (its `pins`); by default as here.
             total_shards: in place of ``pins``, of a run that never called `refresh`.
+            rank: which of its ranks, in a run that had the same number of them all the time; by default as here.
 
         Raises:
             LoaderUsageError: a step is negative or absurd, the store has fewer shards, or both pins and total_shards
@@ -262,7 +298,13 @@ class GenesisDataset(IterableDataset[Batch]):
         session = self._shared.session
         if max(lane[-1].total_shards for lane in pinned) > session.catalog.manifest.total_shards:
             session = replace(session, catalog=session.newest_catalog())
-        return replay_batch(session, replace(self._options, node_id=node_id), step, rotations, pinned)
+        options = replace(
+            self._options,
+            node_id=node_id,
+            mixture=self._shared.stream.schedule.mixture,
+            rank=self._options.rank if rank is None else rank,
+        )
+        return replay_batch(session, options, step, rotations, pinned)
 
     def close(self) -> None:
         """Releases shards and connections; iterating again opens them anew."""
@@ -270,14 +312,16 @@ class GenesisDataset(IterableDataset[Batch]):
         self._shared.session.mirrors.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:  # In a worker that is spawned nothing is left of who wanted it.
+            check_not_dispatched(self._options.world_size)
         return {**self.__dict__, "_feed": None, "_feed_pid": -1}
 
     def _batches(self, turns: Iterator[Schedule]) -> Iterator[Batch]:
         for schedule in turns:
             mark = schedule.mark()
-            rows = schedule.next_rows()
+            rows = rows_of_rank(schedule.next_rows(), self._options.rank, self._options.world_size)
             if not rows:
-                continue  # The pass is over, and so are its turns.
+                continue  # The pass is over, and so are its turns, or its last batch had fewer rows than ranks.
             try:
                 arrays = self._own_feed().batch(rows, schedule)
             except BaseException:  # Ctrl-C too: its handler may save a state, which must name this batch.
@@ -295,9 +339,14 @@ class GenesisDataset(IterableDataset[Batch]):
         return self._feed
 
 
-def _weights(sources: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+def _weights(sources: Mapping[str, float] | str | os.PathLike[str] | None) -> tuple[tuple[str, float], ...]:
+    if isinstance(sources, str | os.PathLike):
+        return shares_of_file(Path(sources))
     if sources is not None and not isinstance(sources, Mapping):
-        raise LoaderUsageError(f"sources: expected weights by source, such as {{'c4': 1.0}}, found {sources!r}")
+        raise LoaderUsageError(
+            f"sources: expected shares by source, such as {{'c4': 1.0}}, or the path of a sources.json, found "
+            f"{sources!r}"
+        )
     return tuple((sources or {}).items())
 
 

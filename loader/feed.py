@@ -70,7 +70,7 @@ class Feed:
             schedule: the source of the rows, which tells which shards to hold and to fetch ahead; None for neither.
 
         Returns:
-            ``input_ids`` and ``labels``, int64[B, T], and the extras that the options ask for: ``positions`` and
+            ``input_ids`` and ``labels``, int64[B, T] each, and the extras that the options ask for: ``positions`` and
             ``document_ids``, int64[B, T], ``cu_seqlens``, int32[D + 1].
 
         Raises:
@@ -81,6 +81,8 @@ class Feed:
             rest = [self._gather(part, schedule) for part in rows[1:]]
             inputs = np.concatenate([inputs, *(part for part, _ in rest)])
             labels = np.concatenate([labels, *(part for _, part in rest)])
+        if self._options.labels == "input_ids":
+            labels = inputs.copy()  # Of its own: models that mask labels do so in place.
         batch: dict[str, Array] = {"input_ids": inputs, "labels": labels}
         for extra in self._options.extras:
             batch[extra] = _EXTRAS[extra](inputs)
@@ -96,7 +98,7 @@ class Feed:
         elif reading.epoch != rows.epoch:
             reading = _Reading(rows.epoch, reading.view, self._order(rows, len(reading.view.inputs)))
             self._readings[rows.shard_id] = reading
-        return reading.view.gather(reading.order[rows.first : rows.first + rows.count])
+        return reading.view.gather(reading.order[rows.first :: rows.stride][: rows.count])
 
     def _open(self, rows: Rows, schedule: Schedule | None) -> _Reading:
         began = time.monotonic()

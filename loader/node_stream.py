@@ -56,13 +56,18 @@ class NodeStream:
             LoaderError: the node has no shards, or the index is unavailable.
         """
         if pins is None:
-            pins = [[Pin(0, catalog.manifest.total_shards)]] * options.num_lanes
+            pins = [[Pin(0, options.total_shards or catalog.manifest.total_shards)]] * options.num_lanes
         lanes = [
             PinnedLane((), tuple(plan_lane(catalog, options, number, pin) for pin in of_lane))
             for number, of_lane in enumerate(pins)
         ]
         schedule = Schedule(
-            [lane.at(0).lane for lane in lanes], options.batch_size, epochs=options.epochs, rotations=rotations
+            [lane.at(0).lane for lane in lanes],
+            options.rows_per_step,
+            mixture=options.mixture,
+            world_size=options.world_size,
+            epochs=options.epochs,
+            rotations=rotations,
         )
         _queue_later_plans(schedule, lanes)
         return cls(options, lanes, schedule)
@@ -75,7 +80,10 @@ class NodeStream:
             StateMismatchError: the state belongs to another stream or store.
             LoaderError: the index is unavailable.
         """
-        state.check_identity(StreamIdentity.of(options))
+        is_resized = (state.world_size or 1) != options.world_size
+        state.check_identity(StreamIdentity.of(options), is_resized=is_resized)
+        if is_resized:
+            _check_resizing(options, state)
         lanes = _lanes_of(state, options, catalog)
         for lane, saved in zip(lanes, state.lanes, strict=True):
             windows = lane.at(saved.epoch).lane.windows
@@ -84,10 +92,13 @@ class NodeStream:
         resumes_pass = options.epochs is not None and state.end_epoch is not None
         schedule = Schedule(
             [lane.at(saved.epoch).lane for lane, saved in zip(lanes, state.lanes, strict=True)],
-            options.batch_size,
+            options.rows_per_step,
+            mixture=state.mixture or ("weyl" if len(lanes) > 1 else options.mixture),
+            world_size=options.world_size,
             epochs=options.epochs,
             end_epoch=state.end_epoch if resumes_pass else None,
             step=state.step,
+            row=state.row,
             positions=[LanePosition(saved.epoch, saved.window) for saved in state.lanes],
             rotations=state.rotations,
             resumes_pass=resumes_pass,
@@ -164,14 +175,44 @@ class NodeStream:
         # The next report drops losses of a shard that was left, which a resumed stream could not know.
         losses = self._history.losses() if schedule.shards == self._shards_of_losses else []
         lanes = zip(self._lanes, schedule.positions, strict=True)
+        is_exact = len(self._lanes) > 1 and schedule.mixture == "exact"
+        several_ranks = self._options.world_size > 1
         return StreamState(
             identity=StreamIdentity.of(self._options),
+            version=2 if is_exact or several_ranks else 1,
+            mixture="exact" if is_exact else None,
+            row=schedule.row if is_exact else None,
+            world_size=self._options.world_size if several_ranks else None,
             step=schedule.step,
             lanes=tuple(_lane_state(lane, position) for lane, position in lanes),
             rotations=schedule.rotations,
             losses=tuple(losses),
             end_epoch=None if schedule.pass_is_over and not in_worker else schedule.end_epoch,
         )
+
+
+def _check_resizing(options: StreamOptions, state: StreamState) -> None:
+    """Checks that a state of another number of ranks says where these ranks go on.
+
+    Rows are counted over all ranks, so it does, at any step; but for what is counted in steps.
+    """
+    found, wanted = state.world_size or 1, options.world_size
+    rows = state.identity.batch_size * found
+    problem = ""
+    if state.worker is not None:
+        problem = (
+            "was taken in a DataLoader worker, which knows its own batches only; save "
+            "dataset.state_dict(step=N), or resume with as many ranks"
+        )
+    elif any(step >= state.step for step in state.rotations):
+        problem = "is to leave a shard at a later step; resume with as many ranks, or save a state one step later"
+    elif len(state.lanes) > 1 and state.mixture != "exact" and rows != options.rows_per_step:
+        problem = (
+            f"has a mixture in the older order ('weyl'), which goes by whole batches; keep batch_size × world_size "
+            f"at {rows}"
+        )
+    if problem:
+        raise StateMismatchError(f"expected a state of {wanted} ranks, found one of {found}, which {problem}")
 
 
 def _queue_later_plans(schedule: Schedule, lanes: Sequence[PinnedLane]) -> None:

@@ -12,9 +12,11 @@ from typing import Literal, Self, get_args
 from loader.cache import settings as cache_settings
 from loader.errors import LoaderUsageError
 from loader.stream.assignment import DEFAULT_COUNT, Assignment, check_node_id
+from loader.stream.mixture import Mixture
 from loader.stream.plateau import PlateauRule
 
 Split = Literal["train", "holdout"]
+Labels = Literal["shifted", "input_ids"]
 Extra = Literal["positions", "document_ids", "cu_seqlens"]
 
 
@@ -97,13 +99,18 @@ class StreamOptions:
     node_id: str
     seq_len: int = 1024
     batch_size: int = 8
+    """Rows of a batch, of each rank."""
     seed: int = 0
     """The seed of the run, shared by its nodes."""
-    count: int = DEFAULT_COUNT
-    """Shards assigned to a node, of each source."""
+    count: int | None = DEFAULT_COUNT
+    """Shards assigned to a node, of each source; None for all there are."""
+    total_shards: int | None = None
+    """Begin as if the store had only its first so many shards; None for all that are there then."""
     assignment: Assignment = "modulo"
     sources: tuple[tuple[str, float], ...] = ()
     """Sources and their weights; empty for all shards alike."""
+    mixture: Mixture = "exact"
+    """The order in which sources take turns; `weyl` is that of runs begun before there was `exact`."""
     holdout: int = 0
     """The first so many shards of every source are never trained on."""
     split: Split = "train"
@@ -111,6 +118,16 @@ class StreamOptions:
     """End after this many passes over the node's shards; None for never."""
     plateau: PlateauRule = field(default_factory=PlateauRule)
     extras: tuple[Extra, ...] = ()
+    labels: Labels = "shifted"
+    """``input_ids`` for models that shift the labels themselves."""
+    rank: int = 0
+    """Which of the ranks that deal the node's windows out among themselves."""
+    world_size: int = 1
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a batch of all ranks together."""
+        return self.batch_size * self.world_size
 
     @property
     def num_lanes(self) -> int:
@@ -121,19 +138,31 @@ class StreamOptions:
         if not isinstance(self.node_id, str):
             raise LoaderUsageError(f"node_id: expected a name, found {self.node_id!r}")
         check_node_id(self.node_id)
-        for name in ("seq_len", "batch_size", "seed", "count", "holdout"):
+        for name in ("seq_len", "batch_size", "seed", "holdout", "rank", "world_size"):
             _whole(name, getattr(self, name))
-        if self.epochs is not None:
-            _whole("epochs", self.epochs)
-        for name in ("seq_len", "batch_size", "count"):
+        for name in ("seq_len", "batch_size", "world_size"):
             if getattr(self, name) < 1:
                 raise LoaderUsageError(f"{name}: expected 1 or more, found {getattr(self, name)}")
-        if self.epochs is not None and self.epochs < 1:
-            raise LoaderUsageError(f"epochs: expected 1 or more, or None, found {self.epochs}")
+        for name in ("epochs", "count", "total_shards"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+                if getattr(self, name) < 1:
+                    raise LoaderUsageError(f"{name}: expected 1 or more, or None, found {getattr(self, name)}")
+        if not 0 <= self.rank < self.world_size:
+            raise LoaderUsageError(
+                f"rank: expected 0 to {self.world_size - 1}, since world_size is {self.world_size}, found {self.rank}"
+            )
+        if self.world_size > 1 and self.plateau.kind != "off":
+            raise LoaderUsageError(
+                f"plateau: expected 'off' with {self.world_size} ranks, which must leave a shard together, found "
+                f"{self.plateau.kind!r}"
+            )
         if self.holdout < 0:
             raise LoaderUsageError(f"holdout: expected 0 or more shards, found {self.holdout}")
         _one_of("assignment", self.assignment, get_args(Assignment))
         _one_of("split", self.split, get_args(Split))
+        _one_of("mixture", self.mixture, get_args(Mixture))
+        _one_of("labels", self.labels, get_args(Labels))
         for extra in self.extras:
             _one_of("extras", extra, get_args(Extra))
         weights = [weight for _, weight in self.sources]

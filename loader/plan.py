@@ -74,6 +74,14 @@ def shard_pool(catalog: Catalog, options: StreamOptions, source: str | None, tot
     return pool
 
 
+def shards_of_node(options: StreamOptions, node_id: str, pool: Sequence[int]) -> tuple[int, ...]:
+    """The shards of a pool that a node reads under these options: its share, or all of them where they are held out."""
+    if options.split == "holdout":
+        return tuple(pool)
+    count = len(pool) if options.count is None else options.count
+    return assign(node_id, pool, count, options.assignment)
+
+
 def plan_lane(catalog: Catalog, options: StreamOptions, number: int, pin: Pin) -> LanePlan:
     """Plans one lane of a node.
 
@@ -92,11 +100,7 @@ def plan_lane(catalog: Catalog, options: StreamOptions, number: int, pin: Pin) -
             f"expected 1 to {catalog.manifest.total_shards} shards, which the store has, found {pin.total_shards}"
         )
     source, weight = options.sources[number] if options.sources else (None, 1.0)
-    pool = shard_pool(catalog, options, source, pin.total_shards)
-    if options.split == "holdout":
-        shards = tuple(pool)
-    else:
-        shards = assign(options.node_id, pool, options.count, options.assignment)
+    shards = shards_of_node(options, options.node_id, shard_pool(catalog, options, source, pin.total_shards))
     windows = num_windows(catalog.manifest.shard_tokens, options.seq_len)
     if not windows:
         raise LoaderUsageError(

@@ -19,7 +19,7 @@ from loader.node_stream import NodeStream
 from loader.options import StreamOptions
 from loader.plan import Pin
 from loader.session import Session
-from loader.stream.schedule import Rows
+from loader.stream.schedule import Rows, rows_of_rank
 
 MAX_STEPS: Final = 2**40
 """Steps of a run that can be replayed: a batch every microsecond for 13 days."""
@@ -67,7 +67,8 @@ def replay_batch(
         pins: for each lane (one per source), from which epoch on it knew how many shards.
 
     Raises:
-        LoaderUsageError: a step is negative or not below `MAX_STEPS`, or the store has fewer shards.
+        LoaderUsageError: a step is negative or not below `MAX_STEPS`, the store has fewer shards, or the batch is the
+            last of a pass and has no row for this rank.
         LoaderError: a shard is unavailable.
     """
     for name, found in (("step", [step]), ("rotations", rotations)):
@@ -79,5 +80,8 @@ def replay_batch(
     while not rows:  # At the end of a pass the batch is the first of the next one.
         schedule.begin_pass()
         rows = schedule.next_rows()
+    rows = rows_of_rank(rows, options.rank, options.world_size)
+    if not rows:
+        raise LoaderUsageError(f"expected a step in which rank {options.rank} has rows, found {step}, which has fewer")
     feed = Feed(options, session)
     return {name: torch.from_numpy(array) for name, array in feed.batch(rows).items()}

@@ -274,6 +274,8 @@ class SharedStream:
         self._options = options
         self._board = WorkerBoard()
         self._iterates_here = False
+        if (options.total_shards or 0) > session.catalog.manifest.total_shards:
+            session = replace(session, catalog=session.newest_catalog())
         self.session = session
         self.stream = NodeStream.begin(options, session.catalog)
         self.worker: WorkerState | None = None

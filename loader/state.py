@@ -2,6 +2,9 @@
 
 Plain JSON; under 1 kB for a run without rotations, 7 bytes for each of those, and some 10 for each time that a grown
 store was taken. It holds the identity of the stream too, so a state of another stream is refused, not misread.
+
+Version 2 has what version 1 could not say: a mixture in the exact order, a stream of several ranks. Every other
+state is still written as version 1, which older releases read; a version 1 of a mixture is of the older order.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from annotated_types import Ge, Le
 from loader.errors import StateMismatchError
 from loader.options import StreamOptions
 from loader.plan import Pin, check_pins
+from loader.stream.mixture import Mixture
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
+_OLDEST_VERSION: Final = 1
 
 _Count = Annotated[int, Ge(0), Le(2**62)]
 _CONFIG: Final = {"extra": "forbid", "strict": True}
@@ -34,7 +39,7 @@ class StreamIdentity:
     seq_len: _Count
     batch_size: _Count
     seed: int
-    count: _Count
+    count: _Count | None
     assignment: str
     sources: tuple[tuple[str, float], ...]
     holdout: _Count
@@ -93,13 +98,19 @@ class StreamState:
     step: _Count
     """Batches made."""
     lanes: tuple[LaneState, ...]
-    version: int = STATE_VERSION
+    version: Annotated[int, Ge(_OLDEST_VERSION), Le(STATE_VERSION)] = _OLDEST_VERSION
     rotations: tuple[_Count, ...] = ()
     """The steps before which a shard was left early."""
     losses: tuple[float, ...] = ()
     end_epoch: _Count | None = None
     """The epoch before which the current pass ends; None between passes."""
     worker: WorkerState | None = None
+    mixture: Mixture | None = None
+    """In which order several lanes take turns; None in a state of version 1: `weyl`."""
+    row: _Count | None = None
+    """Rows taken of an `exact` mixture, by all ranks."""
+    world_size: Annotated[int, Ge(1), Le(2**31)] | None = None
+    """Ranks that dealt the rows out; None for one."""
 
     @property
     def total_shards(self) -> int:
@@ -115,10 +126,10 @@ class StreamState:
         """
         from pydantic import TypeAdapter, ValidationError
 
-        if isinstance(value, Mapping) and value.get("version") != STATE_VERSION:
+        if isinstance(value, Mapping) and value.get("version") not in range(_OLDEST_VERSION, STATE_VERSION + 1):
             raise StateMismatchError(
-                f"expected a loader state of version {STATE_VERSION}, found {value.get('version')!r}; it was made by "
-                "another release, or is the state of something else"
+                f"expected a loader state of version {_OLDEST_VERSION} to {STATE_VERSION}, found "
+                f"{value.get('version')!r}; it was made by another release, or is the state of something else"
             )
         try:
             # Through JSON, in which strict validation accepts a list for a tuple.
@@ -141,13 +152,19 @@ class StreamState:
             "lanes": [_without_none(lane) for lane in plain["lanes"]],
         }
 
-    def check_identity(self, expected: StreamIdentity) -> None:
+    def check_identity(self, expected: StreamIdentity, *, is_resized: bool = False) -> None:
         """Checks that the state belongs to a stream of these options.
+
+        Args:
+            expected: of the options.
+            is_resized: they have another number of ranks, so that the batch size may be another too.
 
         Raises:
             StateMismatchError: an option differs; the message names it.
         """
         for name in StreamIdentity.__slots__:
+            if name == "batch_size" and is_resized:
+                continue
             found, wanted = getattr(self.identity, name), getattr(expected, name)
             if found != wanted:
                 raise StateMismatchError(

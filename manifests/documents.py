@@ -50,9 +50,9 @@ class Document(Part):
         what = name or cls.FILE
         found = value.get("format", cls.FORMAT)
         if found != cls.FORMAT:
-            raise UnsupportedFormatError(
-                f"{what}: expected format {cls.FORMAT}, found {found!r}; install a newer release to read it"
-            )
+            is_newer = isinstance(found, int) and found > cls.FORMAT
+            advice = "install a newer release to read it" if is_newer else "no release has written that: it is damaged"
+            raise UnsupportedFormatError(f"{what}: expected format {cls.FORMAT}, found {found!r}; {advice}")
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -73,5 +73,7 @@ def _first_problem(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "the document"
     found = repr(first.get("input"))
     found = found if len(found) <= 60 else found[:60] + "…"
+    # The checks of this package say themselves what they found.
+    tail = "" if ", found " in first["msg"] else f", found {found}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{where}: {first['msg']}, found {found}{more}"
+    return f"{where}: {first['msg']}{tail}{more}"

@@ -1,14 +1,14 @@
 """``sources.json``: the text a store can be made from (spec G-1, G-2).
 
 Added to those fields: ``revision`` (a branch or commit of the repository; it is resolved to a commit once and pinned),
-``data_files`` (glob patterns inside the repository, in the order they are read) and ``merges`` (the source's share of
-the 31,734 merges a vocabulary of 32,000 ids has).
+``data_files`` (glob patterns inside the repository, in the order they are read), ``merges`` (the source's share of the
+31,734 merges a vocabulary of 32,000 ids has) and ``share`` (its part of the tokens a run reads, for the loader).
 """
 
 from __future__ import annotations
 
 from importlib import resources
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -36,6 +36,8 @@ class SourceSpec(BaseModel):
     revision: str = "main"
     data_files: tuple[str, ...] = ()
     merges: Count = 0
+    share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Weight of its tokens in the mixtures that are read with this file; any sum."""
 
     @model_validator(mode="after")
     def _hub_sources_name_files(self) -> Self:

@@ -146,12 +146,19 @@ class PartFile:
 
 
 class FileIdentity(NamedTuple):
-    """Identifies a file and its content: writing to it changes the time."""
+    """Identifies a file and its content: whoever writes to it changes the times, and cannot restore the last."""
 
     device: int
     inode: int
     size_bytes: int
     written_at_ns: int
+    changed_at_ns: int
+    """Of the inode, to which also `touch` counts: a file that another process has opened since is another."""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """The identity of a file with this status."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +187,7 @@ def map_file(path: Path, size_bytes: int) -> Mapped | None:
         found = os.fstat(descriptor)
         if found.st_size != size_bytes:
             raise CorruptObjectError(f"expected {size_bytes} bytes, found {found.st_size}")
-        identity = FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        return Mapped(_map_descriptor(descriptor, size_bytes), identity)
+        return Mapped(_map_descriptor(descriptor, size_bytes), FileIdentity.of(found))
     finally:
         os.close(descriptor)
 

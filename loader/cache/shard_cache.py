@@ -5,7 +5,7 @@ Guarantees:
 - Every file that `ShardCache.open` returns was verified by this process: by `check` if it was there, by `produce` if it
   was made now. Nothing in the folder is trusted, so nothing in it needs fsync, and damage costs time, not correctness.
   The trade-off: a process hashes a file when it first opens it, 12 ms for 20 MB, and after that only if its inode or
-  time of writing has changed.
+  times have changed, which opening it in another process does too.
 - One of many processes and threads makes a file, the others wait and map the same pages. All locks are the kernel's, so
   a kill -9 at any moment frees them. Every wait has a deadline.
 - Files and parts together never exceed `max_bytes`. The least recently opened go first; open files never go.
@@ -24,6 +24,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -220,14 +221,22 @@ class ShardCache:
             reopened = self._verified.get(name) == mapped.identity
             if not reopened:
                 check(mapped.view)
-                self._verified[name] = mapped.identity
-            touch(path)
+            self._mark_used(path, name, mapped.identity)
             return CachedFile(mapped.view, from_cache=True, cached=True, reopened=reopened)
         except CorruptObjectError as error:
             logger.warning("cache %s: %s is damaged, it is removed and made anew: %s", self._folder, name, error)
         with own_calls():
             self._remove_damaged(path, found)
         return None
+
+    def _mark_used(self, path: Path, name: str, verified: FileIdentity) -> None:
+        """Sets the time of last use, and notes what the file is then if nothing has changed it since the check."""
+        self._verified.pop(name, None)
+        with suppress(OSError):  # Then the next opening checks it again.
+            is_as_verified = FileIdentity.of(path.lstat()) == verified
+            touch(path)
+            if is_as_verified:
+                self._verified[name] = FileIdentity.of(path.lstat())
 
     def _remove_damaged(self, path: Path, found: os.stat_result) -> None:
         """Removes a damaged file, unless another process has already replaced it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ import typer
 from loader.cache.settings import DEFAULT_CACHE_DIR, cache_bytes, cache_dir, parse_size
 from loader.errors import LoaderUsageError
 from loader.options import StoreOptions, StreamOptions, default_store
+from loader.shares import Shares, parse_share, parse_shares
 from loader.stream.assignment import DEFAULT_COUNT
 
 
@@ -24,6 +25,13 @@ class _AssignmentRule(StrEnum):
 
     MODULO = "modulo"
     RENDEZVOUS = "rendezvous"
+
+
+class _MixtureName(StrEnum):
+    """`loader.stream.mixture.Mixture`, as typer wants it."""
+
+    EXACT = "exact"
+    WEYL = "weyl"
 
 
 class _SplitName(StrEnum):
@@ -64,6 +72,17 @@ class CommonOptions:
         list[str] | None,
         typer.Option("--source", metavar="NAME=WEIGHT", help="Read this source with this weight; may be repeated."),
     ] = None
+    shares: Annotated[
+        str | None,
+        typer.Option(
+            "--shares",
+            metavar="NAME=SHARE,...|FILE",
+            help="Token shares of the sources, or a sources.json that has them.",
+        ),
+    ] = None
+    mixture: Annotated[
+        _MixtureName, typer.Option("--mixture", help="weyl: the order of sources in runs begun before 'exact'.")
+    ] = _MixtureName.EXACT
     holdout: Annotated[
         int, typer.Option("--holdout", min=0, help="The first so many shards of every source are not trained on.")
     ] = 0
@@ -130,11 +149,19 @@ class CommonOptions:
             seed=self.seed,
             count=self.count,
             assignment=self.assignment.value,
-            sources=_parse_sources(self.source or ()),
+            sources=self._sources(),
+            mixture=self.mixture.value,
             holdout=self.holdout,
             split=self.split.value,
             epochs=epochs,
         )
+
+    def _sources(self) -> Shares:
+        if self.shares is None:
+            return tuple(parse_share("--source", option) for option in self.source or ())
+        if self.source:
+            raise LoaderUsageError("expected --shares or --source, found both")
+        return parse_shares(self.shares)
 
     def node_ids(self) -> tuple[str, ...]:
         """The nodes, each once.
@@ -206,18 +233,6 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
         raise LoaderUsageError(f"{option}: expected whole numbers between commas such as 3,4,5, found {text[:60]!r}")
     return tuple(int(part) for part in parts)
-
-
-def _parse_sources(options: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """Parses names and weights; a name alone weighs 1."""
-    found: list[tuple[str, float]] = []
-    for option in options:
-        name, separator, weight = option.partition("=")
-        try:
-            found.append((name, float(weight) if separator else 1.0))
-        except ValueError:
-            raise LoaderUsageError(f"--source: expected NAME=WEIGHT such as c4=0.3, found {option!r}") from None
-    return tuple(found)
 
 
 def _read_text(nodes_from: str) -> str:

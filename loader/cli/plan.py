@@ -19,9 +19,9 @@ from loader.errors import LoaderUsageError
 from loader.fetch.catalog import Catalog
 from loader.fetch.shards import cache_name
 from loader.options import StreamOptions
-from loader.plan import shard_pool
+from loader.plan import shard_pool, shards_of_node
 from loader.session import Session
-from loader.stream.assignment import Coverage, assign, coverage
+from loader.stream.assignment import Coverage, coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,7 @@ def assigned_lanes(
     """
     names: list[str | None] = [name for name, _ in options.sources]
     pools = [shard_pool(catalog, options, name, total_shards) for name in names or [None]]
-    if options.split == "holdout":
-        return {node_id: [tuple(pool) for pool in pools] for node_id in node_ids}
-    return {
-        node_id: [assign(node_id, pool, options.count, options.assignment) for pool in pools] for node_id in node_ids
-    }
+    return {node_id: [shards_of_node(options, node_id, pool) for pool in pools] for node_id in node_ids}
 
 
 def in_reading_order(lanes: Sequence[Sequence[int]], most: int | None = None) -> list[int]:

@@ -24,7 +24,16 @@ from loader.cache import ShardCache
 from loader.errors import CorruptObjectError, DataUnavailableError, HostileStoreError
 from loader.fetch.known_store import ObjectFacts, ShardFacts
 from loader.fetch.mirrors import Mirrors, ObjectAbsentError
-from manifests import ShardFormatError, ShardImage, sha256_hex, shard_key, unpack_ids, view_shard
+from manifests import (
+    BYTE_OFFSET,
+    EOS_ID,
+    ShardFormatError,
+    ShardImage,
+    sha256_hex,
+    shard_key,
+    unpack_ids,
+    view_shard,
+)
 
 T = TypeVar("T", bound=Buffer)
 
@@ -117,7 +126,7 @@ def check_ids(buffer: memoryview, entry: ShardFacts) -> None:
     """Checks the form and the ids of a shard's file.
 
     Raises:
-        HostileStoreError: the file is not a shard, or holds ids outside the vocabulary it was written with.
+        HostileStoreError: the file is not a shard, or holds ids that text under its vocabulary does not yield.
     """
     try:
         ids = view_shard(buffer, entry.tokens)
@@ -129,6 +138,13 @@ def check_ids(buffer: memoryview, entry: ShardFacts) -> None:
         raise HostileStoreError(
             f"{shard_key(entry.id)}: expected ids of 0 to {entry.next_merge_id - 1}, found {int(ids[position])} at "
             f"position {position}"
+        )
+    special = np.flatnonzero(words < BYTE_OFFSET)
+    reserved = special[ids[special] != EOS_ID]
+    if len(reserved):
+        raise HostileStoreError(
+            f"{shard_key(entry.id)}: expected no special id but EOS ({EOS_ID}), found {int(ids[reserved[0]])} at "
+            f"position {int(reserved[0])} ({len(reserved)} in all)"
         )
 
 

@@ -10,8 +10,9 @@ neighbours on disk are no longer neighbours in the assignment.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -40,7 +41,7 @@ def get_assigned_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUN
     Raises:
         LoaderUsageError: there is no shard, or ``count`` is below 1.
     """
-    return list(assign(node_id, range(num_shards), count, "modulo"))
+    return list(assign(node_id, _shards_of(num_shards), count, "modulo"))
 
 
 def rendezvous_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT) -> list[int]:
@@ -54,7 +55,7 @@ def rendezvous_shards(node_id: str, num_shards: int, count: int = DEFAULT_COUNT)
     Raises:
         LoaderUsageError: there is no shard, or ``count`` is below 1.
     """
-    return list(assign(node_id, range(num_shards), count, "rendezvous"))
+    return list(assign(node_id, _shards_of(num_shards), count, "rendezvous"))
 
 
 def assign(node_id: str, pool: Sequence[int], count: int, assignment: Assignment) -> tuple[int, ...]:
@@ -73,8 +74,8 @@ def assign(node_id: str, pool: Sequence[int], count: int, assignment: Assignment
         raise LoaderUsageError(f"expected an assignment of {', '.join(get_args(Assignment))}, found {assignment!r}")
     if not len(pool):
         raise LoaderUsageError("expected a store with shards to assign, found none; populate it, or hold out fewer")
-    if count < 1:
-        raise LoaderUsageError(f"expected to assign 1 shard or more, found a count of {count}")
+    if not is_whole(count) or count < 1:
+        raise LoaderUsageError(f"expected to assign 1 shard or more, a whole number, found a count of {count!r}")
     if assignment == "rendezvous":
         return tuple(int(shard) for shard in _ranked(node_id, pool, count))
     primary = int(hashlib.sha256(check_node_id(node_id)).hexdigest(), 16) % len(pool)
@@ -98,7 +99,7 @@ def verify_assignment(
         count: how many shards a node of this run is given.
         assignment: the run's rule.
     """
-    shards = range(pool) if isinstance(pool, int) else pool
+    shards = pool if isinstance(pool, Sized) else _shards_of(pool)
     return tuple(claimed) == assign(node_id, shards, count, assignment)
 
 
@@ -140,10 +141,24 @@ def check_node_id(node_id: str) -> bytes:
     Raises:
         LoaderUsageError: it has none.
     """
+    if not isinstance(node_id, str):
+        raise LoaderUsageError(f"expected the id of a node, a text, found {node_id!r}")
     try:
         return node_id.encode()
     except UnicodeEncodeError:
         raise LoaderUsageError(f"expected a node id that is valid Unicode, found {node_id!a}") from None
+
+
+def is_whole(number: object) -> bool:
+    """Whether a value is a whole number, of Python or numpy, and no truth value."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def _shards_of(num_shards: int) -> range:
+    """The shards of a store of so many."""
+    if not is_whole(num_shards):
+        raise LoaderUsageError(f"expected the number of shards in the store, a whole number, found {num_shards!r}")
+    return range(num_shards)
 
 
 def _ranked(node_id: str, pool: Sequence[int], count: int) -> npt.NDArray[np.uint64]:

@@ -2,14 +2,18 @@
 
 A *lane* is the shards a node reads of one source (or of the whole store), one after the other, epoch after epoch; its
 position is (epoch, window), the window counted over all shards of the lane. A batch takes rows from the lanes by their
-weights. Which lane a row comes from depends on the row's number alone (multiples of the golden ratio, Weyl 1916, whose
-share of every lane is right to within a few rows at any length), so a position needs no memory of how it was reached.
+weights. Which lane a row comes from depends on the row's number alone (`mixture`), so a position needs no memory of how
+it was reached: lanes, rows taken, and for rotations the step.
 
 Leaving a shard early (*rotation*) moves every lane to the beginning of its next shard, between two batches; it is known
 by the step before which it takes place. Batches run on across the end of a shard: no window is dropped or repeated.
 
-Going to any step of an endless stream is arithmetic: how many of n multiples fall into a lane's part is a sum of
-floors, which Euclid's algorithm adds up in some 40 rounds: 2⁴⁰ batches of three lanes in 0.15 ms.
+Data-parallel ranks go through one schedule, whose batch is that of all of them together; `rows_of_rank` deals its rows
+out. So no row number, position or step depends on how many ranks there are, and a run goes on with another number.
+A pass of several ranks ends with two batches of like size rather than with one of fewer rows than ranks, since a
+rank that has a step less than the others would leave them waiting.
+
+Going to any step of an endless stream is arithmetic, on the counts that `mixture` has of any number of rows.
 """
 
 from __future__ import annotations
@@ -23,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.errors import LoaderUsageError
+from loader.stream.mixture import Mixture, row_order
 
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_WORDS: Final = 1 << 64
 _MAX_PASSES: Final = 1_000_000
 """Passes that `Schedule.seek_through` goes through at most: each is arithmetic, but a million of them take 15 s."""
 
@@ -54,12 +57,34 @@ class LanePosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of a batch that come from one shard: windows ``first … first + count − 1`` of its order."""
+    """Rows of a batch that come from one shard: windows ``first``, ``first + stride``, … of its order."""
 
     epoch: int
     shard_id: int
     first: int
     count: int
+    stride: int = 1
+
+
+def rows_of_rank(rows: Sequence[Rows], rank: int, world_size: int) -> list[Rows]:
+    """The rows of a batch that a rank is given: every ``world_size``-th, so that each has its part of every lane.
+
+    Args:
+        rows: consecutive ones (of stride 1), the batch of all ranks.
+        rank: 0 to ``world_size - 1``.
+        world_size: ranks.
+    """
+    if world_size == 1:
+        return list(rows)
+    found: list[Rows] = []
+    before = 0
+    for part in rows:
+        skipped = (rank - before) % world_size
+        count = len(range(skipped, part.count, world_size))
+        if count:
+            found.append(Rows(part.epoch, part.shard_id, part.first + skipped, count, world_size))
+        before += part.count
+    return found
 
 
 class _Queued(NamedTuple):
@@ -73,6 +98,7 @@ class ScheduleMark(NamedTuple):
     """A position to come back to."""
 
     step: int
+    row: int
     positions: tuple[LanePosition, ...]
     lanes: tuple[Lane, ...]
     queued: tuple[tuple[_Queued, ...], ...]
@@ -84,10 +110,13 @@ class Schedule:
 
     Args:
         lanes: one or more, none empty.
-        batch_size: rows per batch.
+        batch_size: rows per batch, of all ranks together.
+        mixture: which order the lanes take turns in.
+        world_size: ranks that share each batch.
         epochs: epochs per pass, for `begin_pass`; None for an endless pass.
         end_epoch: the pass ends when a lane would begin this epoch; None for never.
         step: batches that have been made.
+        row: rows that have been taken; by default those of ``step`` whole batches.
         positions: positions of the lanes, by default at their beginning.
         rotations: steps before which the current shards were, or will be, left early.
         resumes_pass: the first `begin_pass` continues the pass that ends with ``end_epoch``.
@@ -98,9 +127,12 @@ class Schedule:
         lanes: Sequence[Lane],
         batch_size: int,
         *,
+        mixture: Mixture = "exact",
+        world_size: int = 1,
         epochs: int | None = None,
         end_epoch: int | None = None,
         step: int = 0,
+        row: int | None = None,
         positions: Sequence[LanePosition] | None = None,
         rotations: Sequence[int] = (),
         resumes_pass: bool = False,
@@ -115,9 +147,15 @@ class Schedule:
         self.pass_is_over = not resumes_pass
         """Whether `next_rows` has come to the end of the pass, or no pass was begun."""
         self._shares = _shares([lane.weight for lane in lanes])
-        self._thresholds = _thresholds(self._shares)
+        self._order = row_order([lane.weight for lane in lanes], mixture)
+        # Taken beyond a batch, to see whether fewer rows than ranks would be left of the pass.
+        self._more_rows = world_size if world_size > 1 else 0
         self._queued: list[tuple[_Queued, ...]] = [() for _ in lanes]
+        self.mixture = mixture
+        """Which order the lanes take turns in."""
         self.step = step
+        self.row = step * batch_size if row is None else row
+        """Rows taken, on which the mixture goes on; of one lane it is not kept."""
         self.positions = list(positions) if positions is not None else [LanePosition() for _ in lanes]
 
     @property
@@ -221,12 +259,12 @@ class Schedule:
     def mark(self) -> ScheduleMark:
         """The position, to come back to."""
         return ScheduleMark(
-            self.step, tuple(self.positions), tuple(self._lanes), tuple(self._queued), self._num_applied
+            self.step, self.row, tuple(self.positions), tuple(self._lanes), tuple(self._queued), self._num_applied
         )
 
     def rewind(self, mark: ScheduleMark) -> None:
         """Goes back to a position."""
-        self.step, self.positions = mark.step, list(mark.positions)
+        self.step, self.row, self.positions = mark.step, mark.row, list(mark.positions)
         self._lanes, self._queued = list(mark.lanes), list(mark.queued)
         self._num_applied = mark.num_applied
 
@@ -243,7 +281,7 @@ class Schedule:
         """Whether the latest batch took the last window of a shard."""
         if not self.step:
             return False
-        counts = self._rows_of_batch(self.step - 1)
+        counts = self._rows_of_last_batch()
         return any(
             position.window % lane.windows_per_shard < count
             for position, lane, count in zip(self.positions, self._lanes, counts, strict=True)
@@ -253,20 +291,25 @@ class Schedule:
         if self.end_epoch is None and len(self._lanes) == 1 and (inside := self._inside_of_shard()) is not None:
             return [inside]
         rows: list[Rows] = []
-        for lane, count in enumerate(self._rows_by_lane()):
+        counts = self._rows_by_lane()
+        for lane, count in enumerate(counts):
             if count:
                 rows += self._take(lane, count)
-        self.step += bool(rows)
+        if rows:
+            # The older order is one of whole batches, also behind the end of a pass.
+            self.row += sum(counts) if self.mixture == "exact" else self._batch_size
+            self.step += 1
         return rows
 
     def _skip_to(self, step: int) -> None:
         while self.step < step:
             batches = min(step - self.step, self._whole_batches(step - self.step))
             if batches:
-                first, end = self.step * self._batch_size, (self.step + batches) * self._batch_size
-                for lane, count in enumerate(self._counts(first, end)):
+                end = self.row + batches * self._batch_size
+                for lane, count in enumerate(self._counts(self.row, end)):
                     self._advance(lane, count)
                 self.step += batches
+                self.row = end
             elif not self._take_batch():
                 return
 
@@ -294,40 +337,46 @@ class Schedule:
         left = [self._left(lane) for lane in range(len(self._lanes))]
         if len(left) == 1 or not all(left):
             # A mixture ends with the first lane that does: what is left of the others would be no mixture.
-            return [min(left)]
-        lanes = _lanes_of_rows(self.step * self._batch_size, self._batch_size, self._thresholds)
+            return [self._rows_of(min(left))]
+        most_rows = self._batch_size if self.end_epoch is None else self._batch_size + self._more_rows
+        lanes = self._order.lanes(self.row, most_rows)
         for lane, most in enumerate(left):
             beyond = np.flatnonzero(lanes == lane)[most:]
             if len(beyond):
                 lanes = lanes[: beyond[0]]
-        return [int(count) for count in np.bincount(lanes, minlength=len(self._lanes))]
+        return self._by_lane(lanes[: self._rows_of(len(lanes))])
 
-    def _rows_of_batch(self, step: int) -> list[int]:
-        """How many rows of a whole batch each lane gives."""
+    def _rows_of(self, left: int) -> int:
+        """How many of the rows that are left make the next batch."""
+        if self._batch_size < left < self._batch_size + self._more_rows and left // 2 >= self._more_rows:
+            return left // 2
+        return min(left, self._batch_size)
+
+    def _rows_of_last_batch(self) -> list[int]:
+        """How many rows each lane gave to it, if it was whole."""
         if len(self._lanes) == 1:
             return [self._batch_size]
-        lanes = _lanes_of_rows(step * self._batch_size, self._batch_size, self._thresholds)
+        return self._by_lane(self._order.lanes(max(0, self.row - self._batch_size), self._batch_size))
+
+    def _by_lane(self, lanes: npt.NDArray[np.int64]) -> list[int]:
         return [int(count) for count in np.bincount(lanes, minlength=len(self._lanes))]
 
     def _counts(self, first: int, end: int) -> list[int]:
         """How many of the rows ``first … end − 1`` come from each lane."""
-        if len(self._lanes) == 1:
-            return [end - first]
-        ends = [int(threshold) for threshold in self._thresholds]
-        below = [_rows_below(end, each) - _rows_below(first, each) for each in ends]
-        return [each - before for before, each in zip([0, *below], [*below, end - first], strict=True)]
+        return [end - first] if len(self._lanes) == 1 else self._order.counts(first, end)
 
     def _whole_batches(self, most: int) -> int:
         """So many batches, ``most`` at most, are whole whichever lanes their rows come from."""
         if self.end_epoch is None:
             return most
-        return min(self._windows_left(lane, self.end_epoch) for lane in range(len(self._lanes))) // self._batch_size
+        left = min(self._windows_left(lane, self.end_epoch) for lane in range(len(self._lanes)))
+        return max(0, left - self._more_rows) // self._batch_size
 
     def _left(self, lane: int) -> int:
-        """Windows until the end of the last epoch, but no more than a batch."""
+        """Windows until the end of the last epoch, but no more than decide on the next batch."""
         if self.end_epoch is None:
             return self._batch_size
-        return min(self._batch_size, self._windows_left(lane, self.end_epoch))
+        return min(self._batch_size + self._more_rows, self._windows_left(lane, self.end_epoch))
 
     def _windows_left(self, lane: int, end_epoch: int) -> int:
         """Windows until the lane would begin an epoch."""
@@ -376,38 +425,3 @@ def _shares(weights: Sequence[float]) -> npt.NDArray[np.float64]:
     relative = np.asarray(weights, dtype=np.float64) / max(weights)
     shares: npt.NDArray[np.float64] = relative / relative.sum()
     return shares
-
-
-def _thresholds(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
-    """Where, in the range of a 64-bit word, each lane's part ends; the last has no end."""
-    # Shares that add up to 1 in all but name would end at 2**64, which no word can say.
-    return np.minimum(np.cumsum(shares)[:-1] * 2.0**53, 2.0**53 - 1).astype(np.uint64) << np.uint64(11)
-
-
-def _lanes_of_rows(first: int, count: int, thresholds: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    words = (np.arange(first + 1, first + count + 1, dtype=np.uint64)) * _GOLDEN
-    return np.searchsorted(thresholds, words, side="right")
-
-
-def _rows_below(rows: int, end: int) -> int:
-    """Of the first ``rows`` rows, how many have a word below ``end``.
-
-    With m = 2⁶⁴, the word of row n − 1 is x mod m for x = n · golden, and [x mod m < end] = ⌊x/m⌋ − ⌊(x − end)/m⌋.
-    """
-    golden = int(_GOLDEN)
-    beyond = _floor_sum(rows + 1, golden, _WORDS - end) - (_WORDS - end) // _WORDS - rows
-    return _floor_sum(rows + 1, golden, 0) - beyond
-
-
-def _floor_sum(count: int, factor: int, offset: int) -> int:
-    """The sum of ⌊(factor · i + offset) / 2⁶⁴⌋ over i = 0 … count − 1, for numbers of 0 or more; exact."""
-    total, divisor = 0, _WORDS
-    while True:
-        total += (count - 1) * count // 2 * (factor // divisor) + count * (offset // divisor)
-        factor, offset = factor % divisor, offset % divisor
-        last = factor * count + offset
-        if last < divisor:
-            return total
-        # The points under the line, counted along the other axis.
-        count, offset = divmod(last, divisor)
-        divisor, factor = factor, divisor

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loader import DataUnavailableError, GenesisDataset, LoaderError, PlateauRule, StateMismatchError
+from manifests import sha256_hex
 from tests.support.token_store import TokenStore, digest, take
 
 Make = Callable[..., GenesisDataset]
@@ -321,6 +322,65 @@ def test_any_damage_is_refused_or_harmless(six_shards, make_dataset, state, data
     except StateMismatchError:
         return
     assert len(take(dataset, 3)) == 3
+
+
+OLD_MIXTURE: dict[str, Any] = {
+    "identity": {
+        "node_id": "gpu-7",
+        "seq_len": 64,
+        "batch_size": 4,
+        "seed": 0,
+        "count": 2,
+        "assignment": "modulo",
+        "sources": [["alpha", 0.7], ["beta", 0.3]],
+        "holdout": 0,
+        "split": "train",
+    },
+    "step": 11,
+    "lanes": [
+        {
+            "total_shards": 10,
+            "shards_sha256": "72f681e72c60a81aded3667beb3fab08f71738f58aadff9d70dae70e387b4d5b",
+            "epoch": 0,
+            "window": 54,
+            "source": "alpha",
+        },
+        {
+            "total_shards": 10,
+            "shards_sha256": "46c7e1f53de97908e8a251bdc234efbfab7412f5b3b28f79601157c640d45b7c",
+            "epoch": 0,
+            "window": 40,
+            "source": "beta",
+        },
+    ],
+    "version": 1,
+    "rotations": [3, 14],
+    "losses": [],
+}
+"""Of a mixture, written by the release before the exact order."""
+
+
+@pytest.mark.parametrize(
+    ("epochs", "sha256"),
+    [(None, "8416de6debc410187a30221f"), (1, "32d299006334aa00eac65958")],
+    ids=["endless", "passes"],
+)
+def test_a_mixture_of_an_older_release_goes_on_in_its_order(two_sources, make_dataset, epochs, sha256):
+    """Its next 60 batches, as that release made them."""
+    options = {"sources": {"alpha": 0.7, "beta": 0.3}, "count": 2, "epochs": epochs}
+    state = OLD_MIXTURE if epochs is None else {**OLD_MIXTURE, "end_epoch": 1}
+    dataset = make_dataset(two_sources, "gpu-7", state, **options)
+    found: list[str] = []
+    while len(found) < 60:
+        found += take(dataset, 60 - len(found))
+        again = make_dataset(two_sources, "gpu-7", json.loads(json.dumps(dataset.state_dict())), **options)
+        assert again.state_dict() == dataset.state_dict()
+    assert sha256_hex("".join(found).encode())[:24] == sha256
+    assert dataset.state_dict()["version"] == 1  # Which that release reads.
+    assert digest(dataset.replay("gpu-7", 40, rotations=[3, 14])) == found[40 - 11]
+    new = make_dataset(two_sources, "gpu-7", **options)
+    assert new.state_dict()["version"] == 2
+    assert take(new, 3) != take(make_dataset(two_sources, "gpu-7", mixture="weyl", **options), 3)
 
 
 def test_a_state_of_another_store_or_one_that_has_shrunk(tmp_path, make_dataset, state):

@@ -102,16 +102,33 @@ def test_a_file_is_checked_again_only_when_it_was_touched(tmp_path):
     assert open_it(first) and len(checked) == 1  # What was written is read back once.
     assert open_it(first) and len(checked) == 1
     assert open_it(ShardCache(tmp_path / "cache", 10 * SIZE_BYTES)) and len(checked) == 2  # Another reader's own check.
-    assert open_it(first) and len(checked) == 2  # Which is no change of the file.
+    assert open_it(first) and len(checked) == 3  # Which changed the inode, as restoring the time of writing does.
+    assert open_it(first) and len(checked) == 3
     damaged = bytearray(content(name))
     damaged[SIZE_BYTES // 2] ^= 1
     (tmp_path / "cache" / name).write_bytes(damaged)
-    assert not open_it(first) and len(checked) == 3  # Written to in place: noticed, made anew.
+    assert not open_it(first) and len(checked) == 4  # Written to in place: noticed, made anew.
     replacement = tmp_path / "cache" / "x"
     replacement.write_bytes(damaged)
     os.utime(replacement, ns=(0, (tmp_path / "cache" / name).stat().st_mtime_ns))
     replacement.replace(tmp_path / "cache" / name)
     assert not open_it(first)  # Another file of the same age and size.
+
+
+def test_a_mapped_file_written_in_place_with_its_times_restored_is_made_anew(tmp_path):
+    name, cache = name_of(1), ShardCache(tmp_path / "cache", 10 * SIZE_BYTES)
+    path = tmp_path / "cache" / name
+    opened = [cache.open(name, SIZE_BYTES, lambda: content(name), check(name)) for _ in range(2)]
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(SIZE_BYTES // 2)
+        file.write(b"?")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    again = cache.open(name, SIZE_BYTES, lambda: content(name), check(name))
+    assert not again.from_cache
+    assert bytes(again.buffer) == content(name)
+    assert len(opened) == 2  # Mapped until here.
 
 
 @pytest.fixture

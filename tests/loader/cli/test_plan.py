@@ -1,6 +1,8 @@
 """Whose shards are which; cached shards held against the manifest, and batches recomputed for peers."""
 
 import hashlib
+import json
+import os
 
 import pytest
 import torch
@@ -62,6 +64,7 @@ def test_text_says_the_same_knows_what_is_cached_and_cannot_speak_to_the_termina
         (["--assignment", "rendezvous"], {"assignment": "rendezvous"}),
         (["--source", "beta"], {"sources": (("beta", 1.0),)}),
         (["--source", "beta=0.7", "--source", "alpha=0.3"], {"sources": (("beta", 0.7), ("alpha", 0.3))}),
+        (["--shares", "beta=0.7, alpha=0.3"], {"sources": (("beta", 0.7), ("alpha", 0.3))}),
         (["--holdout", "3"], {"holdout": 3}),
         (["--holdout", "3", "--split", "holdout"], {"holdout": 3, "split": "holdout"}),
     ],
@@ -71,6 +74,26 @@ def test_every_option_gives_the_shards_that_the_dataset_reads(here, catalog, arg
     lanes = [plan_lane(catalog, stream, number, Pin(0, TOTAL)).lane for number in range(stream.num_lanes)]
     expected = [shard for lane in lanes for shard in lane.shards]
     assert here.json("plan", "--node-id", "n", *arguments)["nodes"] == [{"node_id": "n", "shards": expected}]
+
+
+def test_shares_from_a_sources_file(here, tmp_path):
+    sources = [
+        {"name": "beta", "share": 0.5},
+        {"name": "alpha", "share": 2},
+        {"name": "c", "share": 1, "enabled": False},
+    ]
+    path = tmp_path / "sources.json"
+    path.write_text(json.dumps({"sources": [*sources, {"name": "d"}]}))
+    found = here("verify", "--node-id", "n", *STREAM, "--replay", "7", "--shares", path)
+    given = ("--source", "beta=0.5", "--source", "alpha=2")
+    assert found == here("verify", "--node-id", "n", *STREAM, "--replay", "7", *given)
+    assert found != here("verify", "--node-id", "n", *STREAM, "--replay", "7", *given, "--mixture", "weyl")
+    store, cache_dir = os.environ["GENESIS_STORE"], tmp_path / "cache"
+    dataset = GenesisDataset(store, "n", sources=path, cache_dir=cache_dir)
+    assert dataset.options.sources == (("beta", 0.5), ("alpha", 2.0))
+    path.write_text(json.dumps({"sources": [{"name": "beta"}]}))
+    with pytest.raises(LoaderUsageError, match="expected enabled sources with a 'share', found none"):
+        GenesisDataset(store, "n", sources=str(path), cache_dir=cache_dir)
 
 
 def test_runs_that_began_smaller_and_files_that_are_not_utf8(here, tmp_path):

@@ -284,6 +284,19 @@ def test_ids_beyond_the_vocabulary(store: TokenStore, open_store: OpenDataset, p
             take(open_store(store.url), 1)
 
 
+@pytest.mark.parametrize("value", [0, 1, 3, 4, 9])
+def test_reserved_ids_that_text_never_yields(store: TokenStore, open_store: OpenDataset, value: int) -> None:
+    for shard in range(3):
+        ids = fixed_ids(shard)
+        ids[[77, 78]] = value
+        store.change(shard, sha256=store.put(shard_key(shard), bytes(encode_shard(ids))), packed=None)
+    store.publish()
+    found = rf"expected no special id but EOS \(2\), found {value} at position 77 \(2 in all\)"
+    for _ in range(2):  # Also from the cache.
+        with pytest.raises(HostileStoreError, match=found):
+            take(open_store(store.url), 1)
+
+
 def zstd(content: bytes, **parameters: Any) -> bytes:
     return zstandard.ZstdCompressor(**parameters).compress(content)
 

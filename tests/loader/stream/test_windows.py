@@ -116,6 +116,22 @@ GOLDEN_MODULO = [552765, 552766, 552767, 552768, 552769, 552770, 552771, 552772,
 GOLDEN_RENDEZVOUS = [255034, 432085, 274944, 372090, 585444, 167993, 408197, 320738, 141232, 534733]
 GOLDEN_OMEGA = [3, 12, 9, 1, 10]
 
+
+@pytest.mark.parametrize("found", [1.5, None, "3", True, 2**70 * 1.0])
+def test_what_is_no_number_of_shards_is_said_in_a_line(found: object) -> None:
+    for ask in (get_assigned_shards, rendezvous_shards):
+        with pytest.raises(LoaderUsageError, match="number of shards in the store, a whole number, found"):
+            ask("gpu-7", found)  # type: ignore[operator]
+        with pytest.raises(LoaderUsageError, match="a whole number, found a count of"):
+            ask("gpu-7", 5, found)  # type: ignore[operator]
+    if not isinstance(found, str):
+        with pytest.raises(LoaderUsageError, match="number of shards in the store"):
+            verify_assignment("gpu-7", [0], found)  # type: ignore[arg-type]
+    with pytest.raises(LoaderUsageError, match="the id of a node, a text"):
+        get_assigned_shards(found if not isinstance(found, str) else 3, 5)  # type: ignore[arg-type]
+    assert get_assigned_shards("gpu-7", np.int64(3), np.int64(2)) == get_assigned_shards("gpu-7", 3, 2)  # type: ignore[arg-type]
+
+
 NODES = st.text(min_size=0, max_size=30).filter(lambda text: text.isprintable())
 TOTALS = st.integers(1, 3_000)
 
