@@ -26,7 +26,7 @@ from isal import igzip_lib, isal_zlib
 from pydantic_core import from_json
 
 from genesis.errors import CorruptInputError, SourceError
-from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, TextBatch
+from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, StoredRange, TextBatch
 from genesis.sources.opening import Compression, compression_of, stream
 
 MAX_LINE_BYTES = 64 << 20
@@ -42,9 +42,14 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
             been yielded.
     """
     row = first_row
+    pieces = _Counted(stream(file))
+    begin: int | None = None if first_row else 0
     try:
-        for block in _blocks(_lines_from(decompressed(stream(file), compression_of(file.name)), first_row)):
-            yield LinesTask(file, text_field, row, block)
+        for block in _blocks(_lines_from(decompressed(pieces, compression_of(file.name)), first_row)):
+            begin = pieces.before_last if begin is None else begin
+            end = min(pieces.num_bytes, file.size_bytes)
+            yield LinesTask(file, text_field, row, block, StoredRange(min(begin, end), end))
+            begin = end
             row += block.count(b"\n")
     except _LineTooLongError:
         raise CorruptInputError(
@@ -55,6 +60,20 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
             f"{file.name}: {damage.reason} (in line {row + 1}, near byte {damage.offset} of {file.size_bytes}); "
             "everything before it was read: get a sound copy and run the same command again with --mended-input"
         ) from damage
+
+
+class _Counted:
+    """The pieces of a file, and how many stored bytes they held so far: 1 MiB at a time, so that is how exact it is."""
+
+    def __init__(self, pieces: Iterable[bytes | bytearray]) -> None:
+        self._pieces = pieces
+        self.num_bytes = self.before_last = 0
+
+    def __iter__(self) -> Iterator[bytes | bytearray]:
+        for piece in self._pieces:
+            self.before_last = self.num_bytes
+            self.num_bytes += len(piece)
+            yield piece
 
 
 class _LineTooLongError(Exception):
