@@ -61,7 +61,7 @@ def run_helper(
     *,
     num_threads: int = 1,
     timeout_s: float = HELPER_TIMEOUT_S,
-    on_line: Callable[[str], None] = lambda line: None,
+    on_line: Callable[[bytes], None] = lambda line: None,
 ) -> list[bytes]:
     """Runs one job in a process of its own. Blocks; several may run at once from several threads.
 
@@ -76,7 +76,7 @@ def run_helper(
         WorkerError: it was killed, failed, or took too long.
     """
     with _start(job, num_threads) as process:
-        complaint = deque[str](maxlen=_COMPLAINT_LINES)
+        complaint = deque[bytes](maxlen=_COMPLAINT_LINES)
         errors, process.stderr = process.stderr, None  # Read here, or `communicate` would keep it to the end.
         listener = threading.Thread(target=_listen, args=(errors, complaint, on_line), daemon=True)
         listener.start()
@@ -93,11 +93,10 @@ def run_helper(
     return unpack(answer)
 
 
-def _listen(errors: IO[bytes] | None, complaint: deque[str], on_line: Callable[[str], None]) -> None:
+def _listen(errors: IO[bytes] | None, complaint: deque[bytes], on_line: Callable[[bytes], None]) -> None:
     for line in errors or ():
-        text = line.decode(errors="replace").rstrip()
-        complaint.append(text)
-        on_line(text)
+        complaint.append(line)
+        on_line(line)
 
 
 def _start(job: str, num_threads: int) -> subprocess.Popen[bytes]:
@@ -124,12 +123,12 @@ def _environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def _ending(returncode: int, complaint: Iterable[str]) -> str:
+def _ending(returncode: int, complaint: Iterable[bytes]) -> str:
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = "; if memory ran out, learn from fewer documents" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
-    lines = [line for line in complaint if line] or ["it said nothing"]
+    lines = [text for line in complaint if (text := line.decode(errors="replace").rstrip())] or ["it said nothing"]
     return f"failed with status {returncode}: {lines[-1]}"
 
 

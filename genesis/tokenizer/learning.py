@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -117,6 +118,8 @@ MAX_PAIR_COUNT = 2**31 - 1
 
 _SMALL_BYTES = 1 << 20
 """Texts below this are learned from in this process: helpers take longer to start than the work takes."""
+
+_HEAR_EVERY_S = 0.1
 
 _FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
 
@@ -254,20 +257,25 @@ def _learn_in_helper(
         str(num_merges).encode(),
         str(min_frequency).encode(),
     ]
+    heard_at = 0.0
 
-    def hear(line: str) -> None:
+    def hear(line: bytes) -> None:  # The trainer tells of every single merge.
+        nonlocal heard_at
+        if on_merge is None or time.monotonic() - heard_at < _HEAR_EVERY_S:
+            return
+        heard_at = time.monotonic()
         told = merges_told(line, len(sample.symbols), num_merges)
-        if told is not None and on_merge is not None:
+        if told is not None:
             on_merge(told)
 
     sides = [side.decode() for side in run_helper("merge", request, num_threads=processes, on_line=hear)]
     return list(zip(sides[::2], sides[1::2], strict=True))
 
 
-def merges_told(line: str, num_symbols: int, num_merges: int) -> int | None:
+def merges_told(line: bytes, num_symbols: int, num_merges: int) -> int | None:
     """How many merges a line of the trainer's progress tells of; None for any other line."""
     try:
-        told = json.loads(line) if line.startswith("{") else None
+        told = json.loads(line) if line.startswith(b"{") else None
     except ValueError:
         return None
     if not isinstance(told, dict) or told.get("stage") != "Compute merges":

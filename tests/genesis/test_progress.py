@@ -263,12 +263,12 @@ def test_what_is_committed_is_told_apart_from_what_is_read(tmp_path):
     assert progress.read_after(0).read_bytes == progress.read_bytes == 1000
     feed(progress, clock, 0.2, 0.6)
     assert progress.read_after(0).read_bytes == 1000
-    assert progress.read_after(20).read_bytes == progress.read_bytes == int(total * 0.6)
+    assert progress.read_after(20).read_bytes == pytest.approx(total * 0.6, abs=1)
     progress.committed(5, 500)
-    assert progress.read_after(0).read_bytes == int(total * 0.3)
+    assert progress.read_after(0).read_bytes == pytest.approx(total * 0.3, abs=1)
     assert progress.read_after(1).total_bytes == total
     progress.reached(10)
-    assert progress.read_bytes == int(total * 0.6)
+    assert progress.read_bytes == pytest.approx(total * 0.6, abs=1)
     progress.encoded(1, 1, 1, total + 99)
     assert progress.state().fraction == 1.0
 
@@ -316,4 +316,4 @@ def test_an_empty_input_has_no_percent():
     ],
 )
 def test_what_the_trainer_tells(line, told):
-    assert merges_told(line, 200, 300) == told
+    assert merges_told(line.encode(), 200, 300) == told
