@@ -251,7 +251,12 @@ def _draw(name: str, state: Callable[[], ProgressState], log: logging.Logger, st
         columns = terminal_columns() - 1  # The last column is left free: some terminals wrap as soon as it is written.
         now = state()
         bar: tqdm[NoReturn] = tqdm(
-            total=1.0, initial=0, leave=False, ncols=columns, bar_format=bar_format(name, now, columns), mininterval=0
+            total=1.0,
+            initial=min(now.fraction or 0.0, 1.0),
+            leave=False,
+            ncols=columns,
+            bar_format=bar_format(name, now, columns),
+            mininterval=0,
         )
         try:
             while True:

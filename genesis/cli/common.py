@@ -66,7 +66,8 @@ def complete_source(context: typer.Context, incomplete: str) -> list[str]:
     path = context.params.get("sources_file")
     with suppress(UsageError, ContractError):
         names = [spec.name for spec in load_sources(Path(path) if path else None).sources]
-        return [name for name in [*names, PYTHON_DOCS.name, "all"] if name.startswith(incomplete)]
+        names += [PYTHON_DOCS.name, *(["all"] if context.info_name == "populate" else [])]
+        return [name for name in names if name.startswith(incomplete)]
     return []
 
 

@@ -17,6 +17,7 @@ libraries release the GIL while they work.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 
@@ -32,6 +33,7 @@ from genesis.sources.opening import Compression, compression_of, stream
 MAX_LINE_BYTES = 64 << 20
 _ROWS_TO_FIND_FIELD = 1000
 _BOM = b"\xef\xbb\xbf"
+_COUNTED_BYTES = 64 << 10
 
 
 def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[LinesTask]:
@@ -43,10 +45,11 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
     """
     row = first_row
     pieces = _Counted(stream(file))
-    begin: int | None = None if first_row else 0
     try:
-        for block in _blocks(_lines_from(decompressed(pieces, compression_of(file.name)), first_row)):
-            begin = pieces.before_last if begin is None else begin
+        chunks = _lines_from(decompressed(pieces, compression_of(file.name)), first_row)
+        first = list(itertools.islice(chunks, 1))
+        begin = pieces.before_last if first_row else 0
+        for block in _blocks(itertools.chain(first, chunks)):
             end = min(pieces.num_bytes, file.size_bytes)
             yield LinesTask(file, text_field, row, block, StoredRange(min(begin, end), end))
             begin = end
@@ -63,7 +66,7 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
 
 
 class _Counted:
-    """The pieces of a file, and how many stored bytes they held so far: 1 MiB at a time, so that is how exact it is."""
+    """The pieces of a file, 64 KiB at most, and how many stored bytes they held so far: that is how exact it is."""
 
     def __init__(self, pieces: Iterable[bytes | bytearray]) -> None:
         self._pieces = pieces
@@ -71,9 +74,11 @@ class _Counted:
 
     def __iter__(self) -> Iterator[bytes | bytearray]:
         for piece in self._pieces:
-            self.before_last = self.num_bytes
-            self.num_bytes += len(piece)
-            yield piece
+            for start in range(0, len(piece), _COUNTED_BYTES):
+                part = piece[start : start + _COUNTED_BYTES]
+                self.before_last = self.num_bytes
+                self.num_bytes += len(part)
+                yield part
 
 
 class _LineTooLongError(Exception):

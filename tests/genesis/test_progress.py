@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import random
 import threading
 import time
 
@@ -150,7 +151,8 @@ def write_input(folder, kind):
         for number, path in enumerate(paths):
             path.write_text("".join(texts[number::40]) * 40, encoding="utf-8")
         return [*paths, *_empty(folder / "empty.txt")]
-    lines = "".join(json.dumps({"text": text * 20}) + "\n" for text in texts).encode() * 3
+    noise = random.Random(7)
+    lines = "".join(json.dumps({"text": noise.randbytes(6_000).hex()}) + "\n" for _ in range(1_200)).encode()
     if kind == "jsonl":
         (folder / "a.jsonl").write_bytes(lines)
     elif kind == "jsonl.gz":
@@ -180,7 +182,7 @@ def test_reading_goes_from_nothing_to_all_stored_bytes(kind, tmp_path):
             seen += [positions.before(task, row), positions.before(task, batch.end_row)]
             row = batch.end_row
     assert seen == sorted(seen)
-    assert len(set(seen)) >= 5
+    assert len(set(seen)) >= 4
     assert seen[-1] == positions.total_bytes
 
 
@@ -196,8 +198,8 @@ def test_going_on_from_a_cursor_is_where_it_was(kind, tmp_path):
         assert positions.at_cursor(cursor) <= there
         following = next(tasks(plan, cursor), None)
         if following is not None:
-            # Lines are told apart by pieces of 1 MiB of the file, all else exactly.
-            assert abs(positions.before(following, following.first_row) - there) <= (1 << 20 if "jsonl" in kind else 0)
+            # Lines are told apart by pieces of 64 KiB of the file, all else exactly.
+            assert abs(positions.before(following, following.first_row) - there) <= (1 << 17 if "jsonl" in kind else 0)
 
 
 class Clock:
