@@ -171,8 +171,9 @@ class PopulateProgress:
         if end == 2:
             documents = self._limits.documents_before + self._documents
             facts.append(f"{documents:,} of {counted(self._limits.documents or 0, 'document')}")
-        facts.append(f"{self._text_bytes / elapsed_s / 1e6:.1f} MB/s")
-        facts.append(f"{self._tokens / elapsed_s / 1e6:.2f} M tokens/s")
+        if self._text_bytes:
+            facts.append(f"{self._text_bytes / elapsed_s / 1e6:.1f} MB/s")
+            facts.append(f"{self._tokens / elapsed_s / 1e6:.2f} M tokens/s")
         total_bytes = self.positions.total_bytes
         return ProgressState(self._read_bytes / total_bytes if total_bytes else None, tuple(facts))
 
