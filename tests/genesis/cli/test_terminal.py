@@ -206,7 +206,8 @@ def test_under_nohup_the_end_of_a_terminal_stops_nothing(texts, tmp_path):
 def test_closed_or_broken_streams_end_nothing(texts, tmp_path):
     path = write_parquet(tmp_path / "a.parquet", texts, 40)
     for number, redirections in enumerate(("2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 | head -n 1")):
-        line = f"{' '.join(command(*arguments_for(tmp_path / str(number), path)))} {redirections}"
+        arguments = arguments_for(tmp_path / str(number), path, shard_tokens=20_000)
+        line = f"{' '.join(command(*arguments))} {redirections}"
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
         )
