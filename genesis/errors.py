@@ -6,6 +6,7 @@ GenesisError
 │   ├── PreconditionFailedError    a conditional write found another object there
 │   ├── StoreAccessError           no permission, wrong credentials, no such bucket, read-only
 │   ├── StoreFullError             no space left
+│   ├── StoreRemovedError          the store went away while it was written to
 │   └── StoreUnavailableError      unreachable, or still failing after every retry
 ├── SourceError                    the input text
 │   ├── UnknownSourceError         no source of that name
@@ -48,6 +49,10 @@ class StoreAccessError(StoreError):
 
 class StoreFullError(StoreError):
     """No space left in the store."""
+
+
+class StoreRemovedError(StoreError):
+    """The store was removed or emptied under the process that writes to it; nothing more is written."""
 
 
 class StoreUnavailableError(StoreError):

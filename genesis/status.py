@@ -27,6 +27,7 @@ from manifests import (
     FIRST_MERGE_ID,
     Checkpoints,
     ContractError,
+    InputRead,
     Manifest,
     SourceCheckpoint,
     SourcesFile,
@@ -69,7 +70,11 @@ class SourceStatus(_Part):
     tokens_per_s: float | None
     """Speed, while a populator is at work on this source."""
     eta_s: float | None
-    """Seconds to the target at that speed."""
+    """Seconds to the end of the input or to the target, whichever comes first, at that speed."""
+    input_bytes_read: int | None = None
+    """Stored bytes of the input before the end of the source's last shard, within some MB; all, once it has ended."""
+    input_bytes: int | None = None
+    """Stored bytes of all its input files."""
 
 
 class WriterStatus(_Part):
@@ -234,10 +239,13 @@ def _sources(
 ) -> tuple[SourceStatus, ...]:
     totals = manifest.sources if manifest else {}
     positions = checkpoints.sources if checkpoints else {}
+    reads = (checkpoints.writer.input_read if checkpoints and checkpoints.writer else None) or {}
     busy = {writer.source} if writer and writer.state == "alive" and writer.source else set()
     names = sorted(totals.keys() | positions.keys() | busy, key=lambda name: (_priority(sources, name), name))
     return tuple(
-        _source(name, manifest, totals.get(name), positions.get(name), writer, _target(sources, name), now)
+        _source(
+            name, manifest, totals.get(name), positions.get(name), reads.get(name), writer, _target(sources, name), now
+        )
         for name in names
     )
 
@@ -247,6 +255,7 @@ def _source(
     manifest: Manifest | None,
     totals: SourceTotals | None,
     position: SourceCheckpoint | None,
+    read: InputRead | None,
     writer: WriterStatus | None,
     target: int | None,
     now: datetime,
@@ -272,16 +281,22 @@ def _source(
         last_commit=position.timestamp if position else None,
         last_commit_age_s=_age_s(position.timestamp, now) if position else None,
         tokens_per_s=tokens_per_s,
-        eta_s=_eta_s(shards, target, shard_tokens, tokens_per_s, ended=bool(ended)),
+        eta_s=None if ended else _eta_s(shards, target, shard_tokens, read, tokens_per_s),
+        input_bytes_read=(read.total_bytes if ended else read.read_bytes) if read else None,
+        input_bytes=read.total_bytes if read else None,
     )
 
 
 def _eta_s(
-    shards: int, target: int | None, shard_tokens: int | None, tokens_per_s: float | None, *, ended: bool
+    shards: int, target: int | None, shard_tokens: int | None, read: InputRead | None, tokens_per_s: float | None
 ) -> float | None:
-    if ended or target is None or not shard_tokens or not tokens_per_s:
+    """Time to the first of the two ends; the rest of the input is taken to hold tokens as what was read did."""
+    if not shard_tokens or not tokens_per_s:
         return None
-    return round(max(target - shards, 0) * shard_tokens / tokens_per_s, 1)
+    ends = [] if target is None else [max(target - shards, 0) * shard_tokens]
+    if read is not None and read.read_bytes and shards:
+        ends.append((read.total_bytes - read.read_bytes) * shards * shard_tokens / read.read_bytes)
+    return round(min(ends) / tokens_per_s, 1) if ends else None
 
 
 def _age_s(timestamp: str, now: datetime) -> float:

@@ -2,6 +2,7 @@
 
 from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import Cursor as Cursor
+from .checkpoint import InputRead as InputRead
 from .checkpoint import SourceCheckpoint as SourceCheckpoint
 from .checkpoint import Writer as Writer
 from .errors import ContractError as ContractError

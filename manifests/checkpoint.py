@@ -60,6 +60,19 @@ class SourceCheckpoint(Part):
     unsharded_documents: Count = 0
 
 
+class InputRead(Part):
+    """How far a source's input was turned into shards, in its stored (compressed) bytes.
+
+    For telling people, nothing else: it may differ between two stores of the same text, one of which was populated in
+    several runs. Where reading goes on is for the cursor to say.
+    """
+
+    read_bytes: Count
+    """Before the end of the last shard, within some MB."""
+    total_bytes: Count
+    """Of all input files."""
+
+
 class Writer(Part):
     """The lease: who may write to the store."""
 
@@ -73,6 +86,8 @@ class Writer(Part):
     """What the writer is populating."""
     tokens_per_s: float | None = None
     """Mean speed of the writer's run so far, counted in committed shards, for ``genesis status``."""
+    input_read: dict[SourceName, InputRead] | None = None
+    """By source; kept when the lease is given back. None in stores that no release with this field has written to."""
 
 
 class Checkpoints(Document):

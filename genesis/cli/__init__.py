@@ -1,8 +1,8 @@
 """The command line, ``genesis``: its commands, and in `common` what they share.
 
 A command prints its result to standard output and everything else to standard error; it ends with 0, with 1 and one
-line for what a user can mend, 2 for options that make no sense, 130 or 143 when a signal stopped it cleanly. A
-traceback is a bug.
+line for what a user can mend, 2 for options that make no sense, 129, 130 or 143 when a signal stopped it cleanly.
+A traceback is a bug.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, cast
 
 import typer
@@ -22,6 +23,7 @@ import typer
 from genesis import __version__
 from genesis.cli import inspect, populate, serve, status, verify
 from genesis.errors import GenesisError, InterruptedRunError, UnknownSourceError, UsageError
+from genesis.verbosity import add_verbosity, set_up_logging
 from manifests import ContractError
 
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
@@ -29,12 +31,14 @@ _CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
 )
 
+_LOGGED = ("genesis", "loader", "manifests")
+"""Packages whose logging the command line sets."""
+
 app = typer.Typer(
     name="genesis",
     help="Turn web text into token shards that training nodes can trust.",
     no_args_is_help=True,
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -62,10 +66,12 @@ app.add_typer(inspect.export_app, name="export")
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
-    _set_up_logging()
+    set_up_logging(_LOGGED)
     add_plugins(app, arguments)
+    command = typer.main.get_command(app)
+    add_verbosity(command, _LOGGED)
     try:
-        result = app(args=list(arguments), prog_name="genesis", standalone_mode=False)
+        result = command.main(args=list(arguments), prog_name="genesis", standalone_mode=False)
     except _CLICK_ERROR as error:
         return _show(cast("typer.BadParameter", error))
     except (typer.Abort, KeyboardInterrupt):
@@ -92,14 +98,9 @@ def _show(error: typer.BadParameter) -> int:
 
 def _fail(message: str, code: int) -> int:
     logging.getLogger("genesis").debug("failed", exc_info=True)
-    typer.echo(f"genesis: {message}", err=True)
+    with suppress(OSError):  # Nobody may be there to read it: a closed terminal, a full disk.
+        typer.echo(f"genesis: {message}", err=True)
     return code
-
-
-def _set_up_logging() -> None:
-    level = os.environ.get("GENESIS_LOG", "INFO").upper()
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("genesis").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
 
 
 GROUP = "genesis.commands"

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -18,7 +18,9 @@ from typing import Annotated
 import typer
 
 from genesis.errors import UsageError
-from manifests import SourcesFile, builtin_sources
+from genesis.hangup import drop_closed_terminals, stop_signals
+from genesis.sources import PYTHON_DOCS
+from manifests import ContractError, SourcesFile, builtin_sources
 
 logger = logging.getLogger("genesis")
 
@@ -59,6 +61,16 @@ def load_sources(path: Path | None) -> SourcesFile:
         raise UsageError(f"--sources-file {path}: {error.strerror}") from None
 
 
+def complete_source(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of sources that begin so, for the shell; those of ``--sources-file`` if it was given before."""
+    path = context.params.get("sources_file")
+    with suppress(UsageError, ContractError):
+        names = [spec.name for spec in load_sources(Path(path) if path else None).sources]
+        names += [PYTHON_DOCS.name, *(["all"] if context.info_name == "populate" else [])]
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
 class StopSignal(threading.Event):
     """Set by the first signal; remembers which."""
 
@@ -72,17 +84,26 @@ class StopSignal(threading.Event):
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopSignal]:
-    """Within it, the first SIGINT or SIGTERM sets the request and the second raises KeyboardInterrupt."""
+    """Within it, the first SIGINT, SIGTERM or SIGHUP sets the request; a second SIGINT or SIGTERM interrupts at once.
+
+    SIGHUP does not count twice: the end of a terminal sends it from the kernel and from the shell.
+    """
     request = StopSignal()
+    num_asked = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if request.is_set():
+        nonlocal num_asked
+        if number == signal.SIGHUP:
+            drop_closed_terminals()
+        num_asked += number != signal.SIGHUP
+        if num_asked > 1:
             raise KeyboardInterrupt
-        request.signal_number = number
-        request.set()
-        logger.warning("stopping: finishing the commit in hand (once more to stop at once)")
+        if not request.is_set():
+            request.signal_number = number
+            request.set()
+            logger.warning("stopping: finishing the commit in hand (once more to stop at once)")
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield request
     finally:

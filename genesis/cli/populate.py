@@ -14,7 +14,14 @@ from urllib.parse import urlsplit
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from genesis.cli.common import JsonOption, SourcesOption, StoreOption, load_sources, stop_on_signals
+from genesis.cli.common import (
+    JsonOption,
+    SourcesOption,
+    StoreOption,
+    complete_source,
+    load_sources,
+    stop_on_signals,
+)
 from genesis.errors import InterruptedRunError, ObjectNotFoundError, UsageError
 from genesis.populate.commit_log import CommitLog
 from genesis.populate.lease import LEASE_S, LeaseKeeper, held
@@ -39,7 +46,14 @@ logger = logging.getLogger("genesis")
 
 
 def populate_command(
-    source: Annotated[str, typer.Option("--source", help="A source of 'genesis sources', 'python-docs', or 'all'.")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--source",
+            autocompletion=complete_source,
+            help="A source of 'genesis sources', 'python-docs', or 'all'.",
+        ),
+    ],
     store: StoreOption,
     more_inputs: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE]...", help="More input, as --input.")
@@ -169,7 +183,8 @@ def learn_command(
     store: StoreOption,
     all_sources: Annotated[bool, typer.Option("--all", help="Learn from every enabled source.")] = False,
     source: Annotated[
-        list[str] | None, typer.Option("--source", help="Learn from this source; may be repeated.")
+        list[str] | None,
+        typer.Option("--source", autocompletion=complete_source, help="Learn from this source; may be repeated."),
     ] = None,
     inputs: Annotated[
         list[str] | None,
@@ -202,17 +217,23 @@ def learn_command(
     plans = [(spec, resolve(spec, files.get(spec.name, ()))) for spec in specs]
     opened = open_store(store)
     commit_log = CommitLog(opened, store_shard_tokens(opened, shard_tokens), sign_key=read_sign_key(sign_key))
-    with (
-        invalidating(cloudfront_distribution, store) as commit_log.on_publish,
-        held(commit_log),
-        LeaseKeeper(commit_log, on_lost=lambda: None),
-    ):
-        options = LearnOptions(documents=learn_documents)
-        tokenizer = learn_all(commit_log, plans, options, available_cpus() if workers is None else workers)
-    typer.echo(f"vocabulary of {opened.url}: {tokenizer.current_vocab_size:,} ids")
-    for name, merges in tokenizer.sources_contributed.items():
-        typer.echo(f"  {name:<14} {merges:>9,} merges")
-    return 0
+    with stop_on_signals() as stop:
+        try:
+            with (
+                invalidating(cloudfront_distribution, store) as commit_log.on_publish,
+                held(commit_log),
+                LeaseKeeper(commit_log, on_lost=lambda: None),
+            ):
+                options = LearnOptions(documents=learn_documents)
+                tokenizer = learn_all(
+                    commit_log, plans, options, available_cpus() if workers is None else workers, stop
+                )
+            typer.echo(f"vocabulary of {opened.url}: {tokenizer.current_vocab_size:,} ids")
+            for name, merges in tokenizer.sources_contributed.items():
+                typer.echo(f"  {name:<14} {merges:>9,} merges")
+        except InterruptedRunError as error:
+            typer.echo(f"genesis: {error}", err=True)
+    return stop.exit_code
 
 
 def _by_source(inputs: list[str]) -> dict[str, tuple[str, ...]]:

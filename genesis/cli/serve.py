@@ -13,6 +13,7 @@ import typer
 
 from genesis.cli.common import StopSignal, StoreOption, count
 from genesis.errors import UsageError
+from genesis.hangup import drop_closed_terminals, stop_signals
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,9 +65,13 @@ def serve_command(
 
 
 async def _run(server: StoreServer, stop: StopSignal, announcement: str) -> None:
-    """Serves until the first SIGINT or SIGTERM; the second cuts what is still being sent."""
+    """Serves until the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM cuts what is still being sent."""
 
     def handle(number: int) -> None:
+        if number == signal.SIGHUP:
+            drop_closed_terminals()
+            if stop.is_set():
+                return
         if stop.is_set():
             server.stop(at_once=True)
             return
@@ -76,7 +81,7 @@ async def _run(server: StoreServer, stop: StopSignal, announcement: str) -> None
         server.stop()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         loop.add_signal_handler(number, handle, number)
     typer.echo(announcement)  # Only now: a process that waits for this line may connect, and may send a signal.
     sys.stdout.flush()

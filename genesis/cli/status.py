@@ -13,7 +13,7 @@ import typer
 
 from genesis.cli.common import JsonOption, SourcesOption, StoreOption, compact, count, load_sources, shorten, table
 from genesis.errors import GenesisError
-from genesis.populate.progress import format_duration, format_size
+from genesis.progress import format_duration, format_percent, format_size
 from genesis.sources import PYTHON_DOCS
 from genesis.store import open_readable
 from manifests import PATTERN, TOTAL_MERGES, ContractError, SourcesFile, SourceSpec
@@ -155,6 +155,10 @@ def _remarks(sources: tuple[SourceStatus, ...]) -> list[str]:
     lines = []
     for source in sources:
         remarks = []
+        if source.input_bytes_read is not None and source.input_bytes:
+            share = format_percent(source.input_bytes_read / source.input_bytes)
+            sizes = f"{format_size(source.input_bytes_read)} of {format_size(source.input_bytes)}"
+            remarks.append(f"{share} of the input read ({sizes})")
         if source.unsharded_tokens:
             documents = f"{count(source.unsharded_documents)} documents"
             remarks.append(f"{count(source.unsharded_tokens)} tokens of {documents} fill no shard yet")

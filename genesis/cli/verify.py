@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from genesis.cli.common import JsonOption, StoreOption, count
 from genesis.errors import UsageError
-from genesis.populate.progress import format_duration, format_size
+from genesis.progress import CountProgress, format_duration, format_size, showing_progress
 from genesis.store import open_readable
 from manifests import generate_private_key, key_id, load_public_key, private_key_pem, public_key_pem
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     from genesis.verification import Problem, VerifyReport
+
+logger = logging.getLogger("genesis")
 
 
 def verify_command(
@@ -73,16 +75,14 @@ def _print_problem(problem: Problem) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """What to tell of progress: a bar, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    with tqdm(unit=" shards", leave=False, mininterval=0.5) as bar:
+    """What to tell of progress: (shards read, shards to read)."""
+    progress = CountProgress(None, lambda done: f"{done:,} of {count(progress.total)} shards")
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def show(done: int, total: int) -> None:
+        progress.total = total
+        progress.update(done)
 
+    with showing_progress("verifying", progress.state, logger):
         yield show
 
 

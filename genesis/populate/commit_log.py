@@ -40,6 +40,7 @@ from genesis.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
+    StoreRemovedError,
     TokenizerError,
     UsageError,
 )
@@ -54,6 +55,7 @@ from manifests import (
     TOKENIZER_KEY,
     Checkpoints,
     ContractError,
+    InputRead,
     Manifest,
     Segment,
     SegmentRef,
@@ -106,6 +108,8 @@ class CommitLog:
     manifest: Manifest | None = None
     """The newest manifest, unsigned; None until something was committed."""
     tokens_per_s: float | None = None
+    input_read: dict[str, InputRead] = field(default_factory=dict)
+    """How far each source's input was turned into shards, as far as that is known; for telling people."""
     _etag: str | None = None
     _manifest_etag: str | None = None
     _manifest_sha256: str | None = None
@@ -134,6 +138,7 @@ class CommitLog:
             self._check_tokenizer_copy()
             writer = self.checkpoints.writer
             self._token = (writer.token if writer else 0) + 1
+            self.input_read = dict((writer.input_read if writer else None) or {})
             if writer is not None and writer.expires_at is not None:
                 logger.info("taking over the stale lease of %s", describe_writer(writer))
             self._swap(self.checkpoints)
@@ -162,7 +167,7 @@ class CommitLog:
         """Gives the lease back."""
         with self._lock:
             self._delete_superseded()
-            writer = Writer(id=str(this_process()), token=self._token)
+            writer = Writer(id=str(this_process()), token=self._token, input_read=self.input_read or None)
             self._swap(self.checkpoints.model_copy(update={"writer": writer}), release=True)
 
     @property
@@ -212,16 +217,24 @@ class CommitLog:
             self._commit(self._next_manifest(tokenizer=reference), self.checkpoints.sources)
         self._tell()
 
-    def commit_shards(self, entries: Sequence[ShardEntry], source: str, checkpoint: SourceCheckpoint) -> None:
+    def commit_shards(
+        self,
+        entries: Sequence[ShardEntry],
+        source: str,
+        checkpoint: SourceCheckpoint,
+        input_read: InputRead | None = None,
+    ) -> None:
         """Commits shards that are in the store already, with the position that follows the last of them.
 
         Args:
             entries: the shards, ids running on from `next_shard_id`; may be empty, to commit a position alone.
             source: whose they are.
             checkpoint: where the source stands after them.
+            input_read: how far its input was turned into shards; None if that has not changed.
 
         Raises:
             LeaseLostError: another populator took the store over; nothing was committed.
+            StoreRemovedError: the store was removed meanwhile.
         """
         with self._lock:
             index, tail, replaced = self._store_segments(entries)
@@ -235,6 +248,8 @@ class CommitLog:
                 total_size_bytes=(self.manifest.total_size_bytes if self.manifest else 0)
                 + sum(entry.size_bytes for entry in entries),
             )
+            if input_read is not None:
+                self.input_read = {**self.input_read, source: input_read}
             self._commit(manifest, {**self.checkpoints.sources, source: checkpoint})
             self._tail = tail
             self._superseded.update(dict.fromkeys(replaced, time.time()))
@@ -269,7 +284,7 @@ class CommitLog:
         if remains is not None:
             raise ContractError(
                 f"{self.store.url} holds {remains.key} but neither manifest.json nor checkpoints.json; restore one of "
-                "them, or populate into another store"
+                "them, remove what is left there, or populate into another store"
             )
 
     def _check_signer(self, published: Manifest) -> None:
@@ -330,6 +345,7 @@ class CommitLog:
                 expires_at=lease_end(_now(), self.lease_s),
                 source=self.source,
                 tokens_per_s=self.tokens_per_s,
+                input_read=self.input_read or None,
             )
             checkpoints = checkpoints.model_copy(update={"writer": writer})
         body = checkpoints.to_json()
@@ -347,15 +363,29 @@ class CommitLog:
 
         Raises:
             LeaseLostError: the state is another writer's.
+            StoreRemovedError: there is no state any more.
         """
         found, etag = read_checkpoints(self.store)
-        writer = found.writer
-        if etag is None or writer is None or (writer.id, writer.token) != (str(this_process()), self._token):
-            raise self._lost()
+        if etag is None or not self._is_own(found.writer):
+            raise self._lost(CHECKPOINTS_KEY)
         return etag
 
-    def _lost(self) -> LeaseLostError:
-        found, _ = read_checkpoints(self.store)
+    def _is_own(self, writer: Writer | None) -> bool:
+        return writer is not None and (writer.id, writer.token) == (str(this_process()), self._token)
+
+    def _lost(self, key: str) -> StoreError | LeaseLostError:
+        """Why the object under ``key`` is not the one this writer left there."""
+        found, etag = read_checkpoints(self.store)
+        if etag is None and self._etag is not None:
+            return StoreRemovedError(
+                f"{self.store.url}: {CHECKPOINTS_KEY} is gone: the store was removed or emptied while this populator "
+                "wrote to it, which stops; restore it, or remove what is left there and run the same command again"
+            )
+        if self._is_own(found.writer):
+            return StoreError(
+                f"{self.store.url}: {key} was replaced or removed by something that holds no lease; everything "
+                "committed is kept: run the same command again, and it is published anew"
+            )
         who = describe_writer(found.writer) if found.writer else "an unknown writer"
         return LeaseLostError(
             f"{self.store.url} was taken over by {who}; this populator stops, and everything committed is kept"
@@ -384,7 +414,7 @@ class CommitLog:
         try:
             return self.store.put(key, body, cache=CachePolicy.SHORT, if_absent=etag is None, if_match=etag)
         except PreconditionFailedError:
-            raise self._lost() from None
+            raise self._lost(key) from None
 
     def _tell(self) -> None:
         """Tells the CDN, outside the lock: that may take longer than a lease."""

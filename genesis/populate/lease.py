@@ -22,7 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from genesis.errors import GenesisError, LeaseError, LeaseHeldError, LeaseLostError, StoreError
+from genesis.errors import (
+    GenesisError,
+    LeaseError,
+    LeaseHeldError,
+    LeaseLostError,
+    StoreError,
+    StoreRemovedError,
+)
 from manifests import ContractError, Writer, format_time, parse_time
 
 if TYPE_CHECKING:
@@ -147,7 +154,7 @@ class LeaseKeeper:
 
     Args:
         commit_log: whose lease.
-        on_lost: called, once, when another populator has taken over.
+        on_lost: called, once, when another populator has taken over or the store was removed.
     """
 
     def __init__(self, commit_log: CommitLog, on_lost: Callable[[], None]) -> None:
@@ -155,7 +162,7 @@ class LeaseKeeper:
         self._on_lost = on_lost
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-        self.failure: LeaseLostError | None = None
+        self.failure: LeaseLostError | StoreRemovedError | None = None
 
     def __enter__(self) -> LeaseKeeper:
         """Starts renewing."""
@@ -170,7 +177,7 @@ class LeaseKeeper:
         self._thread.join(timeout=self._commit_log.lease_s)
 
     def raise_failure(self) -> None:
-        """Raises LeaseLostError if the lease was lost."""
+        """Raises LeaseLostError if the lease was lost, StoreRemovedError if it went with the whole store."""
         if self.failure is not None:
             raise self.failure
 
@@ -178,7 +185,7 @@ class LeaseKeeper:
         while not self._ended.wait(self._commit_log.lease_s / 3):
             try:
                 self._commit_log.renew()
-            except LeaseLostError as error:
+            except (LeaseLostError, StoreRemovedError) as error:
                 self.failure = error
                 self._on_lost()
                 return

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,11 +36,11 @@ from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
 from genesis.populate.planning import ensure_vocabulary
 from genesis.populate.pool import WorkerPool
-from genesis.populate.progress import PopulateProgress, expected_text_bytes
+from genesis.populate.progress import InputPositions, Limits, PopulateProgress
 from genesis.sources import resolve, tasks
 from genesis.store import FolderStore, Store, folder_of
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
-from manifests import Cursor, SourceCheckpoint, format_time
+from manifests import Cursor, InputRead, SourceCheckpoint, format_time
 
 logger = logging.getLogger(__name__)
 
@@ -162,21 +162,20 @@ class _Run:
 
     def _encode(self, tokenizer: NeuroTokenizer, start: Position) -> tuple[Packer, bool]:
         """Runs the pipeline; returns the packer as it ended and whether the source did."""
-        progress = PopulateProgress(
-            self._name, expected_text_bytes(self._plan, start), self._options.shard_limit, self._shards()
-        )
+        progress = self._progress(start)
         committer = Committer(
             ShardWriter(self._commit_log, self._name, tokenizer.next_merge_id, packed=self._options.packed),
             lambda commit: self._commit(commit, progress),
             num_threads=_store_threads(self._commit_log.store, self._options.num_workers),
         )
         packer = Packer(self._plan, start, committer.new_image)
-        progress.start()
         committer.start()
         try:
-            with closing(progress):
+            with progress.shown():
                 ended = self._feed(packer, committer, progress, start.cursor)
-            committer.drain()
+                if ended:
+                    progress.ended()
+                committer.drain()
         except (SourceError, WorkerError):
             with suppress(GenesisError):  # What came before the failure is good; the failure is what to report.
                 committer.drain()
@@ -185,8 +184,23 @@ class _Run:
             committer.abandon()
             raise
         if ended or self._documents_reached(packer):
-            self._finish(packer, ended)
+            self._finish(packer, ended, progress.read_after(0))
         return packer, ended
+
+    def _progress(self, start: Position) -> PopulateProgress:
+        """The progress of the run, from where the checkpoint stands."""
+        positions = InputPositions.of(self._plan)
+        read = self._commit_log.input_read.get(self._name) if start.cursor else None
+        limits = Limits(
+            shards=self._options.shard_limit,
+            documents=self._options.max_documents,
+            shards_before=self._shards(),
+            documents_before=start.documents,
+            shard_tokens=self._options.shard_tokens,
+            tokens_before=len(start.leftover),
+        )
+        read_bytes = max(read.read_bytes if read else 0, positions.at_cursor(start.cursor))
+        return PopulateProgress(self._name, positions, limits, read_bytes)
 
     def _feed(
         self,
@@ -202,18 +216,26 @@ class _Run:
             return False
         submitted = 0
         for shard in packer.start():
+            progress.filled(progress.read_bytes)
             committer.submit(shard)
             submitted += 1
             if submitted == room:
                 return False
         for block in self._pool.blocks(tasks(self._plan, cursor), self._stop):
             committer.raise_failure()
+            documents, num_documents = packer.documents, len(block.ends)
+            begin = progress.positions.before(block.task, block.first_row)
+            end = progress.positions.before(block.task, block.end_row)
+            progress.reached(begin)
             for shard in packer.feed(block, self._options.max_documents):
+                share = (shard.position.documents - documents) / max(num_documents, 1)
+                progress.filled(begin + int((end - begin) * share))
                 committer.submit(shard)
                 submitted += 1
                 if submitted == room or self._stop.is_set():
                     return False
-            progress.encoded(len(block.ids), int(block.text_bytes[-1]) if len(block.text_bytes) else 0)
+            text_bytes = int(block.text_bytes[-1]) if num_documents else 0
+            progress.encoded(len(block.ids), text_bytes, num_documents, end)
             if self._stop.is_set() or self._documents_reached(packer):
                 return False
         return not self._stop.is_set()
@@ -231,11 +253,14 @@ class _Run:
         num_tokens = sum(entry.tokens for entry in commit.entries)
         self._commit_log.tokens_per_s = round(progress.speed_with(num_tokens), 1)
         self._commit_log.commit_shards(
-            commit.entries, self._name, self._checkpoint(commit.position, commit.entries[-1].id)
+            commit.entries,
+            self._name,
+            self._checkpoint(commit.position, commit.entries[-1].id),
+            progress.read_after(len(commit.entries)),
         )
         progress.committed(len(commit.entries), num_tokens)
 
-    def _finish(self, packer: Packer, ended: bool) -> None:
+    def _finish(self, packer: Packer, ended: bool, input_read: InputRead) -> None:
         """Notes what fills no shard: it stays behind the cursor, neither padded nor lost."""
         if ended and packer.documents == 0:
             raise InputNotFoundError(
@@ -252,7 +277,7 @@ class _Run:
         )
         if finished != present:
             finished = finished.model_copy(update={"timestamp": _timestamp()})
-            self._commit_log.commit_shards((), self._name, finished)
+            self._commit_log.commit_shards((), self._name, finished, input_read)
 
     def _pin_input(self) -> None:
         """Commits the starting position, which pins the Hub's revision before anything depends on it."""

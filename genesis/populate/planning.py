@@ -13,14 +13,21 @@ import itertools
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from genesis.errors import InputNotFoundError, InterruptedRunError, ObjectNotFoundError, SourceError
 from genesis.populate.commit_log import CommitLog, read_checkpoints
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.packer import Position
-from genesis.populate.progress import BYTES_PER_TOKEN, PACKED_BYTES_PER_TOKEN, expected_text_bytes, format_size
+from genesis.populate.progress import (
+    BYTES_PER_TOKEN,
+    PACKED_BYTES_PER_TOKEN,
+    InputPositions,
+    LearnProgress,
+    expected_text_bytes,
+    format_size,
+)
 from genesis.sources import read_batches, resolve, tasks
 from genesis.sources.base import InputPlan
 from genesis.store import Store, folder_of
@@ -39,8 +46,10 @@ def merges_to_learn(spec: SourceSpec, tokenizer: NeuroTokenizer | None, override
     return spec.merges if override is None else override
 
 
-def first_documents(plan: InputPlan, count: int, stop: threading.Event | None = None) -> Iterator[bytes]:
-    """The first ``count`` documents of a source, UTF-8.
+def first_documents(
+    plan: InputPlan, count: int, stop: threading.Event | None = None, progress: LearnProgress | None = None
+) -> Iterator[bytes]:
+    """The first ``count`` documents of a source, UTF-8; counted by ``progress``.
 
     Raises:
         InterruptedRunError: ``stop`` was set; a vocabulary from fewer documents would be another one.
@@ -50,8 +59,11 @@ def first_documents(plan: InputPlan, count: int, stop: threading.Event | None = 
         for batch in read_batches(task):
             if stop is not None and stop.is_set():
                 raise InterruptedRunError("stopped while learning the vocabulary; nothing was written")
-            yield from batch.texts[:remaining]
+            texts = batch.texts[:remaining]
+            yield from texts
             remaining -= len(batch.texts)
+            if progress is not None:
+                progress.read(len(texts), progress.positions.before(task, batch.end_row))
             if remaining <= 0:
                 return
 
@@ -69,43 +81,69 @@ def ensure_vocabulary(
     wanted = merges_to_learn(spec, tokenizer, options.merges)
     tokenizer = tokenizer or NeuroTokenizer.empty()
     if wanted:
-        _learn(tokenizer, spec, first_documents(plan, options.documents, stop), wanted, num_workers)
+        _learn(tokenizer, spec, plan, options, wanted, num_workers, stop)
     commit_log.commit_vocabulary(tokenizer)
     return tokenizer
 
 
 def learn_all(
-    commit_log: CommitLog, plans: Sequence[tuple[SourceSpec, InputPlan]], options: LearnOptions, num_workers: int
+    commit_log: CommitLog,
+    plans: Sequence[tuple[SourceSpec, InputPlan]],
+    options: LearnOptions,
+    num_workers: int,
+    stop: threading.Event | None = None,
 ) -> NeuroTokenizer:
-    """Lets each source that has not contributed add its share, and commits the vocabulary once."""
+    """Lets each source that has not contributed add its share, and commits the vocabulary once.
+
+    Raises:
+        InterruptedRunError: ``stop`` was set; nothing was committed.
+    """
     tokenizer = commit_log.read_tokenizer() or NeuroTokenizer.empty()
     for spec, plan in plans:
         if spec.name in tokenizer.sources_contributed:
             logger.info("%s has contributed %d merges already", spec.name, tokenizer.sources_contributed[spec.name])
         elif spec.merges:
-            _learn(tokenizer, spec, first_documents(plan, options.documents), spec.merges, num_workers)
+            _learn(tokenizer, spec, plan, options, spec.merges, num_workers, stop)
     commit_log.commit_vocabulary(tokenizer)
     return tokenizer
 
 
 def _learn(
-    tokenizer: NeuroTokenizer, spec: SourceSpec, documents: Iterator[bytes], merges: int, num_workers: int
+    tokenizer: NeuroTokenizer,
+    spec: SourceSpec,
+    plan: InputPlan,
+    options: LearnOptions,
+    merges: int,
+    num_workers: int,
+    stop: threading.Event | None,
 ) -> None:
     logger.info("learning %s merges from the first documents of %s", f"{merges:,}", spec.name)
+    progress = LearnProgress(spec.name, InputPositions.of(plan), options.documents, merges)
+    documents = first_documents(plan, options.documents, stop, progress)
     try:
-        first = next(documents, None)
-        if first is None:
-            raise InputNotFoundError(
-                f"{spec.name}: expected text to learn from, found no document; check --input and the text_field"
+        with progress.shown():
+            first = next(documents, None)
+            if first is None:
+                raise InputNotFoundError(
+                    f"{spec.name}: expected text to learn from, found no document; check --input and the text_field"
+                )
+            learned = tokenizer.learn_merges(
+                _then(itertools.chain([first], documents), progress.all_read),
+                merges,
+                source=spec.name,
+                processes=num_workers,
+                on_merge=progress.merged,
             )
-        learned = tokenizer.learn_merges(
-            itertools.chain([first], documents), merges, source=spec.name, processes=num_workers
-        )
     except SourceError as error:
         raise type(error)(f"while learning the vocabulary, so that nothing was written: {error}") from None
     if learned < merges:
         logger.warning("%s: only %d of %d merges occur twice or more in that text", spec.name, learned, merges)
     logger.info("the vocabulary has %s ids", f"{tokenizer.current_vocab_size:,}")
+
+
+def _then(documents: Iterator[bytes], at_end: Callable[[], None]) -> Iterator[bytes]:
+    yield from documents
+    at_end()
 
 
 @dataclass(frozen=True, slots=True)

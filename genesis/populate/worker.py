@@ -58,7 +58,8 @@ def join_documents(
 
 def main() -> None:
     """Runs until the parent closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides.
+    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a terminal's end reach the group; the parent decides.
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="worker %(process)d: %(message)s", level=logging.WARNING)
     connection: Connection = Connection(int(sys.argv[1]))
     ring = RingWriter.over(int(sys.argv[2]))

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,23 @@ class InputPlan:
         """Stored bytes of all files."""
         return sum(file.size_bytes for file in self.files)
 
+    def first_bytes(self) -> dict[str, int]:
+        """For each file's name, the stored bytes of all files before it."""
+        sizes = [file.size_bytes for file in self.files]
+        return dict(zip((file.name for file in self.files), accumulate(sizes, initial=0), strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """Stored (compressed) bytes ``begin`` to ``end - 1`` of a file; only for telling how far reading has come."""
+
+    begin: int = 0
+    end: int = 0
+
+    def at(self, row: int, num_rows: int) -> int:
+        """The place of ``row`` of ``num_rows`` that lie evenly in the range; its beginning if there are none."""
+        return self.begin + (self.end - self.begin) * min(row, num_rows) // num_rows if num_rows else self.begin
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroupTask:
@@ -112,10 +130,18 @@ class RowGroupTask:
     text_field: str
     row_group: int
     first_row: int = 0
+    num_rows: int = 0
+    """Of the row group; 0 if unknown."""
+    stored: StoredRange = field(default=StoredRange(), compare=False)
+    """Where the row group lies in the file."""
 
     def cursor(self, row: int, plan: InputPlan) -> Cursor:
         """The position before ``row``, a row of this task."""
         return Cursor(repo=plan.repo, revision=plan.revision, file=self.file.name, row_group=self.row_group, row=row)
+
+    def read_before(self, row: int) -> tuple[InputFile, int]:
+        """The file, and how many of its stored bytes have been read before ``row``; in proportion within the group."""
+        return self.file, self.stored.at(row, self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +152,16 @@ class LinesTask:
     text_field: str
     first_row: int
     data: bytes
+    stored: StoredRange = field(default=StoredRange(), compare=False)
+    """What was read of the file for it."""
 
     def cursor(self, row: int, plan: InputPlan) -> Cursor:
         """The position before line ``row`` of the file."""
         return Cursor(repo=plan.repo, revision=plan.revision, file=self.file.name, row=row)
+
+    def read_before(self, row: int) -> tuple[InputFile, int]:
+        """The file, and how many of its stored bytes have been read before ``row``; known for the block's two ends."""
+        return self.file, self.stored.end if row > self.first_row else self.stored.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +176,10 @@ class WholeFilesTask:
         if row == 0:
             return Cursor(repo=plan.repo, revision=plan.revision, file=self.files[0].name, row=0)
         return Cursor(repo=plan.repo, revision=plan.revision, file=self.files[row - 1].name, row=1)
+
+    def read_before(self, row: int) -> tuple[InputFile, int]:
+        """The file before ``row`` and its size; the first file and 0 at the beginning."""
+        return (self.files[row - 1], self.files[row - 1].size_bytes) if row else (self.files[0], 0)
 
 
 Task = RowGroupTask | LinesTask | WholeFilesTask

@@ -17,6 +17,7 @@ libraries release the GIL while they work.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 
@@ -26,12 +27,13 @@ from isal import igzip_lib, isal_zlib
 from pydantic_core import from_json
 
 from genesis.errors import CorruptInputError, SourceError
-from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, TextBatch
+from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, StoredRange, TextBatch
 from genesis.sources.opening import Compression, compression_of, stream
 
 MAX_LINE_BYTES = 64 << 20
 _ROWS_TO_FIND_FIELD = 1000
 _BOM = b"\xef\xbb\xbf"
+_COUNTED_BYTES = 64 << 10
 
 
 def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[LinesTask]:
@@ -42,9 +44,15 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
             been yielded.
     """
     row = first_row
+    pieces = _Counted(stream(file))
     try:
-        for block in _blocks(_lines_from(decompressed(stream(file), compression_of(file.name)), first_row)):
-            yield LinesTask(file, text_field, row, block)
+        chunks = _lines_from(decompressed(pieces, compression_of(file.name)), first_row)
+        first = list(itertools.islice(chunks, 1))
+        begin = pieces.before_last if first_row else 0
+        for block in _blocks(itertools.chain(first, chunks)):
+            end = min(pieces.num_bytes, file.size_bytes)
+            yield LinesTask(file, text_field, row, block, StoredRange(min(begin, end), end))
+            begin = end
             row += block.count(b"\n")
     except _LineTooLongError:
         raise CorruptInputError(
@@ -55,6 +63,22 @@ def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[Lin
             f"{file.name}: {damage.reason} (in line {row + 1}, near byte {damage.offset} of {file.size_bytes}); "
             "everything before it was read: get a sound copy and run the same command again with --mended-input"
         ) from damage
+
+
+class _Counted:
+    """The pieces of a file, 64 KiB at most, and how many stored bytes they held so far: that is how exact it is."""
+
+    def __init__(self, pieces: Iterable[bytes | bytearray]) -> None:
+        self._pieces = pieces
+        self.num_bytes = self.before_last = 0
+
+    def __iter__(self) -> Iterator[bytes | bytearray]:
+        for piece in self._pieces:
+            for start in range(0, len(piece), _COUNTED_BYTES):
+                part = piece[start : start + _COUNTED_BYTES]
+                self.before_last = self.num_bytes
+                self.num_bytes += len(part)
+                yield part
 
 
 class _LineTooLongError(Exception):

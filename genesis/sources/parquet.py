@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from genesis.errors import CorruptInputError, GenesisError, SourceError
-from genesis.sources.base import BATCH_BYTES, InputFile, RowGroupTask, TextBatch
+from genesis.sources.base import BATCH_BYTES, InputFile, RowGroupTask, StoredRange, TextBatch
 from genesis.sources.opening import is_remote, open_file
 
 _KEPT_OPEN = 2
@@ -56,8 +56,21 @@ def row_group_tasks(file: InputFile, text_field: str, row_group: int, first_row:
     _column_index(file, text_field)
     for number in range(row_group, metadata.num_row_groups):
         skipped = first_row if number == row_group else 0
-        if skipped < metadata.row_group(number).num_rows:
-            yield RowGroupTask(file, text_field, number, skipped)
+        num_rows = metadata.row_group(number).num_rows
+        if skipped < num_rows:
+            stored = StoredRange(_first_byte(file, metadata, number), _first_byte(file, metadata, number + 1))
+            yield RowGroupTask(file, text_field, number, skipped, num_rows, stored)
+
+
+def _first_byte(file: InputFile, metadata: pq.FileMetaData, row_group: int) -> int:
+    """Where a row group begins, by its first column's first page; 0 for the first, the file's size behind the last."""
+    if row_group == 0:
+        return 0
+    if row_group >= metadata.num_row_groups:
+        return file.size_bytes
+    column = metadata.row_group(row_group).column(0)
+    places = (column.dictionary_page_offset, column.data_page_offset)
+    return min(min((place for place in places if place), default=0), file.size_bytes)
 
 
 def row_group_batches(task: RowGroupTask) -> Iterator[TextBatch]:

@@ -23,7 +23,14 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from genesis.errors import ObjectNotFoundError, StoreAccessError, StoreError, StoreFullError, StoreUnavailableError
+from genesis.errors import (
+    ObjectNotFoundError,
+    StoreAccessError,
+    StoreError,
+    StoreFullError,
+    StoreRemovedError,
+    StoreUnavailableError,
+)
 from genesis.file_lock import FileLock, FileLockedError
 from genesis.store.base import CachePolicy, ObjectInfo, PerProcess, StoredObject, WriteCondition, settle
 from genesis.store.durable import TemporaryFile, make_folders, remove_leftovers, sync_folder
@@ -47,6 +54,7 @@ def folder_errors(root: Path, action: str, *, size_bytes: int = 0) -> Iterator[N
         StoreFullError: no space, quota, or file-size limit.
         StoreAccessError: not permitted, read-only, or a file where a folder is needed (or the reverse).
         StoreUnavailableError: the device or its network fails, or this process has no descriptors left.
+        StoreRemovedError: the folder itself is not there.
         StoreError: anything else.
     """
     try:
@@ -70,7 +78,16 @@ def _translated(error: OSError, root: Path, action: str, size_bytes: int) -> Sto
         return StoreUnavailableError(
             f"cannot {action}: {reason}; check the disk or mount and run the same command again"
         )
+    if error.errno == errno.ENOENT and not root.is_dir():
+        return _removed(root)
     return StoreError(f"cannot {action}: {reason}{_at(error, action)}")
+
+
+def _removed(root: Path) -> StoreRemovedError:
+    return StoreRemovedError(
+        f"{root}: the store's folder was removed or moved while it was written to, and nothing more is written; "
+        "put it back, or run the same command again to begin anew"
+    )
 
 
 def _at(error: OSError, action: str) -> str:
@@ -262,8 +279,13 @@ class FolderStore:
         )
 
     def _prepare(self, path: Path) -> None:
-        """The folder for ``path``, swept once of what killed processes left there."""
+        """The folder for ``path``, swept once of what killed processes left there.
+
+        A store that was written to before and is gone is not made again: what is missing in it cannot be.
+        """
         self._refuse_links(path.parent)
+        if self._swept and not self._root.is_dir():
+            raise _removed(self._root)
         make_folders(path.parent)
         if path.parent not in self._swept:
             self._swept.add(path.parent)

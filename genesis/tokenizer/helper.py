@@ -14,10 +14,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import IO
 
 from genesis.errors import WorkerError
 
@@ -25,6 +28,8 @@ HELPER_TIMEOUT_S = 3600.0
 """How long a helper may take; 10,000 documents take seconds, a gigabyte of text some two minutes."""
 
 _LENGTH_BYTES = 8
+_COMPLAINT_LINES = 100
+_LISTENER_S = 10.0
 
 
 def pack(strings: Sequence[bytes]) -> bytes:
@@ -51,7 +56,12 @@ def unpack(data: bytes) -> list[bytes]:
 
 
 def run_helper(
-    job: str, request: Sequence[bytes], *, num_threads: int = 1, timeout_s: float = HELPER_TIMEOUT_S
+    job: str,
+    request: Sequence[bytes],
+    *,
+    num_threads: int = 1,
+    timeout_s: float = HELPER_TIMEOUT_S,
+    on_line: Callable[[bytes], None] = lambda line: None,
 ) -> list[bytes]:
     """Runs one job in a process of its own. Blocks; several may run at once from several threads.
 
@@ -60,21 +70,33 @@ def run_helper(
         request: what it is to work on.
         num_threads: threads the tokenizers library may use in it.
         timeout_s: deadline; the helper is killed then.
+        on_line: told each line it writes to its standard error, from another thread.
 
     Raises:
         WorkerError: it was killed, failed, or took too long.
     """
     with _start(job, num_threads) as process:
+        complaint = deque[bytes](maxlen=_COMPLAINT_LINES)
+        errors, process.stderr = process.stderr, None  # Read here, or `communicate` would keep it to the end.
+        listener = threading.Thread(target=_listen, args=(errors, complaint, on_line), daemon=True)
+        listener.start()
         try:
-            answer, complaint = process.communicate(pack(request), timeout=timeout_s)
+            answer, _ = process.communicate(pack(request), timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise WorkerError(f"learning: the {job} process took more than {timeout_s:.0f} s and was stopped") from None
         finally:
             # Whatever happened, a deadline or Ctrl-C: no helper is left behind. On one that ended this does nothing.
             process.kill()
+        listener.join(_LISTENER_S)
     if process.returncode:
         raise WorkerError(f"learning: the {job} process {_ending(process.returncode, complaint)}")
     return unpack(answer)
+
+
+def _listen(errors: IO[bytes] | None, complaint: deque[bytes], on_line: Callable[[bytes], None]) -> None:
+    for line in errors or ():
+        complaint.append(line)
+        on_line(line)
 
 
 def _start(job: str, num_threads: int) -> subprocess.Popen[bytes]:
@@ -101,12 +123,12 @@ def _environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def _ending(returncode: int, complaint: bytes) -> str:
+def _ending(returncode: int, complaint: Iterable[bytes]) -> str:
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = "; if memory ran out, learn from fewer documents" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
-    lines = complaint.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+    lines = [text for line in complaint if (text := line.decode(errors="replace").rstrip())] or ["it said nothing"]
     return f"failed with status {returncode}: {lines[-1]}"
 
 
@@ -121,6 +143,7 @@ def _merge(request: list[bytes]) -> list[bytes]:
         int(num_merges),
         int(min_frequency),
         after_feeding=single_threaded_after,
+        tell_progress=True,
     )
     return [side.encode() for pair in pairs for side in pair]
 
@@ -130,8 +153,9 @@ _JOBS: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {"merge": _merge}
 
 def main() -> None:
     """Reads a request, does the job named on the command line, writes the answer."""
-    # Ctrl-C reaches every process of the terminal; whether to stop is for the one that started this one to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and the end of a terminal reach all its processes; whether to stop is for the one that started this one.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     answer = _JOBS[sys.argv[1]](unpack(sys.stdin.buffer.read()))
     sys.stdout.buffer.write(pack(answer))
     sys.stdout.buffer.flush()

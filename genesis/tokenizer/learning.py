@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,6 +53,7 @@ def learn_pairs(
     min_frequency: int,
     *,
     after_feeding: Callable[[], None] | None = None,
+    tell_progress: bool = False,
 ) -> list[tuple[str, str]]:
     """The pairs to merge, in order.
 
@@ -62,6 +64,7 @@ def learn_pairs(
         num_merges: how many pairs are wanted.
         min_frequency: how often a pair must occur, at least.
         after_feeding: called when the last word has been handed over and merging begins.
+        tell_progress: have the trainer write to standard error how far it is, if it can; `merges_told` reads that.
 
     Returns:
         At most ``num_merges`` pairs of strings over ``symbols``, each side a symbol or an earlier pair joined.
@@ -76,6 +79,8 @@ def learn_pairs(
         show_progress=False,
         initial_alphabet=list(symbols),
     )
+    if tell_progress and hasattr(trainer, "progress_format"):  # Since tokenizers 0.22.2.
+        trainer.show_progress, trainer.progress_format = True, "json"
     tokenizer.train_from_iterator(_feed(words, counts, after_feeding), trainer)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return [(left, right) for left, right in merges]
@@ -114,6 +119,8 @@ MAX_PAIR_COUNT = 2**31 - 1
 _SMALL_BYTES = 1 << 20
 """Texts below this are learned from in this process: helpers take longer to start than the work takes."""
 
+_HEAR_EVERY_S = 0.1
+
 _FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
 
 
@@ -137,6 +144,7 @@ def learn(
     *,
     processes: int = 1,
     min_frequency: int = 2,
+    on_merge: Callable[[int], None] | None = None,
 ) -> list[Pair]:
     """The merges to add to ``vocabulary``.
 
@@ -146,6 +154,7 @@ def learn(
         num_merges: how many are wanted.
         processes: how many cores to use.
         min_frequency: how often a pair must occur.
+        on_merge: told now and then how many merges there are, where learning takes long enough.
 
     Returns:
         At most ``num_merges`` pairs of ids; fewer if not so many occur often enough.
@@ -162,7 +171,7 @@ def learn(
     if not sample.words:
         return []
     find = _learn_here if size_bytes <= _SMALL_BYTES else _learn_in_helper
-    pairs = find(sample, num_merges, min_frequency, processes)
+    pairs = find(sample, num_merges, min_frequency, processes, on_merge)
     return append_pairs(vocabulary, sample, pairs)
 
 
@@ -223,12 +232,24 @@ def _check_pair_counts(
         )
 
 
-def _learn_here(sample: WordSample, num_merges: int, min_frequency: int, processes: int) -> list[tuple[str, str]]:
-    del processes
+def _learn_here(
+    sample: WordSample,
+    num_merges: int,
+    min_frequency: int,
+    processes: int,
+    on_merge: Callable[[int], None] | None,
+) -> list[tuple[str, str]]:
+    del processes, on_merge
     return learn_pairs(sample.words, sample.counts.tolist(), sample.symbols, num_merges, min_frequency)
 
 
-def _learn_in_helper(sample: WordSample, num_merges: int, min_frequency: int, processes: int) -> list[tuple[str, str]]:
+def _learn_in_helper(
+    sample: WordSample,
+    num_merges: int,
+    min_frequency: int,
+    processes: int,
+    on_merge: Callable[[int], None] | None,
+) -> list[tuple[str, str]]:
     request = [
         SEPARATOR.join(sample.words).encode(),
         sample.counts.tobytes(),
@@ -236,8 +257,33 @@ def _learn_in_helper(sample: WordSample, num_merges: int, min_frequency: int, pr
         str(num_merges).encode(),
         str(min_frequency).encode(),
     ]
-    sides = [side.decode() for side in run_helper("merge", request, num_threads=processes)]
+    heard_at = 0.0
+
+    def hear(line: bytes) -> None:  # The trainer tells of every single merge.
+        nonlocal heard_at
+        if on_merge is None or time.monotonic() - heard_at < _HEAR_EVERY_S:
+            return
+        heard_at = time.monotonic()
+        told = merges_told(line, len(sample.symbols), num_merges)
+        if told is not None:
+            on_merge(told)
+
+    sides = [side.decode() for side in run_helper("merge", request, num_threads=processes, on_line=hear)]
     return list(zip(sides[::2], sides[1::2], strict=True))
+
+
+def merges_told(line: bytes, num_symbols: int, num_merges: int) -> int | None:
+    """How many merges a line of the trainer's progress tells of; None for any other line."""
+    try:
+        told = json.loads(line) if line.startswith(b"{") else None
+    except ValueError:
+        return None
+    if not isinstance(told, dict) or told.get("stage") != "Compute merges":
+        return None
+    current, total = told.get("current"), told.get("total")
+    if not isinstance(current, int) or total != num_symbols + num_merges:
+        return None
+    return min(max(current, 0), num_merges)
 
 
 def append_pairs(vocabulary: VocabularyFile, sample: WordSample, pairs: Iterable[tuple[str, str]]) -> list[Pair]:

@@ -11,7 +11,7 @@ several threads at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -189,6 +189,7 @@ class NeuroTokenizer:
         source: str,
         processes: int = 1,
         min_frequency: int = 2,
+        on_merge: Callable[[int], None] | None = None,
     ) -> int:
         """Learns merges and adds them behind those there are.
 
@@ -200,6 +201,7 @@ class NeuroTokenizer:
             source: the source credited in ``sources_contributed``, also if there are no merges.
             processes: how many cores to use; the result does not depend on it.
             min_frequency: how often a pair must occur; 2 keeps noise out.
+            on_merge: told now and then, from another thread, how many merges there are; not where it takes no time.
 
         Returns:
             How many were added: fewer if no more pairs occur ``min_frequency`` times.
@@ -219,7 +221,14 @@ class NeuroTokenizer:
         documents = (text if type(text) is bytes else _utf8(text, order) for order, text in enumerate(texts))
         added: list[Pair] = []
         if wanted:
-            added = learn(self._vocabulary, documents, wanted, processes=processes, min_frequency=min_frequency)
+            added = learn(
+                self._vocabulary,
+                documents,
+                wanted,
+                processes=processes,
+                min_frequency=min_frequency,
+                on_merge=on_merge,
+            )
         credit = self.sources_contributed
         credit[source] = credit.get(source, 0) + len(added)
         self._adopt(_extended(self._vocabulary, [*self._pairs, *added], credit))

@@ -1,8 +1,8 @@
 """The command line, ``python -m loader``: one module a command, and here what they share.
 
 A command prints its result to standard output and everything else to standard error; it ends with 0, with 1 and one
-line for what a user can mend, 2 for options that make no sense, 130 or 143 when a signal stopped it. A traceback is a
-bug. `plan` and `fetch` never import torch, which alone would take longer (2 s) than they do.
+line for what a user can mend, 2 for options that make no sense, 129, 130 or 143 when a signal stopped it. A traceback
+is a bug. `plan` and `fetch` never import torch, which alone would take longer (2 s) than they do.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from types import FrameType
 from typing import NoReturn
 
 from genesis.extras import report_missing_extra
+from genesis.hangup import drop_closed_terminals
 
 __all__ = ["StoppedBySignal", "main"]
 
 
 class StoppedBySignal(BaseException):
-    """SIGINT or SIGTERM came: like `KeyboardInterrupt`, but what came is known and no library takes it for its own."""
+    """A signal asked to stop: like `KeyboardInterrupt`, but which is known and no library takes it for its own."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,6 +31,8 @@ def main() -> None:
     """Entry point of ``python -m loader``."""
     _open_missing_streams()
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # Else it is ignored, as under nohup.
+        signal.signal(signal.SIGHUP, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Else it is ignored, as under nohup.
         signal.signal(signal.SIGINT, _stop)
     try:
@@ -44,6 +47,8 @@ def main() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGHUP:
+        drop_closed_terminals()
     raise StoppedBySignal(number)
 
 

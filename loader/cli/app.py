@@ -13,6 +13,7 @@ import typer
 
 from genesis import __version__
 from genesis.errors import GenesisError
+from genesis.verbosity import add_verbosity, set_up_logging
 from loader.cli import StoppedBySignal, bench, fetch, plan, verify
 from loader.errors import LoaderError, LoaderUsageError
 from manifests import ContractError
@@ -21,6 +22,9 @@ from manifests import ContractError
 _CLICK_ERROR: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
 )
+
+_LOGGED = ("loader", "genesis", "manifests")
+"""Packages whose logging the command line sets."""
 
 app = typer.Typer(
     name="loader",
@@ -51,8 +55,10 @@ app.command("bench")(bench.bench_command)
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     _set_up_output()
+    command = typer.main.get_command(app)
+    add_verbosity(command, _LOGGED)
     try:
-        result = app(args=list(arguments), prog_name="python -m loader", standalone_mode=False)
+        result = command.main(args=list(arguments), prog_name="python -m loader", standalone_mode=False)
     except _CLICK_ERROR as error:
         return _show(cast("typer.BadParameter", error))
     except StoppedBySignal as stopped:
@@ -85,7 +91,4 @@ def _set_up_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # A node's id may not exist in the terminal's encoding.
-    level = os.environ.get("GENESIS_LOG", "INFO").upper()
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    for name in ("loader", "genesis"):
-        logging.getLogger(name).setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    set_up_logging(_LOGGED)

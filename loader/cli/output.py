@@ -1,4 +1,4 @@
-"""Text for people: tables, counts, runs of shard ids, and how far along a command is.
+"""Text for people: tables, counts, runs of shard ids, and how far along a command is (`genesis.progress` shows it).
 
 No colours, so there is nothing for ``NO_COLOR`` to turn off. Beside `genesis.cli.common`, which the loader may not
 import.
@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
 import typer
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
+import genesis.progress
 from loader.cache.settings import format_size
 
 logger = logging.getLogger(__name__)
-
-_LINE_EVERY_S = 10.0
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[int] = frozenset({0})) -> list[str]:
@@ -60,37 +56,29 @@ def printable(text: str) -> str:
 class DownloadProgress:
     """Shows bytes done: a bar on a terminal, a line every ten seconds elsewhere. Use `showing_progress`."""
 
-    def __init__(self, what: str, total_bytes: int, bar: tqdm[NoReturn] | None) -> None:
-        self._what = what
-        self._total_bytes = total_bytes
-        self._bar = bar
-        self._line_at = time.monotonic()
+    def __init__(self, total_bytes: int) -> None:
+        self._remark = ""
+        self._total = format_size(total_bytes)
+        self.count = genesis.progress.CountProgress(total_bytes, self._describe)
 
     def show(self, done_bytes: int, remark: str) -> None:
         """Shows the progress; more than the total, as when something came twice, is shown as the total."""
-        done_bytes = min(done_bytes, self._total_bytes)
-        if self._bar is not None:
-            self._bar.set_postfix_str(remark, refresh=False)
-            self._bar.update(max(0, done_bytes - self._bar.n))
-        elif time.monotonic() - self._line_at >= _LINE_EVERY_S:
-            self._line_at = time.monotonic()
-            total = format_size(self._total_bytes)
-            logger.info("%s: %s, %s of %s", self._what, remark, format_size(done_bytes), total)
+        self._remark = remark
+        self.count.update(done_bytes)
 
     def complain(self, message: str) -> None:
         """Prints an error at once, without spoiling the bar."""
         with tqdm.external_write_mode(file=sys.stderr):
             typer.echo(f"loader: {message}", err=True)
 
+    def _describe(self, done_bytes: int) -> str:
+        done = f"{format_size(done_bytes)} of {self._total}"
+        return f"{self._remark}, {done}" if self._remark else done
+
 
 @contextmanager
 def showing_progress(what: str, total_bytes: int) -> Iterator[DownloadProgress]:
     """Shows progress until the context is left."""
-    if not sys.stderr.isatty():
-        yield DownloadProgress(what, total_bytes, None)
-        return
-    with (
-        logging_redirect_tqdm(),
-        tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, leave=False, mininterval=0.1) as bar,
-    ):
-        yield DownloadProgress(what, total_bytes, bar)
+    progress = DownloadProgress(total_bytes)
+    with genesis.progress.showing_progress(what, progress.count.state, logger):
+        yield progress

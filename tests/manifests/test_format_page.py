@@ -20,6 +20,7 @@ from manifests import (
     TOKENIZER_KEY,
     Checkpoints,
     Cursor,
+    InputRead,
     Manifest,
     PackedEntry,
     Segment,
@@ -126,7 +127,7 @@ def test_the_pages_verifier_verifies(folder):
 
 MANIFEST_PARTS = [Manifest, SourceTotals, TokenizerRef, SegmentRef, Signature]
 INDEX_PARTS = [Segment, ShardEntry, PackedEntry]
-OTHERS = [VocabularyFile, Cursor, SourceCheckpoint, Writer, SourcesFile, SourceSpec]
+OTHERS = [VocabularyFile, Cursor, InputRead, SourceCheckpoint, Writer, SourcesFile, SourceSpec]
 
 
 @pytest.mark.parametrize("model", [*MANIFEST_PARTS, *INDEX_PARTS, *OTHERS])

@@ -1,6 +1,7 @@
 """The commit protocol over a real folder: what is committed is whole, in order, and one writer's."""
 
 import os
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -10,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.errors import LeaseHeldError, LeaseLostError, TokenizerError, UsageError
+from genesis.errors import (
+    LeaseHeldError,
+    LeaseLostError,
+    StoreError,
+    StoreRemovedError,
+    TokenizerError,
+    UsageError,
+)
 from genesis.populate.commit_log import CommitLog, read_checkpoints, read_tail
 from genesis.populate.lease import ProcessId, check_free, lease_end, this_process
 from genesis.store import CachePolicy, open_store
@@ -18,6 +26,7 @@ from genesis.tokenizer import NeuroTokenizer
 from manifests import (
     Checkpoints,
     ContractError,
+    InputRead,
     Manifest,
     Segment,
     ShardEntry,
@@ -143,6 +152,51 @@ def test_an_ousted_writer_changes_and_deletes_nothing(store):
     assert before.items() <= after.items()
     assert all(key.startswith("index/") for key in after.keys() - before.keys())
     successor.close()
+
+
+@pytest.mark.parametrize("act", ["commit", "renew", "close"])
+def test_a_store_that_is_removed_or_emptied_was_not_taken_over(store, tmp_path, act):
+    folder = tmp_path / "store"
+    acts = {
+        "commit": lambda log: log.commit_shards([entry(1)], "s", checkpoint(1)),
+        "renew": CommitLog.renew,
+        "close": CommitLog.close,
+    }
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    (folder / "checkpoints.json").unlink()
+    with pytest.raises(StoreRemovedError, match=r"checkpoints\.json is gone: the store was removed or emptied"):
+        acts[act](commit_log)
+    shutil.rmtree(folder)
+    with pytest.raises(StoreRemovedError, match=r"the store.* was removed or (emptied|moved) while"):
+        acts[act](commit_log)
+    assert not folder.exists()
+    committed(open_store(str(folder)), 0)
+
+
+def test_a_manifest_that_something_else_removes_is_not_a_lease_lost(store, tmp_path):
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0))
+    (tmp_path / "store" / "manifest.json").unlink()
+    with pytest.raises(StoreError, match=r"manifest\.json was replaced or removed by something that holds no lease"):
+        commit_log.commit_shards([entry(1)], "s", checkpoint(1))
+    commit_log.close()
+    opened(store).close()
+    assert published(store).total_shards == 2
+
+
+def test_how_far_the_input_is_read_stays_when_the_lease_is_given_back(store):
+    commit_log = opened(store)
+    assert read_checkpoints(store)[0].writer.input_read is None
+    read = {"s": InputRead(read_bytes=5, total_bytes=9), "t": InputRead(read_bytes=3, total_bytes=3)}
+    commit_log.commit_shards([entry(0)], "s", checkpoint(0), read["s"])
+    commit_log.close()
+    commit_log = opened(store)
+    commit_log.commit_shards([entry(1)], "t", checkpoint(1), read["t"])
+    commit_log.commit_shards([entry(2)], "t", checkpoint(2))
+    assert read_checkpoints(store)[0].writer.input_read == read
+    commit_log.close()
+    assert read_checkpoints(store)[0].writer.input_read == opened(store).input_read == read
 
 
 def test_a_manifest_lost_after_its_commit_is_published_at_the_next_start(store):

@@ -159,6 +159,26 @@ def long_arguments(store):
 
 
 @pytest.mark.slow
+def test_a_store_that_is_removed_under_a_populator_is_named_as_such_and_not_made_again(tmp_path):
+    store = tmp_path / "store"
+    path = write_json_lines(tmp_path / "long.jsonl", documents(seed=12, count=400) * 150)
+    arguments = [*populate_arguments(store, path, shard_tokens=50_000, merges=20), "--workers", "1"]
+    process = start(*arguments)
+    wait_until((store / "shard_1.pt").exists, "no shard")
+    store.rename(tmp_path / "moved")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert f"genesis: {store}: the store's folder was removed or moved while it was written to" in errors
+    assert "taken over" not in errors
+    assert "Traceback" not in errors
+    assert not store.exists()
+    (tmp_path / "moved").rename(store)
+    shards = len(snapshot(store)["shards"])
+    genesis(*arguments, "--max-shards", str(shards + 1))
+    assert len(snapshot(store)["shards"]) == shards + 1
+
+
+@pytest.mark.slow
 def test_a_stale_lease_is_taken_over_and_the_ousted_stops_without_harm(tmp_path, small_input):
     store = tmp_path / "store"
     ousted = start(*long_arguments(store), "--lease-s", "2")

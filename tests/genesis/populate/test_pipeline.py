@@ -5,7 +5,9 @@ from contextlib import closing
 
 import pytest
 
-from genesis.store import CachePolicy, open_readable
+from genesis.errors import StoreRemovedError
+from genesis.populate.commit_log import CommitLog
+from genesis.store import CachePolicy, open_readable, open_store
 from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.fault_proxy import FAST_FAULTS, FaultProxy
 from tests.support.populating import decoded_documents, entries, genesis, populate_arguments, snapshot, stray_objects
@@ -142,6 +144,17 @@ URL = "s3://bucket/a/prefix"
 def moto():
     with moto_s3("bucket", "faulty") as server:
         yield server
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_emptied_was_not_taken_over(moto):
+    with speaking_to(moto), closing(open_store("s3://bucket/emptied")) as store:
+        commit_log = CommitLog(store, 1000)
+        commit_log.open()
+        for info in list(store.list("")):
+            store.delete(info.key)
+        with pytest.raises(StoreRemovedError, match=r"s3://bucket/emptied: checkpoints\.json is gone"):
+            commit_log.renew()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def large(tmp_path_factory, contents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_it_says_what_it_serves_and_a_signal_lets_answers_end(large, number, code):
     with (
         genesis_serve(large, "--json") as server,

@@ -161,7 +161,7 @@ def test_a_cache_too_small_gets_the_shards_that_are_read_first(loader, here, sto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_it_at_once_and_leaves_a_sound_cache(served, store, here, tmp_path, number, code):
     stuck = SHARDS[4]
 

@@ -13,12 +13,12 @@ import contextlib
 import ipaddress
 import logging
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from genesis.hangup import stop_signals
 from trainer.errors import DiscoveryError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, KnownPeer
 from trainer.network.discovery.base import MAX_NEWS, Discovery
@@ -190,7 +190,7 @@ class SeedConfig:
 
 
 def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
-    """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT or SIGTERM, then returns.
+    """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT, SIGTERM or SIGHUP, then returns.
 
     It may be killed and restarted at any time. ``on_ready`` is called once with the addresses to give to nodes as
     ``--initial-peers``. Raises `DiscoveryError` where it does not become ready; the log says why.
@@ -213,7 +213,7 @@ async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], 
     process = DhtProcess(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     process.start()
     stopping = asyncio.create_task(stop.wait())

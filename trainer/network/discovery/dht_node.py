@@ -42,6 +42,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 from pydantic import ValidationError
 
+from genesis.hangup import stop_signals
 from trainer.errors import DiscoveryError
 from trainer.network.discovery.announcement import AnnouncementRefusedError, verify_announcement
 from trainer.network.discovery.dht_client import (
@@ -377,7 +378,7 @@ async def _run(send: Send) -> None:
     await loop.connect_read_pipe(lambda: StreamReaderProtocol(requests), sys.stdin)
     settings = DhtSettings.model_validate_json(await requests.readline())
     serving = asyncio.create_task(_run_node(settings, requests, send))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, serving.cancel)
     watching = asyncio.create_task(_watch_parent(settings.parent_pid, serving))
     try:

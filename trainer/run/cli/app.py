@@ -1,7 +1,7 @@
 """The application: its commands, how it logs, and how errors become exit codes.
 
 Exit codes: 0 done, 1 an error (one line says what), 2 invalid options, or in a swarm files with which a process cannot
-begin, 130 and 143 stopped by SIGINT and SIGTERM with everything saved.
+begin, 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM with everything saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a node is asked to stop, by SIGINT, SIGTERM or the API: it ends the current step and saves its state."""
+"""How a node is asked to stop, by SIGINT, SIGTERM, SIGHUP or the API: it ends the current step and saves its state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from genesis.hangup import drop_closed_terminals, stop_signals
 
 _ONE_REQUEST_S = 1.0  # torchrun forwards a Ctrl+C to ranks that had it already, from the terminal.
 
@@ -30,8 +32,11 @@ class StopRequest:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Lets SIGINT and SIGTERM ask; another SIGINT, a second later or more, interrupts at once and saves nothing."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Lets SIGINT, SIGTERM and SIGHUP ask, the last unless it is ignored, as under nohup.
+
+        Another SIGINT, a second later or more, interrupts at once and saves nothing.
+        """
+        before = {number: signal.getsignal(number) for number in stop_signals()}
         for number in before:
             signal.signal(number, self._on_signal)
         try:
@@ -42,6 +47,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            drop_closed_terminals()
         if self.signal is None:
             self.signal, self._asked_at_s = number, time.monotonic()
             self.ask()

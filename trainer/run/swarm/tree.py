@@ -33,7 +33,7 @@ ChildStatus = Literal["running", "pausing", "done", "dead"]
 """``pausing``: it died and is restarted soon; ``dead``: it died and is not."""
 
 _USAGE_EXIT = 2  # Exit code for options or files that cannot be used: a restart would not help.
-_CLEAN_EXITS = (0, *(code for it in (signal.SIGINT, signal.SIGTERM) for code in (128 + it, -it)))
+_CLEAN_EXITS = (0, *(code for it in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (128 + it, -it)))
 """Exit codes of a process that was asked to end and did so in order."""
 _TAIL_BYTES = 8192
 _LIFE, _REASON = "--- ", "trainer: "

@@ -51,10 +51,10 @@ def test_killed_twice_at_random_steps(trainer: TrainerCommand, undisturbed: Trai
     assert not differences(trainer.saved("a"), undisturbed.saved("a"))
 
 
-def test_stopped_by_either_signal_and_resumed(trainer: TrainerCommand, undisturbed: TrainerCommand) -> None:
+def test_stopped_by_any_signal_and_resumed(trainer: TrainerCommand, undisturbed: TrainerCommand) -> None:
     """The step in hand is ended, everything saved, and the exit code says which signal it was."""
     options = (*ROUNDS, "--max-steps", str(STEPS))
-    for step, number in ((4, signal.SIGTERM), (9, signal.SIGINT)):
+    for step, number in ((4, signal.SIGTERM), (7, signal.SIGHUP), (9, signal.SIGINT)):
         with trainer.running(*options) as node:
             node.wait_for("step", step)
             assert node.stop(number) == 128 + number
@@ -105,6 +105,20 @@ def test_an_impatient_second_interrupt_interrupts(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_a_closed_terminal_asks_once_and_not_at_all_under_nohup(is_ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        stop = StopRequest()
+        with stop.on_signals():
+            if not is_ignored:
+                send(signal.SIGHUP)
+            send(signal.SIGHUP)
+            assert (stop(), stop.signal) == ((False, None) if is_ignored else (True, signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 AUTO = ("--node-id", "a", "--preset", "auto", "--batch-size", "0", "--max-steps")
