@@ -71,14 +71,14 @@ def pack_ids(ids: npt.NDArray[np.integer], next_merge_id: int, *, level: int | N
     return zstandard.ZstdCompressor(compression_params=_parameters(narrow.nbytes, dtype, level)).compress(narrow.data)
 
 
-def unpack_ids(data: Buffer, out: npt.NDArray[np.int64], next_merge_id: int) -> None:
+def unpack_ids(data: Buffer, out: npt.NDArray[np.integer], next_merge_id: int) -> None:
     """Expands a packed file into ``out``, which is left as it was unless everything is right.
 
     The file's sha256 should have been checked before; everything here holds for files that nothing vouches for too.
 
     Args:
         data: the whole file.
-        out: int64[N], filled: `ShardImage.ids`, say. N is how many ids the file must hold.
+        out: integer[N], wide enough for the ids, filled: `ShardImage.ids`, say. N is how many ids the file must hold.
         next_merge_id: ids of the vocabulary the shard was written with, by its index entry.
 
     Raises:
