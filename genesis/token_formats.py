@@ -1,8 +1,8 @@
 """The layout of Megatron's ``.idx``, which exports write and imports read; and which formats of ids can be read.
 
-``.idx``: magic, version 1, code of the type of an id, number of sequences, number of documents + 1; then int32 lengths
-of the sequences in ids, int64 offsets of the sequences in bytes, and int64 document borders, as numbers of sequences from
-0 to all. All little-endian. The ids lie in ``.bin``, one sequence after the other, nothing between.
+``.idx``: magic, version 1, code of the type of an id, number of sequences, number of documents + 1; then int32
+lengths of the sequences in ids, int64 offsets of the sequences in bytes, and int64 document borders, as numbers of
+sequences from 0 to all. All little-endian. The ids lie in ``.bin``, one sequence after the other, nothing between.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _lines(result: ExportResult) -> list[str]:
-    done = f"{count(result.documents)} documents, {count(result.tokens)} ids ({result.dtype}) of {counted(result.shards, 'shard')}"
+    documents = f"{count(result.documents)} documents, {count(result.tokens)} ids ({result.dtype})"
+    done = f"{documents} of {counted(result.shards, 'shard')}"
     if result.interrupted:
         return [f"{result.folder}: stopped as asked after {done}; the same command goes on from here"]
     if result.was_complete:

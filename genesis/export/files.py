@@ -1,8 +1,8 @@
 """Files that grow during an export, and get their name only once they are whole.
 
-``NAME.part`` is written from one end to the other; what was synced at a checkpoint is on the disk, and going on cuts the
-file back to the size it had there. Its name is given by a rename, before which all of it is synced. A run that was killed
-between two such renames finds a file that has its name already, and takes it back.
+``NAME.part`` is written from one end to the other; what was synced at a checkpoint is on the disk, and going on cuts
+the file back to the size it had there. Its name is given by a rename, before which all of it is synced. A run that
+was killed between two such renames finds a file that has its name already, and takes it back.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """MosaicML Streaming's MDS: ``shard.00000.mds`` … of a bounded size, and ``index.json``, which readers open first.
 
-A sample has one column, ``tokens``, an array of uint16 or uint32: a document with its EOS, or a window of ``seq_len`` ids
-(a source's last ids that fill no window are left out). The files are those that streaming's own ``MDSWriter`` makes of the
-same samples with the same settings, byte for byte, except that it writes an empty shard before a first sample that is
-larger than the limit.
+A sample has one column, ``tokens``, an array of uint16 or uint32: a document with its EOS, or a window of ``seq_len``
+ids (a source's last ids that fill no window are left out). The files are those that streaming's own ``MDSWriter``
+makes of the same samples with the same settings, byte for byte, except that it writes an empty shard before a first
+sample that is larger than the limit.
 
-A shard file appears whole, under its name, and a checkpoint follows each: so what a kill costs is one file, and a document
-is never kept for the next run. What is known of the finished files is appended to ``index.json.part``, a line each, so a
-checkpoint does not grow with their number. Memory: the limit twice, and the largest document.
+A shard file appears whole, under its name, and a checkpoint follows each: so what a kill costs is one file, and a
+document is never kept for the next run. What is known of the finished files is appended to ``index.json.part``, a
+line each, so a checkpoint does not grow with their number. Memory: the limit twice, and the largest document.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class MdsWriter:
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes >= _LIMIT_BYTES:
             raise UsageError(
-                f"sample {self.documents + len(self._sizes) - 1} makes a shard file of {size_bytes} bytes or more, MDS has "
+                f"sample {self.documents + len(self._sizes) - 1} makes a shard file of {size_bytes} bytes or more, "
+                "MDS has "
                 f"room for {_LIMIT_BYTES - 1}; give --seq-len, or export to another form"
             )
 

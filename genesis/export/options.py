@@ -34,7 +34,7 @@ class ExportFormat(StrEnum):
 
 
 def id_dtype(target: ExportFormat, vocabulary_ids: int) -> np.dtype[np.integer]:
-    """How an id is stored: uint16 for a vocabulary of at most 65,536 ids, else int32 (Megatron has no uint32) or uint32."""
+    """How an id is stored: uint16 for a vocabulary of at most 65,536 ids, else uint32; int32 for Megatron."""
     if vocabulary_ids <= NARROW_IDS:
         return np.dtype("<u2")
     return np.dtype("<i4") if target is ExportFormat.MEGATRON else np.dtype("<u4")

@@ -4,8 +4,8 @@
                       sha256 of each              joined            (or whole MDS files)       the checkpoint
 
 Guarantees (each held by a test): the files are a function of the chosen shards alone; killed at any moment, the same
-command goes on and ends with the same bytes; nothing carries its final name before it is whole; no id is written that no
-digest of the index vouches for. A store may grow meanwhile: an export holds the shards there were when it began.
+command goes on and ends with the same bytes; nothing carries its final name before it is whole; no id is written that
+no digest of the index vouches for. A store may grow meanwhile: an export holds the shards there were when it began.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class _Run:
             found = next(iter(sorted(self._folder.glob(name))), None)
             if found is not None:
                 raise UsageError(
-                    f"{found} is there already, and no {RECORD_NAME} says that it is of this export; give another folder "
+                    f"{found} is there already, and no {RECORD_NAME} says that it is of this export; give another "
+                    "folder "
                     "or --name, or delete it"
                 )
         tokenizer = self._manifest.tokenizer
@@ -270,7 +271,8 @@ class _Run:
         crash_point("export-written")
         if writer.is_empty:
             raise UsageError(
-                f"{self._store.url}: expected a document that ends in the chosen shards, found none; nothing is exported"
+                f"{self._store.url}: expected a document that ends in the chosen shards, found none; nothing is "
+                "exported"
             )
         writer.finish()
         crash_point("export-published")
@@ -325,7 +327,7 @@ def _final_names(request: ExportRequest) -> list[str]:
 
 
 def _check_documents(shard: WalkedShard, ends: npt.NDArray[np.int64], num_ids: int, before_ended: bool | None) -> None:
-    """Holds a shard's EOS ids against the documents that the index says it has, and its beginning against the one before.
+    """Holds a shard's EOS ids against the documents that the index says it has, and against the shard before it.
 
     Raises:
         ContractError: they contradict each other, so that documents would be joined or cut wrongly.
@@ -334,7 +336,8 @@ def _check_documents(shard: WalkedShard, ends: npt.NDArray[np.int64], num_ids: i
     expected = entry.last_document - entry.first_document + (1 if ends_with_eos else 0)
     if len(ends) != expected:
         raise ContractError(
-            f"shard {entry.id}: expected {expected} documents to end in it, found {len(ends)} EOS ids; run 'genesis verify'"
+            f"shard {entry.id}: expected {expected} documents to end in it, found {len(ends)} EOS ids; run 'genesis "
+            "verify'"
         )
     if shard.follows is None or before_ended is None:
         return

@@ -114,7 +114,8 @@ class ShardWalk:
             if entry.id != last.id + 1 and not gap_told:
                 gap_told = True
                 logger.info(
-                    "%s: its shards are not contiguous (after %d comes %d); its documents are joined across the shards of "
+                    "%s: its shards are not contiguous (after %d comes %d); its documents are joined across the "
+                    "shards of "
                     "other sources between them", name, last.id, entry.id,
                 )  # fmt: skip
             yield waiting
@@ -141,7 +142,8 @@ class ShardWalk:
             )
         if newest is not None and entry.next_merge_id > newest.next_merge_id:
             raise ContractError(
-                f"shard {entry.id}: expected a vocabulary of at most {newest.next_merge_id} ids as in the manifest, the "
+                f"shard {entry.id}: expected a vocabulary of at most {newest.next_merge_id} ids as in the manifest, "
+                "the "
                 f"index says {entry.next_merge_id}; run 'genesis verify'"
             )
 

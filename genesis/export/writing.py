@@ -3,8 +3,8 @@
 A writer takes blocks of ids with the places where documents end; a document may come in any number of blocks. It says
 to which position its files are good when they are synced, so that whoever goes on feeds it from there.
 
-Megatron, datatrove and npy share `RowWriter`: ids appended as they come, 8 bytes a document beside them, and an index made
-of those at the end in pieces of 8 MB. So memory does not grow with the corpus, nor with a document.
+Megatron, datatrove and npy share `RowWriter`: ids appended as they come, 8 bytes a document beside them, and an index
+made of those at the end in pieces of 8 MB. So memory does not grow with the corpus, nor with a document.
 """
 
 from __future__ import annotations

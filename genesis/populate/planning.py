@@ -118,7 +118,8 @@ def _newer(present: NeuroTokenizer | None, given: NeuroTokenizer | None) -> Neur
     shorter, longer = min(known, key=lambda each: len(each.merges)), max(known, key=lambda each: len(each.merges))
     if list(longer.merges[: len(shorter.merges)]) != list(shorter.merges):
         raise VocabularyMismatchError(
-            "--tokenizer: expected the store's vocabulary, an earlier state of it or one that extends it, found another; "
+            "--tokenizer: expected the store's vocabulary, an earlier state of it or one that extends it, found "
+            "another; "
             "ids mean what their vocabulary says: import them into another store"
         )
     return present if present is not None and len(present.merges) == len(longer.merges) else longer

@@ -1,11 +1,13 @@
 """Documents that are ids already: Megatron's ``.bin/.idx`` and datatrove's ``.ds``, as a plan, tasks and batches.
 
-What follows a plan is the pipeline of text: a task names a stretch of documents, and the worker that is given it hands on
-their ids where it would encode. So order, packing, commits, lease and going on after a kill are those of any source.
+What follows a plan is the pipeline of text: a task names a stretch of documents, and the worker that is given it
+hands on their ids where it would encode. So order, packing, commits, lease and going on after a kill are those of any
+source.
 
-Nothing in these files is believed. Counts are held against the sizes of the files before anything is read by them, and
-borders against each other in pieces of 65,536 documents; memory follows the pieces, never a number in a file. Ids must be
-of the vocabulary, and EOS must end every document and stand nowhere else: readers of a store find documents by it.
+Nothing in these files is believed. Counts are held against the sizes of the files before anything is read by them,
+and borders against each other in pieces of 65,536 documents; memory follows the pieces, never a number in a file. Ids
+must be of the vocabulary, and EOS must end every document and stand nowhere else: readers of a store find documents
+by it.
 """
 
 from __future__ import annotations
@@ -160,7 +162,8 @@ class MegatronIndex:
                 " (one with modes, of a multimodal set, is not read)" if size_bytes == expected + num_sequences else ""
             )
             raise CorruptInputError(
-                f"{path}: {num_sequences} sequences and {num_borders} borders of documents take {expected} bytes, found "
+                f"{path}: {num_sequences} sequences and {num_borders} borders of documents take {expected} bytes, "
+                "found "
                 f"{size_bytes}{modes}; it is damaged or cut off, copy it again"
             )
         if num_borders == 0:
@@ -181,7 +184,8 @@ class MegatronIndex:
             end = int(self._pointers(last, 1)[0]) + int(self._lengths(last, 1)[0]) * self.dtype.itemsize
         if end != ids_bytes:
             raise CorruptInputError(
-                f"{self.path}: the sequences end at byte {end}, the file of ids has {ids_bytes} bytes; one of the two is "
+                f"{self.path}: the sequences end at byte {end}, the file of ids has {ids_bytes} bytes; one of the "
+                "two is "
                 "cut off or of another set"
             )
 
@@ -196,7 +200,7 @@ class MegatronIndex:
         position: int | None = None if first_row else 0
         while row < self.num_documents:
             borders = self._borders(row, min(_PIECE, self.num_documents - row) + 1)
-            within = 0 <= int(borders.min()) and int(borders.max()) <= self.num_sequences
+            within = int(borders.min()) >= 0 and int(borders.max()) <= self.num_sequences
             if not within or (row == 0 and borders[0] != 0) or (np.diff(borders) < 0).any():
                 raise CorruptInputError(f"{self.path}: the borders of documents {row} on go backwards or too far")
             # Documents of very many sequences come fewer at a time.
@@ -211,7 +215,8 @@ class MegatronIndex:
                 misplaced = pointers != position + ends[:-1] * self.dtype.itemsize
                 if (lengths < 0).any() or misplaced.any() or position < 0 or position % self.dtype.itemsize:
                     raise CorruptInputError(
-                        f"{self.path}: the sequences {first} to {first + num_sequences - 1} have negative lengths, or do not "
+                        f"{self.path}: the sequences {first} to {first + num_sequences - 1} have negative lengths, "
+                        "or do not "
                         "lie end to end in the file of ids"
                     )
                 yield position // self.dtype.itemsize, ends[borders[1:] - first]
@@ -256,7 +261,8 @@ class DatatroveIndex:
             if num_tokens * width == ids_bytes:
                 return cls(path, np.dtype(f"<u{width}"), size_bytes // 8, num_tokens)
         raise CorruptInputError(
-            f"{path}: the last document ends after {num_tokens} ids, the file of ids has {ids_bytes} bytes, neither 2 nor 4 "
+            f"{path}: the last document ends after {num_tokens} ids, the file of ids has {ids_bytes} bytes, neither "
+            "2 nor 4 "
             "for each; one of the two is cut off or of another set"
         )
 
@@ -269,7 +275,7 @@ class DatatroveIndex:
         start = int(self._ends(first_row - 1, 1)[0]) if first_row else 0
         for row in range(first_row, self.num_documents, _PIECE):
             ends = self._ends(row, min(_PIECE, self.num_documents - row))
-            within = 0 <= start <= self.num_tokens and 0 <= int(ends.min()) and int(ends.max()) <= self.num_tokens
+            within = 0 <= start <= self.num_tokens and int(ends.min()) >= 0 and int(ends.max()) <= self.num_tokens
             if not within or int(np.diff(ends, prepend=start).min()) < 0:
                 raise CorruptInputError(f"{self.path}: the ends of documents {row} on go backwards or too far")
             yield start, ends - start
@@ -322,7 +328,8 @@ def token_tasks(file: InputFile, rules: TokenRules | None, first_row: int) -> It
             task_ends = ends[first:last] - begin
             if int(task_ends[-1]) > MAX_DOCUMENT_IDS:
                 raise SourceError(
-                    f"{file.name}: document {row + first} has {int(task_ends[-1])} ids, expected at most {MAX_DOCUMENT_IDS}"
+                    f"{file.name}: document {row + first} has {int(task_ends[-1])} ids, expected at most "
+                    f"{MAX_DOCUMENT_IDS}"
                 )
             yield TokensTask(file, rules, index.dtype.str, row + first, start + begin, task_ends)
             first = last
@@ -387,7 +394,8 @@ def _check_eos(
     lacking = np.flatnonzero(~is_eos[ends - 1])
     if len(lacking) and not task.rules.append_eos:
         raise CorruptInputError(
-            f"{task.file.name}: document {int(rows[lacking[0]])} does not end with EOS ({task.rules.eos_id}), the store's "
+            f"{task.file.name}: document {int(rows[lacking[0]])} does not end with EOS ({task.rules.eos_id}), the "
+            "store's "
             "documents do; if the file was made without (Megatron's --append-eod), give --append-eos"
         )
     return lacking
