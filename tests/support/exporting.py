@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -122,7 +121,7 @@ def read_mds(folder: Path) -> list[npt.NDArray[Any]]:
         offsets = np.frombuffer(body, "<u4", count + 1, 4).tolist()
         _, dtype, *shape = shard["column_encodings"][0].split(":")
         head = 0 if shape else 4
-        for start, end in itertools.pairwise(offsets):
+        for start, end in pairwise(offsets):
             skipped = head if shape else head + 1 + (1 << (body[start + 4] & 3))
             samples.append(np.frombuffer(body[start + skipped : end], np.dtype(dtype)))
     return samples
