@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -19,6 +21,10 @@ from genesis.export.options import parse_shard_range
 from genesis.populate.progress import counted, format_duration, format_size
 from genesis.store import open_readable
 from manifests import canonical_json
+
+logger = logging.getLogger("genesis")
+
+_LINE_EVERY_S = 10.0
 
 
 def shards_command(
@@ -78,11 +84,24 @@ def shards_command(
     return stop.exit_code if result.interrupted else 0
 
 
+class _LineNowAndThen:
+    """Logs how far an export is, at most every ten seconds."""
+
+    def __init__(self) -> None:
+        self._shown_at_s = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        """Takes the number of shards that are done, of ``total``."""
+        if time.monotonic() - self._shown_at_s >= _LINE_EVERY_S:
+            self._shown_at_s = time.monotonic()
+            logger.info("%s of %s shards", count(done), count(max(total, done)))
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """What to tell of progress: a bar, if standard error is a terminal."""
+    """What to tell of progress: a bar if standard error is a terminal, else a line now and then."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield _LineNowAndThen().show
         return
     with tqdm(unit=" shards", leave=False, mininterval=0.5) as bar:
 

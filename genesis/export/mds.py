@@ -142,8 +142,7 @@ class MdsWriter:
         if size_bytes >= _LIMIT_BYTES:
             raise UsageError(
                 f"sample {self.documents + len(self._sizes) - 1} makes a shard file of {size_bytes} bytes or more, "
-                "MDS has "
-                f"room for {_LIMIT_BYTES - 1}; give --seq-len, or export to another form"
+                f"MDS has room for {_LIMIT_BYTES - 1}; give --seq-len, or export to another form"
             )
 
     def end_source(self) -> int:

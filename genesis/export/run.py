@@ -175,8 +175,7 @@ class _Run:
             if found is not None:
                 raise UsageError(
                     f"{found} is there already, and no {RECORD_NAME} says that it is of this export; give another "
-                    "folder "
-                    "or --name, or delete it"
+                    "folder or --name, or delete it"
                 )
         tokenizer = self._manifest.tokenizer
         if tokenizer is None:

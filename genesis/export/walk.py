@@ -143,8 +143,7 @@ class ShardWalk:
         if newest is not None and entry.next_merge_id > newest.next_merge_id:
             raise ContractError(
                 f"shard {entry.id}: expected a vocabulary of at most {newest.next_merge_id} ids as in the manifest, "
-                "the "
-                f"index says {entry.next_merge_id}; run 'genesis verify'"
+                f"the index says {entry.next_merge_id}; run 'genesis verify'"
             )
 
 

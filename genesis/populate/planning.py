@@ -119,8 +119,7 @@ def _newer(present: NeuroTokenizer | None, given: NeuroTokenizer | None) -> Neur
     if list(longer.merges[: len(shorter.merges)]) != list(shorter.merges):
         raise VocabularyMismatchError(
             "--tokenizer: expected the store's vocabulary, an earlier state of it or one that extends it, found "
-            "another; "
-            "ids mean what their vocabulary says: import them into another store"
+            "another; ids mean what their vocabulary says: import them into another store"
         )
     return present if present is not None and len(present.merges) == len(longer.merges) else longer
 

@@ -135,6 +135,8 @@ class MegatronIndex:
     dtype: np.dtype[np.integer]
     num_sequences: int
     num_documents: int
+    ids_bytes: int
+    """Size of the file of ids."""
 
     @classmethod
     def open(cls, path: Path, ids_bytes: int) -> MegatronIndex:
@@ -163,16 +165,15 @@ class MegatronIndex:
             )
             raise CorruptInputError(
                 f"{path}: {num_sequences} sequences and {num_borders} borders of documents take {expected} bytes, "
-                "found "
-                f"{size_bytes}{modes}; it is damaged or cut off, copy it again"
+                f"found {size_bytes}{modes}; it is damaged or cut off, copy it again"
             )
         if num_borders == 0:
             raise CorruptInputError(f"{path}: expected borders of documents, found none")
-        index = cls(path, np.dtype(MEGATRON_DTYPES[code]), num_sequences, num_borders - 1)
-        index._check_end(ids_bytes)
+        index = cls(path, np.dtype(MEGATRON_DTYPES[code]), num_sequences, num_borders - 1, ids_bytes)
+        index._check_end()
         return index
 
-    def _check_end(self, ids_bytes: int) -> None:
+    def _check_end(self) -> None:
         if int(self._borders(self.num_documents, 1)[0]) != self.num_sequences:
             raise CorruptInputError(
                 f"{self.path}: expected the last document to end with sequence {self.num_sequences}, it ends with "
@@ -182,11 +183,10 @@ class MegatronIndex:
         if self.num_sequences:
             last = self.num_sequences - 1
             end = int(self._pointers(last, 1)[0]) + int(self._lengths(last, 1)[0]) * self.dtype.itemsize
-        if end != ids_bytes:
+        if end != self.ids_bytes:
             raise CorruptInputError(
-                f"{self.path}: the sequences end at byte {end}, the file of ids has {ids_bytes} bytes; one of the "
-                "two is "
-                "cut off or of another set"
+                f"{self.path}: the sequences end at byte {end}, the file of ids has {self.ids_bytes} bytes; one of the "
+                "two is cut off or of another set"
             )
 
     def documents(self, first_row: int) -> Iterator[Documents]:
@@ -213,14 +213,15 @@ class MegatronIndex:
                 pointers = self._pointers(first, num_sequences)
                 position = int(pointers[0]) if position is None else position
                 misplaced = pointers != position + ends[:-1] * self.dtype.itemsize
-                if (lengths < 0).any() or misplaced.any() or position < 0 or position % self.dtype.itemsize:
+                end = position + int(ends[-1]) * self.dtype.itemsize
+                outside = position < 0 or end > self.ids_bytes or position % self.dtype.itemsize != 0
+                if (lengths < 0).any() or misplaced.any() or outside:
                     raise CorruptInputError(
                         f"{self.path}: the sequences {first} to {first + num_sequences - 1} have negative lengths, "
-                        "or do not "
-                        "lie end to end in the file of ids"
+                        "or do not lie end to end in the file of ids"
                     )
                 yield position // self.dtype.itemsize, ends[borders[1:] - first]
-                position += int(ends[-1]) * self.dtype.itemsize
+                position = end
             else:
                 yield (position or 0) // self.dtype.itemsize, np.zeros(count, dtype=np.int64)
             row += count
@@ -262,8 +263,7 @@ class DatatroveIndex:
                 return cls(path, np.dtype(f"<u{width}"), size_bytes // 8, num_tokens)
         raise CorruptInputError(
             f"{path}: the last document ends after {num_tokens} ids, the file of ids has {ids_bytes} bytes, neither "
-            "2 nor 4 "
-            "for each; one of the two is cut off or of another set"
+            "2 nor 4 for each; one of the two is cut off or of another set"
         )
 
     def documents(self, first_row: int) -> Iterator[Documents]:
@@ -395,8 +395,7 @@ def _check_eos(
     if len(lacking) and not task.rules.append_eos:
         raise CorruptInputError(
             f"{task.file.name}: document {int(rows[lacking[0]])} does not end with EOS ({task.rules.eos_id}), the "
-            "store's "
-            "documents do; if the file was made without (Megatron's --append-eod), give --append-eos"
+            "store's documents do; if the file was made without (Megatron's --append-eod), give --append-eos"
         )
     return lacking
 
