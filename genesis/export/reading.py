@@ -26,11 +26,11 @@ from manifests import (
     ShardEntry,
     ShardFormatError,
     max_packed_bytes,
+    narrow_ids,
     packed_key,
     sha256_hex,
     shard_file_bytes,
     shard_key,
-    unpack_ids,
     view_shard,
 )
 
@@ -69,9 +69,7 @@ def _read_packed(store: ReadableStore, entry: ShardEntry, packed: PackedEntry, d
         )
     body = store.get(packed.key, max_bytes=largest).body
     _check(packed.key, body, packed.size_bytes, packed.sha256)
-    ids = np.empty(entry.tokens, dtype=dtype)
-    unpack_ids(body, ids, entry.next_merge_id)
-    return ids
+    return narrow_ids(body, entry.tokens, entry.next_merge_id).astype(dtype, copy=False)
 
 
 def _read_plain(store: ReadableStore, entry: ShardEntry, dtype: np.dtype[np.integer]) -> Ids:

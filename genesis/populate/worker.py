@@ -124,7 +124,7 @@ def _handed_on(number: int, first_row: int, batch: TokenBatch, *, ring: RingWrit
     """Documents that came as ids, as if they had been encoded."""
     num_ids = len(batch.ids)
     position, carried = -1, batch.ids
-    if ring.fits(num_ids):
+    if num_ids and ring.fits(num_ids):
         position, out = ring.reserve(num_ids)
         out[:] = batch.ids
     return EncodedDocuments(
