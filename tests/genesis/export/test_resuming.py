@@ -64,14 +64,14 @@ def test_stopped_after_every_shard(stored, target, seq_len, often, tmp_path):
     runs = 0
     while True:
         # An MDS run goes on from the file it was making: it must read on to make it whole.
-        stop = _StopAfter(1 if target != "mds" else 6)
+        stop = _StopAfter(1 if target != "mds" else 12)
         result = export_shards(store, tmp_path / "out", options, stop=stop.event, on_progress=stop.progress)
         runs += 1
-        assert runs < 200
+        assert runs < 200, "no progress"
         if not result.interrupted:
             break
         assert not result.complete
-    assert runs > 3
+    assert runs > (3 if target != "mds" else 1)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
     for fact in ("documents", "tokens", "cut_tokens", "shards"):
         assert getattr(result, fact) == getattr(whole, fact)
@@ -85,7 +85,7 @@ def test_a_range_that_begins_and_ends_inside_documents_is_resumed(target, often,
     whole = export_shards(store, tmp_path / "whole", options)
     assert whole.skipped_tokens
     for _ in range(200):
-        stop = _StopAfter(1 if target != "mds" else 30)
+        stop = _StopAfter(1 if target != "mds" else 60)
         result = export_shards(store, tmp_path / "out", options, stop=stop.event, on_progress=stop.progress)
         if not result.interrupted:
             break
