@@ -112,7 +112,7 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     name = result.source
     lines = [
         f"{name}: {counted(result.shards_added, 'shard')} added, {count(result.total_shards)} in {url}; "
-        f"{counted(result.documents, 'document')} in all, {format_duration(result.seconds)}"
+        f"{counted(result.documents, 'document')} in its shards, {format_duration(result.seconds)}"
     ]
     if result.rows_skipped:
         lines.append(f"{name}: {counted(result.rows_skipped, 'document')} of no id left out")

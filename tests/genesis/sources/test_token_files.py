@@ -252,6 +252,7 @@ def test_what_is_not_there(tmp_path):
 
 def test_a_document_beyond_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "MAX_DOCUMENT_IDS", 100)
+    monkeypatch.setattr(token_files, "TASK_IDS", 50)
     with pytest.raises(SourceError, match="document 3 has 121 ids, expected at most 100"):
         documents_of(write_megatron(tmp_path / "x", DOCUMENTS))
 
