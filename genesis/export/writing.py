@@ -128,14 +128,14 @@ class RowWriter:
             absolute = ends + (self.tokens + self._open_tokens)
             lengths = np.diff(absolute, prepend=self.tokens)
             self._check_length(int(lengths.max()))
-            self.ends_file.write(absolute.astype("<i8", copy=False))
+            self.ends_file.write(absolute.astype("<i8", copy=False).data)
             self.documents += len(ends)
             self.tokens = int(absolute[-1])
             self._open_tokens = num_ids - int(ends[-1])
         else:
             self._open_tokens += num_ids
         self._check_length(self._open_tokens)
-        self.ids_file.write(block.ids)
+        self.ids_file.write(block.ids.data)
         self._since_sync += block.ids.nbytes
 
     def _check_length(self, num_tokens: int) -> None:
@@ -221,7 +221,8 @@ def make_row_writer(folder: Path, record: ExportRecord) -> RowWriter:
         files.append(file)
     held = (files[0].size_bytes - form.header_bytes) // dtype.itemsize
     return RowWriter(
-        *files,
+        ids_file=files[0],
+        ends_file=files[1],
         dtype=dtype,
         header_bytes=form.header_bytes,
         longest=form.longest,
@@ -240,11 +241,11 @@ def _complete_megatron(writer: RowWriter) -> None:
         count = writer.documents
         index.write(MEGATRON_HEADER.pack(MEGATRON_MAGIC, MEGATRON_VERSION, codes[writer.dtype], count, count + 1))
         for lengths, _ in _lengths_and_starts(writer):
-            index.write(lengths.astype("<i4"))
+            index.write(lengths.astype("<i4").data)
         for _, starts in _lengths_and_starts(writer):
-            index.write((starts * writer.dtype.itemsize).astype("<i8"))
+            index.write((starts * writer.dtype.itemsize).astype("<i8").data)
         for first in range(0, count + 1, _PIECE):
-            index.write(np.arange(first, min(first + _PIECE, count + 1), dtype="<i8"))
+            index.write(np.arange(first, min(first + _PIECE, count + 1), dtype="<i8").data)
         writer.ids_file.publish()
         index.publish()
     finally:
