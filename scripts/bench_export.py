@@ -119,6 +119,9 @@ def run_peer(form: str, store: str, out: Path) -> dict[str, float]:
                 builder.add_document(tensor, [len(tensor)])
             builder.finalize(str(out / "tokens.idx"))
     elif form == "mds":
+        from tests.support.export_peers import without_torchvision
+
+        without_torchvision()
         from streaming import MDSWriter
 
         def write() -> None:

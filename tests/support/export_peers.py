@@ -9,6 +9,7 @@ In a process of its own, since they need packages that this project does not. ``
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,24 @@ from typing import Any
 import numpy as np
 
 MEGATRON = ("megatron-core==0.16.1",)
-MDS = ("mosaicml-streaming==0.13.0", "python-snappy", "cramjam", "Brotli", "zstd", "torchvision", "oci-stub")
+MDS = ("mosaicml-streaming==0.13.0", "python-snappy", "cramjam", "Brotli", "zstd", "catalogue")
 DATATROVE = ("datatrove==0.10.1", "loguru", "humanize")
 REQUIREMENTS = {"megatron": MEGATRON, "mds": MDS, "datatrove": DATATROVE}
 """What each needs beside this project's own requirements, installed without their dependencies."""
 
 MDS_LIMIT_BYTES = 4_096
+
+
+def without_torchvision() -> None:
+    """Lets streaming be imported without torchvision, a build of which must fit torch's.
+
+    Only its sets of images use that, whose classes derive from one of torchvision's; reading and writing MDS do not.
+    """
+    names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[names[1]].VisionDataset = type("VisionDataset", (), {})  # type: ignore[attr-defined]
+    sys.modules[names[3]].to_tensor = None  # type: ignore[attr-defined]
 
 
 def read(kind: str, folder: Path) -> list[Any]:
@@ -33,6 +46,7 @@ def read(kind: str, folder: Path) -> list[Any]:
         assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
         return [dataset[number] for number in range(len(dataset))]
     if kind == "mds":
+        without_torchvision()
         from streaming import LocalDataset
 
         samples = LocalDataset(local=str(folder))
@@ -63,6 +77,7 @@ def write(kind: str, documents: list[Any], folder: Path) -> None:
             builder.add_document(torch.from_numpy(document.astype(np.int32)), [len(document)])
         builder.finalize(str(folder / "tokens.idx"))
     elif kind == "mds":
+        without_torchvision()
         from streaming import MDSWriter
 
         columns = {"tokens": "ndarray:uint16"}
