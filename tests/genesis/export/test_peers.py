@@ -52,7 +52,7 @@ def peer(peer_path):
         command = [sys.executable, "-m", "tests.support.export_peers", what, kind, str(source), str(target)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{peer_path(kind)}"}
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=110
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=500
         )
         assert done.returncode == 0, done.stderr
 
