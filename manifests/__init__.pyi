@@ -31,6 +31,7 @@ from .manifest import Signature as Signature
 from .manifest import SourceTotals as SourceTotals
 from .manifest import TokenizerRef as TokenizerRef
 from .packed_file import max_packed_bytes as max_packed_bytes
+from .packed_file import narrow_ids as narrow_ids
 from .packed_file import pack_ids as pack_ids
 from .packed_file import packed_dtype as packed_dtype
 from .packed_file import unpack_ids as unpack_ids

@@ -53,7 +53,7 @@ class SourceCheckpoint(Part):
     rows_skipped: Count = 0
     """Rows that were null, not a string, not valid Unicode, or empty."""
     text_bytes: Count = 0
-    """UTF-8 bytes of the documents processed."""
+    """UTF-8 bytes of the documents processed; of imported ids, their bytes in the files."""
     ended: bool = False
     """The source was read to its end; what follows says what fills no shard and stays behind the cursor."""
     unsharded_tokens: Count = 0

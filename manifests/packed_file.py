@@ -85,21 +85,38 @@ def unpack_ids(data: Buffer, out: npt.NDArray[np.int64], next_merge_id: int) -> 
         ShardFormatError: the file is no single zstd frame of exactly N ids, is truncated, goes on behind the frame,
             asks for a window larger than its content, or holds an id of ``next_merge_id`` or above.
     """
+    out[:] = narrow_ids(data, len(out), next_merge_id)
+
+
+def narrow_ids(data: Buffer, num_tokens: int, next_merge_id: int) -> npt.NDArray[np.unsignedinteger]:
+    """The ids of a packed file in the type they are stored in; `unpack_ids` without widening them.
+
+    Args:
+        data: the whole file.
+        num_tokens: how many ids it must hold.
+        next_merge_id: ids of the vocabulary the shard was written with, by its index entry.
+
+    Returns:
+        `packed_dtype`[``num_tokens``], read-only.
+
+    Raises:
+        ShardFormatError: see `unpack_ids`.
+    """
     dtype = packed_dtype(next_merge_id)
     view = memoryview(data).cast("B")
-    _check_frame(view, len(out) * dtype.itemsize, max_packed_bytes(len(out), next_merge_id))
+    _check_frame(view, num_tokens * dtype.itemsize, max_packed_bytes(num_tokens, next_merge_id))
     try:
         content = zstandard.ZstdDecompressor().decompress(view, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ShardFormatError(
-            f"expected one zstd frame of {len(out)} ids, found a damaged one ({error}); fetch it again"
+            f"expected one zstd frame of {num_tokens} ids, found a damaged one ({error}); fetch it again"
         ) from None
     narrow = np.frombuffer(content, dtype=dtype)
     highest = int(narrow.max())
     if highest >= next_merge_id:
         position = int(narrow.argmax())
         raise ShardFormatError(f"expected packed ids below {next_merge_id}, found {highest} at position {position}")
-    out[:] = narrow
+    return narrow
 
 
 def _parameters(

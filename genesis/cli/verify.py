@@ -43,7 +43,7 @@ def verify_command(
     """Check a store: signature, every digest, every id, counts, vocabularies. Ends with 1 if anything is wrong."""
     from genesis.verification import EVERY_SHARD, ShardSample, verify_store
 
-    key = _read_public_key(public_key)
+    key = read_public_key(public_key)
     chosen = ShardSample.parse(sample) if sample is not None else EVERY_SHARD
     with closing(open_readable(store)) as readable, _progress() as progress:
         report = verify_store(
@@ -59,7 +59,13 @@ def verify_command(
     return 0 if report.ok else 1
 
 
-def _read_public_key(path: Path | None) -> Ed25519PublicKey | None:
+def read_public_key(path: Path | None) -> Ed25519PublicKey | None:
+    """The key in ``path``; None if there is no path.
+
+    Raises:
+        UsageError: it cannot be read.
+        SignatureError: it holds no such key.
+    """
     if path is None:
         return None
     try:

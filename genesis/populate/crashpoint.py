@@ -22,7 +22,17 @@ CRASH_POINTS = (
     "manifest-published",
     "source-finished",
 )
-"""Every point, in the order of a run."""
+"""Every point of a populate, in the order of a run."""
+
+EXPORT_CRASH_POINTS = (
+    "export-begun",
+    "export-synced",
+    "export-checkpointed",
+    "export-written",
+    "export-published",
+    "export-completed",
+)
+"""Those of an export, in the order of a run."""
 
 _passed: dict[str, int] = {}
 

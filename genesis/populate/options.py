@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from genesis.errors import UsageError
 from genesis.populate.commit_log import SUPERSEDED_KEEP_S
 from genesis.populate.lease import LEASE_S
-from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec
+from genesis.token_formats import TokenFormat
+from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec, VocabularyFile
 
 
 def available_cpus() -> int:
@@ -36,6 +37,17 @@ class LearnOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOptions:
+    """Of a source that comes as ids: how they are read, and which vocabulary they are of."""
+
+    token_format: TokenFormat
+    vocabulary: VocabularyFile | None = None
+    """The vocabulary they were made with; None: the store's own."""
+    append_eos: bool = False
+    """Give an EOS to documents that do not end with one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PopulateOptions:
     """One source into one store."""
 
@@ -50,6 +62,8 @@ class PopulateOptions:
     max_documents: int | None = None
     """Read no further than this many documents from the source's beginning."""
     learn: LearnOptions = field(default_factory=LearnOptions)
+    tokens: TokenOptions | None = None
+    """The inputs are ids instead of text; nothing is learned or encoded then."""
     packed: bool = True
     """Also write each shard's transfer form, ``packed/shard_{id}.zst``."""
     mended_input: bool = False

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,13 +34,15 @@ from genesis.populate.crashpoint import crash_point
 from genesis.populate.lease import LeaseKeeper, held
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
-from genesis.populate.planning import ensure_vocabulary
+from genesis.populate.planning import ensure_vocabulary, imported_vocabulary
 from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import InputPositions, Limits, PopulateProgress
-from genesis.sources import resolve, tasks
+from genesis.sources import InputPlan, resolve, tasks
+from genesis.sources.base import TokenRules
+from genesis.sources.token_files import recorded_vocabularies, token_plan
 from genesis.store import FolderStore, Store, folder_of
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
-from manifests import Cursor, InputRead, SourceCheckpoint, format_time
+from manifests import BYTE_OFFSET, EOS_ID, Cursor, InputRead, SourceCheckpoint, format_time
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +130,7 @@ class _Run:
         checkpoint = self._commit_log.checkpoints.sources.get(self._name)
         start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
         pinned = start.cursor.revision if start.cursor else ""
-        self._plan = resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None)
+        self._plan = self._resolve(pinned or None)
         self._fingerprints = self._plan.fingerprints()
         names = [file.name for file in self._plan.files]
         self._file_before = dict(zip(names, [None, *names], strict=False))
@@ -136,9 +138,7 @@ class _Run:
             self._pin_input()
         else:
             self._check_unchanged(checkpoint)
-        tokenizer = ensure_vocabulary(
-            self._commit_log, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
-        )
+        tokenizer = self._vocabulary()
         self._tokenizer_sha256 = tokenizer.sha256
         self._pool.load(hf_tokenizer_json(tokenizer.to_file()))
         before = self._shards()
@@ -159,6 +159,24 @@ class _Run:
             ended=ended,
             interrupted=self._stop.is_set(),
         )
+
+    def _resolve(self, pinned_revision: str | None) -> InputPlan:
+        options = self._options
+        if options.tokens is not None:
+            return token_plan(self._name, options.tokens.token_format, options.inputs)
+        return resolve(options.spec, options.inputs, pinned_revision=pinned_revision)
+
+    def _vocabulary(self) -> NeuroTokenizer:
+        """The vocabulary of the run; of a source that comes as ids, the plan then says what they must keep to."""
+        options = self._options
+        if options.tokens is None:
+            return ensure_vocabulary(
+                self._commit_log, options.spec, self._plan, options.learn, options.num_workers, self._stop
+            )
+        tokenizer = imported_vocabulary(self._commit_log, options.tokens, recorded_vocabularies(self._plan))
+        rules = TokenRules(tokenizer.next_merge_id, EOS_ID, BYTE_OFFSET, options.tokens.append_eos)
+        self._plan = replace(self._plan, token_rules=rules)
+        return tokenizer
 
     def _encode(self, tokenizer: NeuroTokenizer, start: Position) -> tuple[Packer, bool]:
         """Runs the pipeline; returns the packer as it ended and whether the source did."""

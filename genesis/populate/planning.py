@@ -13,12 +13,19 @@ import itertools
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from genesis.errors import InputNotFoundError, InterruptedRunError, ObjectNotFoundError, SourceError
+from genesis.errors import (
+    InputNotFoundError,
+    InterruptedRunError,
+    ObjectNotFoundError,
+    SourceError,
+    UsageError,
+    VocabularyMismatchError,
+)
 from genesis.populate.commit_log import CommitLog, read_checkpoints
-from genesis.populate.options import LearnOptions, PopulateOptions
+from genesis.populate.options import LearnOptions, PopulateOptions, TokenOptions
 from genesis.populate.packer import Position
 from genesis.populate.progress import (
     BYTES_PER_TOKEN,
@@ -32,7 +39,7 @@ from genesis.sources import read_batches, resolve, tasks
 from genesis.sources.base import InputPlan
 from genesis.store import Store, folder_of
 from genesis.tokenizer import NeuroTokenizer
-from manifests import TOKENIZER_KEY, TOTAL_MERGES, SourceSpec, shard_file_bytes
+from manifests import TOKENIZER_KEY, TOTAL_MERGES, SourceSpec, shard_file_bytes, vocabulary_key
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +91,49 @@ def ensure_vocabulary(
         _learn(tokenizer, spec, plan, options, wanted, num_workers, stop)
     commit_log.commit_vocabulary(tokenizer)
     return tokenizer
+
+
+def imported_vocabulary(commit_log: CommitLog, options: TokenOptions, recorded: Mapping[str, str]) -> NeuroTokenizer:
+    """The vocabulary of ids that come as they are, committed if the store had none or an earlier state of it.
+
+    Args:
+        commit_log: the store's, open.
+        options: of the import.
+        recorded: digests of the vocabularies that input files say they were made with, by the files' names.
+
+    Raises:
+        UsageError: neither the store nor the options have a vocabulary.
+        VocabularyMismatchError: the ids are of another vocabulary than the store's.
+    """
+    present = commit_log.read_tokenizer()
+    given = NeuroTokenizer.from_file(options.vocabulary) if options.vocabulary is not None else None
+    if present is None and given is None:
+        raise UsageError(
+            f"{commit_log.store.url}: expected a vocabulary that the ids are of, found none; give --tokenizer, the "
+            "tokenizer.json they were made with"
+        )
+    newest = _newer(present, given)
+    states = {each.sha256 for each in (present, given) if each is not None}
+    for name, digest in recorded.items():
+        if digest not in states and commit_log.store.head(vocabulary_key(digest)) is None:
+            raise VocabularyMismatchError(
+                f"{name} was made with the vocabulary {digest}, which is no state of that of {commit_log.store.url} "
+                f"({newest.sha256}); import it into a store of its own, with --tokenizer"
+            )
+    commit_log.commit_vocabulary(newest)
+    return newest
+
+
+def _newer(present: NeuroTokenizer | None, given: NeuroTokenizer | None) -> NeuroTokenizer:
+    """Of two states of one vocabulary the later one."""
+    known = [each for each in (present, given) if each is not None]
+    shorter, longer = min(known, key=lambda each: len(each.merges)), max(known, key=lambda each: len(each.merges))
+    if list(longer.merges[: len(shorter.merges)]) != list(shorter.merges):
+        raise VocabularyMismatchError(
+            "--tokenizer: expected the store's vocabulary, an earlier state of it or one that extends it, found "
+            "another; ids mean what their vocabulary says: import them into another store"
+        )
+    return present if present is not None and len(present.merges) == len(longer.merges) else longer
 
 
 def learn_all(

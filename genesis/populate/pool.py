@@ -45,7 +45,7 @@ from genesis.populate.ring import (
     RingReader,
     anonymous_file,
 )
-from genesis.sources.base import LinesTask, RowGroupTask, Task
+from genesis.sources.base import LinesTask, RowGroupTask, Task, TokensTask
 
 logger = logging.getLogger(__name__)
 
@@ -435,6 +435,8 @@ def _describe(task: Task) -> str:
         return f"row group {task.row_group} of {task.file.name}"
     if isinstance(task, LinesTask):
         return f"the lines of {task.file.name} from line {task.first_row + 1}"
+    if isinstance(task, TokensTask):
+        return f"documents {task.first_row} to {task.first_row + len(task.ends) - 1} of {task.file.name}"
     return f"{task.files[0].name} and {len(task.files) - 1} more files"
 
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from genesis.errors import GenesisError
 from genesis.populate.ring import Assignment, EncodedDocuments, Failed, Finished, Released, RingWriter
-from genesis.sources import read_batches
-from genesis.sources.base import TextBatch
+from genesis.sources.base import TextBatch, TokenBatch
+from genesis.sources.reading import read_any_batches
 from genesis.tokenizer import Engine, GigatokenEngine
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 EOS = 2
 _READ_AHEAD = 2
 
-_Item = tuple[int, int, TextBatch] | Finished | Failed | None
+_Item = tuple[int, int, TextBatch | TokenBatch] | Finished | Failed | None
 
 
 def join_documents(
@@ -81,7 +81,7 @@ def _serve(connection: Connection, ring: RingWriter, engine: Engine) -> None:
         if isinstance(item, Finished | Failed):
             connection.send(item)
         else:
-            connection.send(_encode(*item, ring=ring, engine=engine))
+            connection.send(_encoded(*item, ring=ring, engine=engine))
 
 
 def _receive(connection: Connection, assignments: queue.SimpleQueue[Assignment | None], ring: RingWriter) -> None:
@@ -101,7 +101,7 @@ def _read(assignments: queue.SimpleQueue[Assignment | None], batches: queue.Queu
     while (assignment := assignments.get()) is not None:
         row = assignment.task.first_row
         try:
-            for batch in read_batches(assignment.task):
+            for batch in read_any_batches(assignment.task):
                 batches.put((assignment.number, row, batch))
                 row = batch.end_row
             batches.put(Finished(assignment.number))
@@ -111,6 +111,34 @@ def _read(assignments: queue.SimpleQueue[Assignment | None], batches: queue.Queu
             logger.warning("unexpected error while reading %s", assignment.task, exc_info=True)
             batches.put(Failed(assignment.number, type(error).__name__, str(error)))
     batches.put(None)
+
+
+def _encoded(
+    number: int, first_row: int, batch: TextBatch | TokenBatch, *, ring: RingWriter, engine: Engine
+) -> EncodedDocuments:
+    if isinstance(batch, TokenBatch):
+        return _handed_on(number, first_row, batch, ring=ring)
+    return _encode(number, first_row, batch, ring=ring, engine=engine)
+
+
+def _handed_on(number: int, first_row: int, batch: TokenBatch, *, ring: RingWriter) -> EncodedDocuments:
+    """Documents that came as ids, as if they had been encoded."""
+    num_ids = len(batch.ids)
+    position, carried = -1, batch.ids
+    if num_ids and ring.fits(num_ids):
+        position, out = ring.reserve(num_ids)
+        out[:] = batch.ids
+    return EncodedDocuments(
+        number=number,
+        position=position,
+        num_ids=num_ids,
+        ids=carried if position < 0 else None,
+        ends=batch.ends,
+        rows=batch.rows,
+        text_bytes=batch.stored_bytes,
+        first_row=first_row,
+        end_row=batch.end_row,
+    )
 
 
 def _encode(number: int, first_row: int, batch: TextBatch, *, ring: RingWriter, engine: Engine) -> EncodedDocuments:

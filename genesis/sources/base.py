@@ -41,6 +41,10 @@ class FileFormat(Enum):
     """One JSON object a line: .jsonl, .json, plain or as .zst or .gz."""
     WHOLE_FILE = "whole-file"
     """The file is one document: .txt, .py."""
+    MEGATRON = "megatron"
+    """Ids in .bin, documents in .idx beside it."""
+    DATATROVE = "datatrove"
+    """Ids in .ds, documents in .ds.index beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,19 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRules:
+    """What ids that were not encoded here must keep to."""
+
+    num_ids: int
+    """Ids of the vocabulary: all are below it."""
+    eos_id: int
+    num_special: int
+    """Ids below this one are special, and none but EOS may occur."""
+    append_eos: bool = False
+    """A document that does not end with EOS is given one; else it is an error."""
+
+
+@dataclass(frozen=True, slots=True)
 class InputPlan:
     """The whole input of a source, in order."""
 
@@ -66,6 +83,8 @@ class InputPlan:
     files: tuple[InputFile, ...]
     repo: str = ""
     revision: str = ""
+    token_rules: TokenRules | None = None
+    """Of a source that comes as ids, once its vocabulary is known."""
 
     def fingerprints(self) -> dict[str, str]:
         """For each file's name, sha256 over name, size and digest of every file up to and including it."""
@@ -182,7 +201,26 @@ class WholeFilesTask:
         return (self.files[row - 1], self.files[row - 1].size_bytes) if row else (self.files[0], 0)
 
 
-Task = RowGroupTask | LinesTask | WholeFilesTask
+@dataclass(frozen=True, slots=True, eq=False)
+class TokensTask:
+    """Some documents of a file of ids; row *i* of the file is its document *i*."""
+
+    file: InputFile
+    rules: TokenRules
+    dtype: str
+    """Of an id in the file, as numpy spells it."""
+    first_row: int
+    first_id: int
+    """Where the first of the documents begins in the file, in ids."""
+    ends: npt.NDArray[np.int64]
+    """int64[D], where each document ends behind that."""
+
+    def cursor(self, row: int, plan: InputPlan) -> Cursor:
+        """The position before document ``row`` of the file."""
+        return Cursor(repo=plan.repo, revision=plan.revision, file=self.file.name, row=row)
+
+
+Task = RowGroupTask | LinesTask | WholeFilesTask | TokensTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +237,20 @@ class TextBatch:
     """int64[D], the row (in the task's numbering) of each document, ascending."""
     end_row: int
     """The row after the last row looked at; the next batch of the task begins there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """Documents of a task that are ids already, in order."""
+
+    ids: npt.NDArray[np.uint32]
+    ends: npt.NDArray[np.int64]
+    """int64[D], where each document ends among ``ids``, its EOS included."""
+    rows: npt.NDArray[np.int64]
+    """int64[D], as in `TextBatch`; documents of no id are not among them."""
+    stored_bytes: npt.NDArray[np.int64]
+    """int64[D], bytes of the file up to the end of each, from the task's beginning."""
+    end_row: int
 
 
 _DIGITS = re.compile("([0-9]+)")

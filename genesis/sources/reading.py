@@ -21,11 +21,14 @@ from genesis.sources.base import (
     RowGroupTask,
     Task,
     TextBatch,
+    TokenBatch,
+    TokensTask,
     WholeFilesTask,
 )
 from genesis.sources.lines import line_batches, line_tasks
 from genesis.sources.opening import read_all
 from genesis.sources.parquet import row_group_batches, row_group_tasks
+from genesis.sources.token_files import TOKEN_FORMATS, token_batches, token_tasks
 from manifests import Cursor
 
 
@@ -52,18 +55,27 @@ def tasks(plan: InputPlan, cursor: Cursor | None = None) -> Iterator[Task]:
         for file in group:
             if file.format is FileFormat.PARQUET:
                 yield from row_group_tasks(file, plan.text_field, row_group, row)
+            elif file.format in TOKEN_FORMATS:
+                yield from token_tasks(file, plan.token_rules, row)
             else:
                 yield from line_tasks(file, plan.text_field, row)
             row_group = row = 0
 
 
+def read_any_batches(task: Task) -> Iterator[TextBatch | TokenBatch]:
+    """`read_batches`, and for a task of ids its documents as they are."""
+    return token_batches(task) if isinstance(task, TokensTask) else read_batches(task)
+
+
 def read_batches(task: Task) -> Iterator[TextBatch]:
-    """The documents of a task, some 4 MB of text at a time, in order.
+    """The documents of a task of text, some 4 MB at a time, in order.
 
     Raises:
         CorruptInputError: the input is damaged there; the batches before it have been yielded.
         SourceError: it cannot be read, or has no text where the source says.
     """
+    if isinstance(task, TokensTask):
+        raise SourceError(f"{task.file.name}: expected text, found ids; give it to 'genesis import'")
     if isinstance(task, RowGroupTask):
         return row_group_batches(task)
     if isinstance(task, LinesTask):
