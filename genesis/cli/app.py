@@ -20,7 +20,7 @@ from typing import Annotated, cast
 import typer
 
 from genesis import __version__
-from genesis.cli import inspect, populate, serve, status, verify
+from genesis.cli import inspect, populate, serve, sources, status, verify
 from genesis.errors import GenesisError, InterruptedRunError, UnknownSourceError, UsageError
 from manifests import ContractError
 
@@ -54,8 +54,8 @@ app.command("learn")(populate.learn_command)
 app.command("status")(status.status_command)
 app.command("verify")(verify.verify_command)
 app.command("serve")(serve.serve_command)
-app.command("sources")(status.sources_command)
 app.command("keygen")(verify.keygen_command)
+app.add_typer(sources.app, name="sources")
 app.add_typer(inspect.app, name="inspect")
 app.add_typer(inspect.export_app, name="export")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from genesis.errors import (
+    CorruptInputError,
     GenesisError,
     InputChangedError,
     InputNotFoundError,
@@ -37,7 +38,8 @@ from genesis.populate.packer import Packer, Position
 from genesis.populate.planning import ensure_vocabulary
 from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import PopulateProgress, expected_text_bytes
-from genesis.sources import resolve, tasks
+from genesis.populate.stopping import unless_stopped
+from genesis.sources import check_repository, resolve, tasks
 from genesis.store import FolderStore, Store, folder_of
 from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
 from manifests import Cursor, SourceCheckpoint, format_time
@@ -128,7 +130,12 @@ class _Run:
         checkpoint = self._commit_log.checkpoints.sources.get(self._name)
         start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
         pinned = start.cursor.revision if start.cursor else ""
-        self._plan = resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None)
+        check_repository(self._options.spec, self._options.inputs, start.cursor)
+        self._plan = unless_stopped(
+            lambda: resolve(self._options.spec, self._options.inputs, pinned_revision=pinned or None),
+            self._stop,
+            "listing the input",
+        )
         self._fingerprints = self._plan.fingerprints()
         names = [file.name for file in self._plan.files]
         self._file_before = dict(zip(names, [None, *names], strict=False))
@@ -177,9 +184,14 @@ class _Run:
             with closing(progress):
                 ended = self._feed(packer, committer, progress, start.cursor)
             committer.drain()
-        except (SourceError, WorkerError):
+        except (SourceError, WorkerError) as error:
             with suppress(GenesisError):  # What came before the failure is good; the failure is what to report.
                 committer.drain()
+            if isinstance(error, CorruptInputError):
+                raise CorruptInputError(
+                    f"{error}; everything before it was read: mend the file or get a sound copy, then run the same "
+                    "command again with --mended-input"
+                ) from error
             raise
         except BaseException:
             committer.abandon()
@@ -303,6 +315,10 @@ class _Run:
 
 def _check_apart(options: PopulateOptions) -> None:
     """A store inside a folder it is made from would be read as text at the next run."""
+    for pattern in options.inputs if options.store_url.startswith("s3://") else ():
+        above = pattern.partition("**")[0].rstrip("/")
+        if "*" not in above and f"{options.store_url.rstrip('/')}/".startswith(f"{above}/"):
+            raise UsageError(f"the store {options.store_url} lies inside the input {pattern}; give another --store")
     store = folder_of(options.store_url)
     for pattern in options.inputs if store else ():
         folder = Path(pattern.partition("**")[0]).expanduser().resolve()

@@ -16,12 +16,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from genesis.errors import InputNotFoundError, InterruptedRunError, ObjectNotFoundError, SourceError
+from genesis.errors import CorruptInputError, InputNotFoundError, ObjectNotFoundError, SourceError
 from genesis.populate.commit_log import CommitLog, read_checkpoints
 from genesis.populate.options import LearnOptions, PopulateOptions
 from genesis.populate.packer import Position
 from genesis.populate.progress import BYTES_PER_TOKEN, PACKED_BYTES_PER_TOKEN, expected_text_bytes, format_size
-from genesis.sources import read_batches, resolve, tasks
+from genesis.populate.stopping import iterate_unless_stopped
+from genesis.sources import check_repository, read_batches, resolve, tasks
 from genesis.sources.base import InputPlan
 from genesis.store import Store, folder_of
 from genesis.tokenizer import NeuroTokenizer
@@ -46,14 +47,12 @@ def first_documents(plan: InputPlan, count: int, stop: threading.Event | None = 
         InterruptedRunError: ``stop`` was set; a vocabulary from fewer documents would be another one.
     """
     remaining = count
-    for task in tasks(plan, None):
-        for batch in read_batches(task):
-            if stop is not None and stop.is_set():
-                raise InterruptedRunError("stopped while learning the vocabulary; nothing was written")
-            yield from batch.texts[:remaining]
-            remaining -= len(batch.texts)
-            if remaining <= 0:
-                return
+    batches = (batch for task in tasks(plan, None) for batch in read_batches(task))
+    for batch in iterate_unless_stopped(batches, stop, "learning the vocabulary"):
+        yield from batch.texts[:remaining]
+        remaining -= len(batch.texts)
+        if remaining <= 0:
+            return
 
 
 def ensure_vocabulary(
@@ -101,6 +100,11 @@ def _learn(
         learned = tokenizer.learn_merges(
             itertools.chain([first], documents), merges, source=spec.name, processes=num_workers
         )
+    except CorruptInputError as error:
+        raise CorruptInputError(
+            f"while learning the vocabulary, so that nothing was written: {error}; mend the file or get a sound copy, "
+            "then run the same command again"
+        ) from None
     except SourceError as error:
         raise type(error)(f"while learning the vocabulary, so that nothing was written: {error}") from None
     if learned < merges:
@@ -166,6 +170,7 @@ def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
     checkpoint = checkpoints.sources.get(options.spec.name)
     start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
     pinned = start.cursor.revision if start.cursor else ""
+    check_repository(options.spec, options.inputs, start.cursor)
     plan = resolve(options.spec, options.inputs, pinned_revision=pinned or None)
     manifest = checkpoints.manifest
     totals = manifest.sources.get(options.spec.name) if manifest else None
