@@ -26,7 +26,7 @@ from genesis.sources.hub_client import CutConnectionError, HubRetryPolicy, api_p
 from genesis.sources.hub_configurations import MAX_CARD_BYTES, configured_patterns
 from genesis.sources.opening import format_of
 from genesis.sources.ranges import RangeReader
-from genesis.sources.selection import Filters, asks_for, left_out
+from genesis.sources.selection import Filters, asks_for
 from manifests import SourceSpec
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -54,20 +54,20 @@ def hub_plan(spec: SourceSpec, *, pinned_revision: str | None = None) -> InputPl
             listings[folder, recursive] = _list(repo, commit, folder, recursive, policy)
         return listings[folder, recursive]
 
+    filters = Filters.of(spec)
     patterns = spec.data_files or configured_patterns(spec, _card(listed("", False), policy))
     files: dict[str, InputFile] = {}
     for pattern in patterns:
         found = {name: file for name, file in listed(*_place(pattern)).items() if matches(name, pattern)}
         if not found:
             raise InputNotFoundError(f"{spec.name}: no file of {repo}@{commit[:12]} matches data_files {pattern!r}")
-        taken = (name for name in sorted(found, key=natural_key) if _is_text(name, pattern))
-        files.update({name: found[name] for name in taken if name not in files})
-    filters = Filters.of(spec)
+        text = (name for name in found if _is_text(name, pattern) or filters.asks_for(name))
+        files.update({name: found[name] for name in sorted(text, key=natural_key) if name not in files})
     chosen = tuple(file for file in files.values() if filters.allow(file.name))
     if not chosen:
         raise InputNotFoundError(
             f"{spec.name}: {len(files)} files of {repo}@{commit[:12]} match {' '.join(patterns)}, none of them is text "
-            f"that {filters or 'a pattern'} asks for; give other patterns"
+            f"that {str(filters) or 'a pattern'} asks for; give other patterns"
         )
     return InputPlan(spec.name, spec.text_field, chosen, repo=repo, revision=commit)
 
@@ -77,9 +77,7 @@ _ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.jso
 
 
 def _is_text(name: str, pattern: str) -> bool:
-    if asks_for(pattern, name) and not left_out(name):
-        return not (pattern.endswith("**") and name.rpartition("/")[2] in _ABOUT)
-    return asks_for(pattern, name)
+    return asks_for(pattern, name) and not (pattern.endswith("**") and name.rpartition("/")[2] in _ABOUT)
 
 
 def _card(top: Mapping[str, InputFile], policy: HubRetryPolicy) -> str:

@@ -120,7 +120,7 @@ def _expand(text: str) -> list[Candidate]:
     text = unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
     path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  Path.resolve would follow links
     if path.is_dir():
-        return _below(path)
+        return _below(path, path)
     if path.is_file():
         return [_local(path, path.parent, asked_for=True)]
     pattern = str(path)
@@ -129,7 +129,7 @@ def _expand(text: str) -> list[Candidate]:
     files = [_local(match, folder, asked_for=asks_for(pattern, str(match))) for match in found if match.is_file()]
     for match in found:
         if match.is_dir() and not _ends_in_any_depth(text):
-            files += _below(match)
+            files += _below(match, folder)
     if not files:
         raise InputNotFoundError(
             f"--input {text!r}: no such file, and nothing matches it (looked in {_searched(path)})"
@@ -155,13 +155,13 @@ def _searched(path: Path) -> Path:
     return fixed
 
 
-def _below(folder: Path) -> list[Candidate]:
-    """Readable files of a folder, at any depth; what is in hidden folders is left out."""
+def _below(folder: Path, top: Path) -> list[Candidate]:
+    """Readable files of a folder, at any depth, with names below ``top``; what is in hidden folders is left out."""
     files: list[Candidate] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        readable = (name for name in names if format_of(name) is not None)
-        files += [_local(Path(parent, name), folder, asked_for=False) for name in readable]
+        readable = (Path(parent, name) for name in names if format_of(name) is not None)
+        files += [_local(path, top, asked_for=not left_out(path.name)) for path in readable]
     if not files:
         raise InputNotFoundError(f"--input {str(folder)!r}: expected a folder with files of {READABLE}, found none")
     return files

@@ -10,6 +10,7 @@ Connections, redirects, retries and proxies are those of stores behind HTTP (`ge
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import posixpath
 from collections.abc import Callable
@@ -38,6 +39,12 @@ _DIGEST = "edges:"
 """Begins the digest of a file whose server gives no ETag; none begins so."""
 _client = PerProcess(lambda: connect(_POLICY))
 _OK, _REFUSED, _UNSATISFIABLE = 200, (401, 403, 407), 416
+
+
+@functools.cache
+def _retrier(host: str) -> Retrier:
+    """One a host: it remembers that the host has answered, and so deserves more patience than a wrong address."""
+    return Retrier(_POLICY)
 
 
 def web_candidate(url: str) -> Candidate:
@@ -150,7 +157,7 @@ def _call(url: str, attempt: Callable[[TimeLimit], T], action: str, limit: TimeL
             return attempt(bounded)
 
     try:
-        return Retrier(_POLICY).call(what, once, bounded)
+        return _retrier(urlsplit(url).netloc).call(what, once, bounded)
     except PreconditionFailedError as error:
         raise InputChangedError(f"{error} during the run: run it again") from error
     except StoreError as error:

@@ -91,7 +91,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(web, "_client", PerProcess(lambda: connect(QUICK)))
     monkeypatch.setattr(parquet, "_open_files", parquet._OpenFiles())
     buckets._bucket.cache_clear()
+    web._retrier.cache_clear()
     yield
+    web._retrier.cache_clear()
     buckets._bucket.cache_clear()
 
 
