@@ -252,25 +252,24 @@ def _no_access(what: str, error: HfHubHTTPError, status: int, code: str) -> Sour
     may not read as if they did not exist.
     """
     token = _token_origin(error)
+    answer = f"HTTP {status} {code}".rstrip()
     if code == "GatedRepo":
         how = (
             f"with the account of {token}, and let that token read gated repositories" if token else "then set HF_TOKEN"
         )
-        return SourceError(
-            f"{what}: access refused (HTTP {status} {code}); accept the dataset's terms on its page, {how}"
-        )
+        return SourceError(f"{what}: access refused ({answer}); accept the dataset's terms on its page, {how}")
     if token and status == 401:
         return SourceError(
             f"{what}: the Hub does not accept {token} (HTTP 401): it is mistyped, expired or revoked; make a new one "
             f"at {constants.ENDPOINT}/settings/tokens, or read public data without one"
         )
-    if isinstance(error, RepositoryNotFoundError):
+    if status == 401 or isinstance(error, RepositoryNotFoundError):
         how = f"whether the account of {token} may read it" if token else "set HF_TOKEN to read a private one"
         return InputNotFoundError(
             f"{what}: no such repository, or a private one (HTTP {status}); check hf_path, and {how}"
         )
     how = f"let {token} read it" if token else "accept the dataset's terms on its page, then set HF_TOKEN"
-    return SourceError(f"{what}: access refused (HTTP {status} {code}); {how}")
+    return SourceError(f"{what}: access refused ({answer}); {how}")
 
 
 def _token_origin(error: HfHubHTTPError) -> str:

@@ -100,7 +100,7 @@ def _named_source(name: str, sources_file: SourcesFile, options: SourceOptions, 
     if spec is not None:
         return spec
     known = sorted({source.name for source in sources_file.sources} | {PYTHON_DOCS.name})
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     if inputs and (not near or options.name == name):
         return _checked({"name": name})
     asked = f": did you mean {near[0]!r}?" if near else ";"

@@ -256,10 +256,9 @@ def test_an_endpoint_that_is_none_is_said_at_once(hub, monkeypatch, address):
 @pytest.mark.usefixtures("fast")
 def test_a_token_that_no_header_can_hold_is_said_at_once(hub, monkeypatch):
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
-    for token in ("hf_sécret", "hf_\x01"):
-        monkeypatch.setenv("HF_TOKEN", token)
-        with pytest.raises(SourceError, match=r"cannot be sent .*HF_TOKEN"):
-            resolve(EVERYTHING)
+    monkeypatch.setenv("HF_TOKEN", "hf_sécret")
+    with pytest.raises(SourceError, match=r"cannot be sent .*HF_TOKEN"):
+        resolve(EVERYTHING)
 
 
 @pytest.mark.parametrize(
