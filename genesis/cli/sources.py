@@ -193,7 +193,9 @@ def check_command(
 
 def check_source(spec: SourceSpec, plan: InputPlan) -> SourceCheck:
     """Reads on in a plan until there is a document."""
-    document, problem, fields = None, None, ()
+    document: FoundDocument | None = None
+    problem: str | None = None
+    fields: tuple[str, ...] = ()
     try:
         document = _first_document(plan)
         if document is None:
