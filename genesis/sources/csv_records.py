@@ -81,7 +81,7 @@ def record_batches(task: LinesTask) -> Iterator[TextBatch]:
 
 
 def _column(file: InputFile, text_field: str, header: bytes) -> int:
-    names = next(csv.reader(io.StringIO(header.decode("utf-8", "replace"), newline=""), strict=True))
+    names = next(csv.reader(io.StringIO(header.decode("utf-8", "replace"), newline=""), strict=True), [])
     if text_field not in names:
         raise MissingFieldError(
             f"{file.name}: no field {text_field!r} in its header; it has {', '.join(names[:20])}: give one of them "
@@ -144,9 +144,8 @@ class _TakenLines:
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Lines with their ends: a newline, a carriage return, or both. A byte order mark is left out."""
-    lines = _split(chunks)
-    yield next(lines, b"").removeprefix(_BOM)
-    yield from lines
+    for number, line in enumerate(_split(chunks)):
+        yield line if number else line.removeprefix(_BOM)
 
 
 def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:

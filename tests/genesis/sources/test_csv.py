@@ -25,21 +25,24 @@ def as_csv(rows: list[list[str]], **form: object) -> bytes:
     return text.getvalue().encode()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     rows=st.lists(st.tuples(FIELDS, FIELDS).map(list), max_size=30),
     suffix=st.sampled_from(sorted(PACK)),
-    ending=st.sampled_from(["\n", "\r\n", "\r"]),
-    quoting=st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
+    form=st.sampled_from(  # The writer of CPython 3.11 quotes no carriage return where lines end without one.
+        [
+            {"lineterminator": "\r\n"},
+            *({"lineterminator": end, "quoting": csv.QUOTE_ALL} for end in ("\n", "\r\n", "\r")),
+        ]
+    ),
     block_bytes=st.integers(1, 300),
     piece_bytes=st.integers(1, 300),
     data=st.data(),
 )
 def test_records_are_those_of_a_plain_reading_and_any_cursor_resumes(
-    tmp_path_factory, rows, suffix, ending, quoting, block_bytes, piece_bytes, data
+    tmp_path_factory, rows, suffix, form, block_bytes, piece_bytes, data
 ):
     folder = tmp_path_factory.mktemp("csv")
-    form = {"lineterminator": ending, "quoting": quoting}
     write(folder / f"1.{suffix}", PACK[suffix](as_csv([["id", "text"], *rows], **form)))
     write(folder / f"2.{suffix}", PACK[suffix](as_csv([["text"], ["last"]], **form).rstrip(b"\r\n")))
     plan = plan_of(folder)
