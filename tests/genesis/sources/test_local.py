@@ -127,7 +127,7 @@ def test_what_matches_nothing_or_is_not_read_is_named(tmp_path):
     with pytest.raises(InputNotFoundError, match="empty"):
         resolve(SPEC, [f"{tmp_path}/empty"])
     write(tmp_path, "table.pdf")
-    for text in (f"{tmp_path}/table.pdf", f"{tmp_path}/*"):
+    for text in (f"{tmp_path}/table.pdf", f"{tmp_path}/t*"):
         with pytest.raises(SourceError, match=r"table\.pdf.*\.parquet, \.jsonl.*'\.pdf'.*--exclude"):
             resolve(SPEC, [text])
 

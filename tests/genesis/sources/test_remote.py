@@ -65,8 +65,8 @@ def moto(folder: Path, texts: list[bytes]) -> Iterator[Server]:
         for path in sorted((folder / "raw").rglob("*")):
             if path.is_file():
                 key = path.relative_to(folder / "raw").as_posix()
-                client.put_object(Bucket="raw", Key=key, Body=path.read_bytes())
-        client.put_object(Bucket="raw", Key="set/folder/", Body=b"")
+                client.put_object(ACL="public-read", Bucket="raw", Key=key, Body=path.read_bytes())
+        client.put_object(ACL="public-read", Bucket="raw", Key="set/folder/", Body=b"")
         client.close()
         yield server
 
@@ -195,11 +195,11 @@ def test_documents_are_the_same_through_a_storm_of_faults(kind, seed, moto, text
 def test_a_file_that_is_replaced_is_refused_during_a_run_and_between_two(kind, moto, s3):
     s3(moto)
     client = s3_client(moto)
-    client.put_object(Bucket="raw", Key="changing/a.txt", Body=b"first")
+    client.put_object(ACL="public-read", Bucket="raw", Key="changing/a.txt", Body=b"first")
     text = "s3://raw/changing/a.txt" if kind == "s3" else f"{moto.endpoint}/raw/changing/a.txt"
     plan = resolve(SPEC, [text])
     assert read_on(plan).documents == [b"first"]
-    client.put_object(Bucket="raw", Key="changing/a.txt", Body=b"other")
+    client.put_object(ACL="public-read", Bucket="raw", Key="changing/a.txt", Body=b"other")
     with pytest.raises(InputChangedError, match=r"a\.txt.*replaced"):
         read_on(plan)
     assert resolve(SPEC, [text]).fingerprint("a.txt") != plan.fingerprint("a.txt")
@@ -217,7 +217,7 @@ def test_only_the_text_columns_ranges_travel(moto, s3, proxy):
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=100)
     client = s3_client(moto)
-    client.put_object(Bucket="raw", Key="wide/a.parquet", Body=sink.getvalue().to_pybytes())
+    client.put_object(ACL="public-read", Bucket="raw", Key="wide/a.parquet", Body=sink.getvalue().to_pybytes())
     client.close()
     for text in ("s3://raw/wide/a.parquet", f"{moto.endpoint}/raw/wide/a.parquet"):
         received: list[int] = []
@@ -237,7 +237,7 @@ def test_only_the_text_columns_ranges_travel(moto, s3, proxy):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/raw/nothing.csv", "there is none"),
+        ("/raw/nothing.csv", "access refused"),
         ("/raw/*.csv", "cannot be listed"),
         ("/raw/", "cannot be listed"),
         ("/raw/set/a.pdf", "expected a file of one of"),
@@ -272,10 +272,28 @@ def test_a_host_that_is_not_there_is_given_up_soon():
         resolve(SPEC, ["http://[/x.csv"])
 
 
+def test_a_signed_address_is_read_and_a_fresh_signature_is_the_same_input(moto, texts):
+    client = s3_client(moto)
+    signed = [
+        client.generate_presigned_url("get_object", Params={"Bucket": "raw", "Key": "set/f.txt"}, ExpiresIn=expires_s)
+        for expires_s in (600, 700)
+    ]
+    client.close()
+    first, second = (resolve(SPEC, [address]) for address in signed)
+    assert read_on(first).documents == texts[239:]
+    assert signed[0] != signed[1]
+    assert first.fingerprints() == second.fingerprints()
+
+
+def test_what_a_web_server_does_not_have_is_said(plain_web):
+    with pytest.raises(InputNotFoundError, match=r"nothing\.csv: there is none \(404\)"):
+        resolve(SPEC, [f"{plain_web.endpoint}/set/nothing.csv"])
+
+
 def test_an_empty_file_is_read_from_anywhere(moto, s3):
     s3(moto)
     client = s3_client(moto)
-    client.put_object(Bucket="raw", Key="empty/a.jsonl", Body=b"")
+    client.put_object(ACL="public-read", Bucket="raw", Key="empty/a.jsonl", Body=b"")
     client.close()
     for text in ("s3://raw/empty/a.jsonl", f"{moto.endpoint}/raw/empty/a.jsonl"):
         assert list(tasks(resolve(SPEC, [text]))) == []
