@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -38,6 +38,7 @@ _EDGE_BYTES = 64 << 10
 _DIGEST = "edges:"
 """Begins the digest of a file whose server gives no ETag; none begins so."""
 _client = PerProcess(lambda: connect(_POLICY))
+_FIRST_BYTE: Mapping[str, str] = {"Range": "bytes=0-0"}
 _OK, _REFUSED, _UNSATISFIABLE = 200, (401, 403, 407), 416
 
 
@@ -85,15 +86,15 @@ def look(url: str) -> tuple[int, str]:
     return size_bytes, _DIGEST + digest.hexdigest()
 
 
-def _first_answer(url: str) -> tuple[int, str]:
+def _first_answer(url: str, headers: Mapping[str, str] = _FIRST_BYTE) -> tuple[int, str]:
     name = _shown(url)
-    with answered(_client.get(), "GET", url, {"Range": "bytes=0-0"}, name) as response:
+    with answered(_client.get(), "GET", url, headers, name) as response:
         _check_present(response, name)
+        if response.status_code == _UNSATISFIABLE and headers:
+            return _first_answer(url, {})  # An empty file has no first byte.
         content_range = response.headers.get("content-range", "")
         part = parse_content_range(content_range)
-        size_bytes = part.total if part else parse_size(content_range.removeprefix("bytes */"))
-        if part is None and response.status_code == _OK:
-            size_bytes = parse_size(response.headers.get("content-length", ""))
+        size_bytes = part.total if part else parse_size(response.headers.get("content-length", ""))
         if size_bytes is None or (part is None and size_bytes > 0):
             raise StoreError(
                 f"expected a part (206) for bytes=0-0, found {response.status_code}; the server does not serve ranges: "
