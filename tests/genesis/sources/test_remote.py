@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from genesis.errors import InputChangedError, InputNotFoundError, SourceError, U
 from genesis.sources import InputPlan, buckets, parquet, resolve, tasks, web
 from genesis.store.base import PerProcess
 from genesis.store.http import connect
-from genesis.store.limits import RetryPolicy
+from genesis.store.limits import Meter, RetryPolicy
+from genesis.store.s3_bucket import S3Bucket
 from manifests import SourceSpec
 from tests.support.documents import read_on
 from tests.support.fault_proxy import Fault, FaultProxy, Reply
@@ -86,15 +88,24 @@ def plain_web(folder: Path, texts: list[bytes]) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Quick policies, and no connection of another test."""
+    made: list[S3Bucket] = []
+
+    def bucket(name: str) -> S3Bucket:
+        made.append(S3Bucket(name, QUICK, Meter()))
+        return made[-1]
+
     for module in (web, buckets):
         monkeypatch.setattr(module, "_POLICY", QUICK)
-    monkeypatch.setattr(web, "_client", PerProcess(lambda: connect(QUICK)))
+    client = PerProcess(lambda: connect(QUICK))
+    monkeypatch.setattr(buckets, "_bucket", functools.cache(bucket))
+    monkeypatch.setattr(web, "_client", client)
     monkeypatch.setattr(parquet, "_open_files", parquet._OpenFiles())
-    buckets._bucket.cache_clear()
     web._retrier.cache_clear()
     yield
     web._retrier.cache_clear()
-    buckets._bucket.cache_clear()
+    for each in (*made, client.peek()):
+        if each is not None:
+            each.close()
 
 
 @pytest.fixture
@@ -237,7 +248,7 @@ def test_only_the_text_columns_ranges_travel(moto, s3, proxy):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/raw/nothing.csv", "access refused"),
+        ("/raw/nothing.csv", "there is none|access refused"),
         ("/raw/*.csv", "cannot be listed"),
         ("/raw/", "cannot be listed"),
         ("/raw/set/a.pdf", "expected a file of one of"),
