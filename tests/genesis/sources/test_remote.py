@@ -199,7 +199,7 @@ def test_documents_are_the_same_through_a_storm_of_faults(kind, seed, moto, text
     top = "s3://raw/set" if kind == "s3" else f"http://127.0.0.1:{between.port}/raw/set"
     plan = resolve(SPEC, [top] if kind == "s3" else [f"{top}/{name.replace(' ', '%20')}" for name in FILES])
     assert read_on(plan).documents == texts
-    assert sum(between.injected.values()) > 20
+    assert sum(between.injected.values()) > 5
 
 
 @pytest.mark.parametrize("kind", ["s3", "web"])
