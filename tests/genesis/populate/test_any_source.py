@@ -65,7 +65,7 @@ def test_one_name_is_one_data_set(hub, tmp_path):
 
 
 def test_a_bucket_goes_into_a_bucket_and_filters_may_change_what_comes_later(tmp_path):
-    texts = [documents(seed=number, count=60) for number in range(3)]
+    texts = [documents(seed=number, count=110) for number in range(3)]
     with moto_s3("raw", "out") as server:
         client = s3_client(server)
         for number in range(3):
