@@ -3,7 +3,7 @@
 GenesisError
 ├── StoreError                     the object store could not do what was asked
 │   ├── ObjectNotFoundError        no such object
-│   ├── PreconditionFailedError    a conditional write found another object there
+│   ├── PreconditionFailedError    a conditional write or read found another object there
 │   ├── StoreAccessError           no permission, wrong credentials, no such bucket, read-only
 │   ├── StoreFullError             no space left
 │   ├── StoreRemovedError          the store went away while it was written to
@@ -11,6 +11,7 @@ GenesisError
 ├── SourceError                    the input text
 │   ├── UnknownSourceError         no source of that name
 │   ├── InputNotFoundError         no file matches, or the repository does not exist
+│   ├── MissingFieldError          no text where the source says; names the fields there are
 │   ├── CorruptInputError          a truncated or damaged file; names file and position
 │   └── InputChangedError          files already consumed are not what they were
 ├── TokenizerError                 the vocabulary
@@ -40,7 +41,7 @@ class ObjectNotFoundError(StoreError):
 
 
 class PreconditionFailedError(StoreError):
-    """A conditional write found another object than the one it was conditional on; nothing was written."""
+    """A conditional call found another object than the one it was conditional on; nothing was written."""
 
 
 class StoreAccessError(StoreError):
@@ -81,8 +82,25 @@ class InputNotFoundError(SourceError):
     """No input file matches, or the repository or revision does not exist."""
 
 
+class MissingFieldError(SourceError):
+    """No row has the text field."""
+
+    def __init__(self, message: str, fields: tuple[str, ...] = ()) -> None:
+        """Says which.
+
+        Args:
+            message: one line for the user.
+            fields: those that the rows have.
+        """
+        super().__init__(message)
+        self.fields = fields
+
+
 class CorruptInputError(SourceError):
-    """An input file is truncated or damaged; the message names it and the position."""
+    """An input file is truncated or damaged; the message names it and the position.
+
+    What to do about it depends on what was made of the rows before: whoever knows that adds it.
+    """
 
 
 class InputChangedError(SourceError):

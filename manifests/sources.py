@@ -1,8 +1,9 @@
 """``sources.json``: the text a store can be made from (spec G-1, G-2).
 
 Added to those fields: ``revision`` (a branch or commit of the repository; it is resolved to a commit once and pinned),
-``data_files`` (glob patterns inside the repository, in the order they are read), ``merges`` (the source's share of the
-31,734 merges a vocabulary of 32,000 ids has) and ``share`` (its part of the tokens a run reads, for the loader).
+``data_files`` (glob patterns inside the repository, in the order they are read), ``include`` and ``exclude`` (which of
+the files that are found are read), ``merges`` (the source's share of the 31,734 merges a vocabulary of 32,000 ids has)
+and ``share`` (its part of the tokens a run reads, for the loader).
 """
 
 from __future__ import annotations
@@ -28,24 +29,22 @@ class SourceSpec(BaseModel):
     hf_path: str | None = None
     """Dataset repository on the Hub, ``owner/name``; a source needs this or local files (``--input``)."""
     hf_name: str | None = None
-    """The Hub's name for the configuration; informative when ``data_files`` are given."""
+    """A configuration that the repository's README.md declares: its files are read. Informative when ``data_files``
+    are given, which then say what is read."""
     text_field: str = Field(default="text", min_length=1)
     target_shards: Count = 0
     priority: Count = 100
     enabled: bool = True
     revision: str = "main"
     data_files: tuple[str, ...] = ()
+    """None: the files of ``hf_name``, or of the repository's only configuration, or all that can be read."""
+    include: tuple[str, ...] = ()
+    """Of the files found, only those that one of these patterns (`fnmatch`) fits; none: all of them."""
+    exclude: tuple[str, ...] = ()
+    """Of those, none that one of these patterns fits."""
     merges: Count = 0
     share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Weight of its tokens in the mixtures that are read with this file; any sum."""
-
-    @model_validator(mode="after")
-    def _hub_sources_name_files(self) -> Self:
-        if self.hf_path is not None and not self.data_files:
-            raise ValueError(
-                f"source {self.name!r} has hf_path but no data_files; give patterns such as 'data/*.parquet'"
-            )
-        return self
 
 
 class SourcesFile(Document):

@@ -22,6 +22,14 @@ from genesis.cli.common import (
     load_sources,
     stop_on_signals,
 )
+from genesis.cli.sources import (
+    ExcludeOption,
+    HubNameOption,
+    IncludeOption,
+    NameOption,
+    TextFieldOption,
+    source_options,
+)
 from genesis.errors import InterruptedRunError, ObjectNotFoundError, UsageError
 from genesis.populate.commit_log import CommitLog
 from genesis.populate.lease import LEASE_S, LeaseKeeper, held
@@ -29,7 +37,7 @@ from genesis.populate.options import LearnOptions, PopulateOptions, available_cp
 from genesis.populate.pipeline import PopulateResult, populate
 from genesis.populate.planning import learn_all, plan_run
 from genesis.populate.progress import counted, format_duration, format_size
-from genesis.sources import find_source, resolve
+from genesis.sources import SourceOptions, find_source, resolve
 from genesis.store import Store, open_store
 from genesis.store.cloudfront import Invalidator
 from manifests import (
@@ -51,7 +59,8 @@ def populate_command(
         typer.Option(
             "--source",
             autocompletion=complete_source,
-            help="A source of 'genesis sources', 'python-docs', or 'all'.",
+            help="A source of 'genesis sources', 'python-docs', 'all', hf://owner/name[/pattern][@revision], or a new "
+            "name with --input.",
         ),
     ],
     store: StoreOption,
@@ -60,8 +69,17 @@ def populate_command(
     ] = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", help="Files, folders or patterns to read instead of the Hub; may be repeated."),
+        typer.Option(
+            "--input",
+            help="Files, folders or patterns to read instead of the Hub, s3://bucket/pattern or https://host/file; may "
+            "be repeated.",
+        ),
     ] = None,
+    name: NameOption = None,
+    text_field: TextFieldOption = None,
+    hf_name: HubNameOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Worker processes. [default: all cores]")] = None,
     max_shards: Annotated[
         int | None,
@@ -112,7 +130,8 @@ def populate_command(
     """Turn a source's text into token shards in a store, going on from where it stands."""
     sources = load_sources(sources_file)
     files = (*(inputs or ()), *(more_inputs or ()))  # A pattern the shell expanded leaves all but the first behind.
-    specs = _chosen(source, sources, files)
+    wishes = source_options(name, text_field, hf_name, include, exclude)
+    specs = _chosen(source, sources, files, wishes)
     key = None if dry_run else read_sign_key(sign_key)
     opened = open_store(store)
     runs = (  # One by one: the first run gives a new store its shard size.
@@ -171,11 +190,16 @@ def _report(result: PopulateResult, store: Store, *, as_json: bool) -> None:
         typer.echo(line)
 
 
-def _chosen(name: str, sources: SourcesFile, inputs: tuple[str, ...]) -> list[SourceSpec]:
+def _chosen(name: str, sources: SourcesFile, inputs: tuple[str, ...], options: SourceOptions) -> list[SourceSpec]:
     if name != "all":
-        return [find_source(name, sources)]
+        return [find_source(name, sources, options, inputs=inputs)]
     if inputs:
         raise UsageError("--source all reads every enabled source from the Hub; --input goes with one --source")
+    if options != SourceOptions():
+        raise UsageError(
+            "--source all takes every source as sources.json has it; --name, --text-field, --hf-name, --include and "
+            "--exclude go with one --source"
+        )
     return sources.enabled()
 
 
@@ -209,8 +233,9 @@ def learn_command(
     sources = load_sources(sources_file)
     if all_sources == bool(source):
         raise UsageError("give either --all or --source NAME")
-    specs = sources.enabled() if all_sources else [find_source(name, sources) for name in source or ()]
     files = _by_source(inputs or [])
+    named = [find_source(name, sources, inputs=files.get(name, ())) for name in source or ()]
+    specs = sources.enabled() if all_sources else named
     unknown = sorted(set(files) - {spec.name for spec in specs})
     if unknown:
         raise UsageError(f"--input {unknown[0]}=…: that source is not among {', '.join(spec.name for spec in specs)}")

@@ -1,12 +1,10 @@
-"""``genesis status``: what a store holds and how it is coming along. ``genesis sources``: where text comes from."""
+"""``genesis status``: what a store holds and how it is coming along."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,9 +12,8 @@ import typer
 from genesis.cli.common import JsonOption, SourcesOption, StoreOption, compact, count, load_sources, shorten, table
 from genesis.errors import GenesisError
 from genesis.progress import format_duration, format_percent, format_size
-from genesis.sources import PYTHON_DOCS
 from genesis.store import open_readable
-from manifests import PATTERN, TOTAL_MERGES, ContractError, SourcesFile, SourceSpec
+from manifests import PATTERN, ContractError, SourcesFile
 
 if TYPE_CHECKING:
     from genesis.status import SourceStatus, StoreStatus, VocabularyStatus
@@ -193,53 +190,3 @@ def _wrapped(title: str, parts: list[str], width: int = 100) -> list[str]:
             lines.append(" " * len(title))
         lines[-1] += piece if lines[-1].endswith(" ") else f" {piece}"
     return lines
-
-
-def sources_command(sources_file: SourcesOption = None, as_json: JsonOption = False) -> int:
-    """List the sources that can be populated."""
-    sources = load_sources(sources_file)
-    specs = sorted(sources.sources, key=lambda spec: spec.priority)
-    if sources.get(PYTHON_DOCS.name) is None:
-        specs.append(PYTHON_DOCS)
-    if as_json:
-        typer.echo(_sources_json(specs, sources_file))
-    else:
-        typer.echo("\n".join(_source_lines(specs, sources, sources_file)))
-    return 0
-
-
-def _sources_json(specs: list[SourceSpec], path: Path | None) -> str:
-    value = {
-        "format": 1,
-        "file": str(path) if path else None,
-        "sources": [spec.model_dump(mode="json") for spec in specs],
-    }
-    return json.dumps(value, ensure_ascii=False, indent=2)
-
-
-def _source_lines(specs: list[SourceSpec], sources: SourcesFile, path: Path | None) -> list[str]:
-    header = ("source", "priority", "target", "merges", "enabled", "from")
-    rows = [
-        (
-            spec.name,
-            str(spec.priority),
-            count(spec.target_shards or None),
-            count(spec.merges),
-            "yes" if spec.enabled else "no",
-            _origin(spec),
-        )
-        for spec in specs
-    ]
-    shares = sum(spec.merges for spec in sources.sources)
-    return [
-        *table(header, rows, left=frozenset({0, 4, 5})),
-        "",
-        f"{path or 'built-in sources.json'}: shares of {count(shares)} merges of {count(TOTAL_MERGES)}; "
-        "--source all takes the enabled ones by priority",
-    ]
-
-
-def _origin(spec: SourceSpec) -> str:
-    if spec.hf_path is None:
-        return "this Python's standard library" if spec.name == "python-docs" else "local files (--input)"
-    return f"{spec.hf_path}@{spec.revision[:12]} {' '.join(spec.data_files)}"

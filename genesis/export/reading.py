@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -94,7 +94,7 @@ def _check(key: str, body: bytes, size_bytes: int, sha256: str) -> None:
 
 def read_ahead(
     store: ReadableStore, shards: Iterable[WalkedShard], dtype: np.dtype[np.integer], threads: int
-) -> Iterator[tuple[WalkedShard, Ids]]:
+) -> Generator[tuple[WalkedShard, Ids], None, None]:
     """The shards with their ids, in order.
 
     Raises:

@@ -20,6 +20,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from genesis.errors import (
+    CorruptInputError,
     GenesisError,
     InputChangedError,
     InputNotFoundError,
@@ -37,7 +38,8 @@ from genesis.populate.packer import Packer, Position
 from genesis.populate.planning import ensure_vocabulary, imported_vocabulary
 from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import InputPositions, Limits, PopulateProgress
-from genesis.sources import InputPlan, resolve, tasks
+from genesis.populate.stopping import unless_stopped
+from genesis.sources import InputPlan, check_repository, resolve, tasks
 from genesis.sources.base import TokenRules
 from genesis.sources.token_files import recorded_vocabularies, token_plan
 from genesis.store import FolderStore, Store, folder_of
@@ -129,8 +131,7 @@ class _Run:
         started = time.monotonic()
         checkpoint = self._commit_log.checkpoints.sources.get(self._name)
         start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
-        pinned = start.cursor.revision if start.cursor else ""
-        self._plan = self._resolve(pinned or None)
+        self._plan = unless_stopped(lambda: self._resolve(start.cursor), self._stop, "listing the input")
         self._fingerprints = self._plan.fingerprints()
         names = [file.name for file in self._plan.files]
         self._file_before = dict(zip(names, [None, *names], strict=False))
@@ -160,11 +161,13 @@ class _Run:
             interrupted=self._stop.is_set(),
         )
 
-    def _resolve(self, pinned_revision: str | None) -> InputPlan:
+    def _resolve(self, cursor: Cursor | None) -> InputPlan:
         options = self._options
         if options.tokens is not None:
             return token_plan(self._name, options.tokens.token_format, options.inputs)
-        return resolve(options.spec, options.inputs, pinned_revision=pinned_revision)
+        check_repository(options.spec, options.inputs, cursor)
+        pinned = cursor.revision if cursor is not None else ""
+        return resolve(options.spec, options.inputs, pinned_revision=pinned or None)
 
     def _vocabulary(self) -> NeuroTokenizer:
         """The vocabulary of the run; of a source that comes as ids, the plan then says what they must keep to."""
@@ -194,9 +197,14 @@ class _Run:
                 if ended:
                     progress.ended()
                 committer.drain()
-        except (SourceError, WorkerError):
+        except (SourceError, WorkerError) as error:
             with suppress(GenesisError):  # What came before the failure is good; the failure is what to report.
                 committer.drain()
+            if isinstance(error, CorruptInputError):
+                raise CorruptInputError(
+                    f"{error}; everything before it was read: mend the file or get a sound copy, then run the same "
+                    "command again with --mended-input"
+                ) from error
             raise
         except BaseException:
             committer.abandon()
@@ -346,6 +354,10 @@ class _Run:
 
 def _check_apart(options: PopulateOptions) -> None:
     """A store inside a folder it is made from would be read as text at the next run."""
+    for pattern in options.inputs if options.store_url.startswith("s3://") else ():
+        above = pattern.partition("**")[0].rstrip("/")
+        if "*" not in above and f"{options.store_url.rstrip('/')}/".startswith(f"{above}/"):
+            raise UsageError(f"the store {options.store_url} lies inside the input {pattern}; give another --store")
     store = folder_of(options.store_url)
     for pattern in options.inputs if store else ():
         folder = Path(pattern.partition("**")[0]).expanduser().resolve()

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from genesis.errors import (
+    CorruptInputError,
     InputNotFoundError,
-    InterruptedRunError,
     ObjectNotFoundError,
     SourceError,
     UsageError,
@@ -35,7 +35,8 @@ from genesis.populate.progress import (
     expected_text_bytes,
     format_size,
 )
-from genesis.sources import read_batches, resolve, tasks
+from genesis.populate.stopping import iterate_unless_stopped
+from genesis.sources import check_repository, read_batches, resolve, tasks
 from genesis.sources.base import InputPlan
 from genesis.store import Store, folder_of
 from genesis.tokenizer import NeuroTokenizer
@@ -62,17 +63,15 @@ def first_documents(
         InterruptedRunError: ``stop`` was set; a vocabulary from fewer documents would be another one.
     """
     remaining = count
-    for task in tasks(plan, None):
-        for batch in read_batches(task):
-            if stop is not None and stop.is_set():
-                raise InterruptedRunError("stopped while learning the vocabulary; nothing was written")
-            texts = batch.texts[:remaining]
-            yield from texts
-            remaining -= len(batch.texts)
-            if progress is not None:
-                progress.read(len(texts), progress.positions.before(task, batch.end_row))
-            if remaining <= 0:
-                return
+    batches = ((task, batch) for task in tasks(plan, None) for batch in read_batches(task))
+    for task, batch in iterate_unless_stopped(batches, stop, "learning the vocabulary"):
+        texts = batch.texts[:remaining]
+        yield from texts
+        remaining -= len(batch.texts)
+        if progress is not None:
+            progress.read(len(texts), progress.positions.before(task, batch.end_row))
+        if remaining <= 0:
+            return
 
 
 def ensure_vocabulary(
@@ -184,6 +183,11 @@ def _learn(
                 processes=num_workers,
                 on_merge=progress.merged,
             )
+    except CorruptInputError as error:
+        raise CorruptInputError(
+            f"while learning the vocabulary, so that nothing was written: {error}; mend the file or get a sound copy, "
+            "then run the same command again"
+        ) from None
     except SourceError as error:
         raise type(error)(f"while learning the vocabulary, so that nothing was written: {error}") from None
     if learned < merges:
@@ -254,6 +258,7 @@ def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
     checkpoint = checkpoints.sources.get(options.spec.name)
     start = Position.from_checkpoint(checkpoint) if checkpoint else Position()
     pinned = start.cursor.revision if start.cursor else ""
+    check_repository(options.spec, options.inputs, start.cursor)
     plan = resolve(options.spec, options.inputs, pinned_revision=pinned or None)
     manifest = checkpoints.manifest
     totals = manifest.sources.get(options.spec.name) if manifest else None

@@ -38,13 +38,25 @@ class FileFormat(Enum):
 
     PARQUET = "parquet"
     JSON_LINES = "json-lines"
-    """One JSON object a line: .jsonl, .json, plain or as .zst or .gz."""
+    """One JSON object a line: .jsonl, plain or compressed."""
+    JSON = "json"
+    """The same, or one array of objects; the first byte that is not blank says which: .json, plain or compressed."""
+    CSV = "csv"
+    """Records of RFC 4180 below a header: .csv, plain or compressed."""
     WHOLE_FILE = "whole-file"
-    """The file is one document: .txt, .py."""
+    """The file is one document: .txt, .py, .md."""
     MEGATRON = "megatron"
     """Ids in .bin, documents in .idx beside it."""
     DATATROVE = "datatrove"
     """Ids in .ds, documents in .ds.index beside it."""
+
+
+class RowKind(Enum):
+    """What a row of a block of text is, as messages call it."""
+
+    LINE = "line"
+    ELEMENT = "element"
+    RECORD = "record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +66,12 @@ class InputFile:
     name: str
     """Distinct within the plan and stable across runs; what `Cursor.file` holds."""
     location: str
-    """Where to open it: a local path, or ``hf://datasets/{repo}@{revision}/{path}``."""
+    """Where to open it: a local path, ``hf://datasets/{repo}@{revision}/{path}``, ``s3://{bucket}/{key}`` or a URL
+    (which may hold a signature or a password, and so is shown to nobody)."""
     format: FileFormat
     size_bytes: int
     digest: str
-    """Changes when the content does: the Hub's object id, or a digest of size, first and last 64 KiB."""
+    """Changes when the content does: the Hub's object id, a server's ETag, or a digest of size and both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +178,23 @@ class RowGroupTask:
 
 @dataclass(frozen=True, slots=True)
 class LinesTask:
-    """A block of whole lines, already decompressed; ``first_row`` is the number of its first line in the file."""
+    """A block of whole rows, already decompressed; ``first_row`` is the number of its first row in the file.
+
+    Elements of a JSON array come as a line each, so that only their number and their name in messages differ.
+    """
 
     file: InputFile
     text_field: str
     first_row: int
     data: bytes
+    kind: RowKind = RowKind.LINE
+    column: int = 0
+    """Of records: the number of the field that holds the text."""
     stored: StoredRange = field(default=StoredRange(), compare=False)
     """What was read of the file for it."""
 
     def cursor(self, row: int, plan: InputPlan) -> Cursor:
-        """The position before line ``row`` of the file."""
+        """The position before row ``row`` of the file."""
         return Cursor(repo=plan.repo, revision=plan.revision, file=self.file.name, row=row)
 
     def read_before(self, row: int) -> tuple[InputFile, int]:
@@ -218,6 +237,12 @@ class TokensTask:
     def cursor(self, row: int, plan: InputPlan) -> Cursor:
         """The position before document ``row`` of the file."""
         return Cursor(repo=plan.repo, revision=plan.revision, file=self.file.name, row=row)
+
+    def read_before(self, row: int) -> tuple[InputFile, int]:
+        """The file, and how many of its stored bytes lie before document ``row``."""
+        num_before = min(max(row - self.first_row, 0), len(self.ends))
+        num_ids = self.first_id + (int(self.ends[num_before - 1]) if num_before else 0)
+        return self.file, num_ids * np.dtype(self.dtype).itemsize
 
 
 Task = RowGroupTask | LinesTask | WholeFilesTask | TokensTask

@@ -2,7 +2,8 @@
 
 Everything later is read at that commit, so a push to the branch between two runs changes nothing. The digest of a file
 is the Hub's own object id (the sha256 of a large file). Listing takes one request a 1,000 files below the patterns'
-fixed folder: one for FineWeb-Edu's sample, 60 for the whole of SlimPajama.
+fixed folder: one for FineWeb-Edu's sample, 60 for the whole of SlimPajama. A source without patterns takes those of a
+configuration that the repository's README.md declares (`genesis.sources.hub_configurations`).
 
 A file is read by ranges: only the bytes asked for travel. The Hub answers a range with a redirect to a signed address
 of its CDN; that address is kept and asked directly until it expires, so a 2 GB parquet file costs the rate-limited Hub
@@ -12,19 +13,20 @@ would send the file whole for every row group; a length other than the plan's is
 
 from __future__ import annotations
 
-import io
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from urllib.parse import quote, urlsplit
 
 from huggingface_hub import constants, get_session, hf_raise_for_status
-from typing_extensions import Buffer
 
 from genesis.errors import CorruptInputError, InputNotFoundError, SourceError
 from genesis.sources.base import InputFile, InputPlan, fixed_folder, matches, natural_key
-from genesis.sources.hub_client import CutConnectionError, HubRetryPolicy, api_pages, auth_headers, retrying
+from genesis.sources.hub_client import CutConnectionError, HubRetryPolicy, api_pages, auth_headers, endpoint, retrying
+from genesis.sources.hub_configurations import MAX_CARD_BYTES, configured_patterns
 from genesis.sources.opening import format_of
+from genesis.sources.ranges import RangeReader
+from genesis.sources.selection import Filters, asks_for
 from manifests import SourceSpec
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -46,16 +48,42 @@ def hub_plan(spec: SourceSpec, *, pinned_revision: str | None = None) -> InputPl
     policy = HubRetryPolicy.from_environment()
     commit = _commit(repo, pinned_revision or spec.revision, policy)
     listings: dict[tuple[str, bool], dict[str, InputFile]] = {}
+
+    def listed(folder: str, recursive: bool) -> dict[str, InputFile]:
+        if (folder, recursive) not in listings:
+            listings[folder, recursive] = _list(repo, commit, folder, recursive, policy)
+        return listings[folder, recursive]
+
+    filters = Filters.of(spec)
+    patterns = spec.data_files or configured_patterns(spec, _card(listed("", False), policy))
     files: dict[str, InputFile] = {}
-    for pattern in spec.data_files:
-        place = _place(pattern)
-        if place not in listings:
-            listings[place] = _list(repo, commit, *place, policy)
-        found = {name: file for name, file in listings[place].items() if matches(name, pattern)}
+    for pattern in patterns:
+        found = {name: file for name, file in listed(*_place(pattern)).items() if matches(name, pattern)}
         if not found:
             raise InputNotFoundError(f"{spec.name}: no file of {repo}@{commit[:12]} matches data_files {pattern!r}")
-        files.update({name: found[name] for name in sorted(found, key=natural_key) if name not in files})
-    return InputPlan(spec.name, spec.text_field, tuple(files.values()), repo=repo, revision=commit)
+        text = (name for name in found if _is_text(name, pattern) or filters.asks_for(name))
+        files.update({name: found[name] for name in sorted(text, key=natural_key) if name not in files})
+    chosen = tuple(file for file in files.values() if filters.allow(file.name))
+    if not chosen:
+        raise InputNotFoundError(
+            f"{spec.name}: {len(files)} files of {repo}@{commit[:12]} match {' '.join(patterns)}, none of them is text "
+            f"that {str(filters) or 'a pattern'} asks for; give other patterns"
+        )
+    return InputPlan(spec.name, spec.text_field, chosen, repo=repo, revision=commit)
+
+
+_ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})
+"""What libraries write beside a data set, in a format that text comes in too."""
+
+
+def _is_text(name: str, pattern: str) -> bool:
+    return asks_for(pattern, name) and not (pattern.endswith("**") and name.rpartition("/")[2] in _ABOUT)
+
+
+def _card(top: Mapping[str, InputFile], policy: HubRetryPolicy) -> str:
+    """The repository's README.md, as far as it can declare anything; empty if there is none."""
+    card = top.get("README.md")
+    return "" if card is None else HubReader(card, policy).read(0, MAX_CARD_BYTES).decode("utf-8", "replace")
 
 
 def _commit(repo: str, revision: str, policy: HubRetryPolicy) -> str:
@@ -96,26 +124,18 @@ def _file(repo: str, commit: str, entry: Mapping[str, object]) -> InputFile | No
     return InputFile(path, f"hf://datasets/{repo}@{commit}/{path}", kind, size_bytes, oid)
 
 
-HUB_WINDOW_BYTES = 16 << 20
-"""Range asked for at a time when a file is read from end to end: at 100 MB/s and 50 ms a request, 3/4 of the line."""
-
 _LOCATION = re.compile(r"hf://datasets/(?P<repo>[^@]+)@(?P<commit>[0-9a-f]{40})/(?P<path>.+)", re.DOTALL)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _EXPIRED = (400, 401, 403, 404, 410)
 
 
-class HubReader:
-    """Reads ranges of one file of a plan; safe to use from one thread at a time."""
+class HubReader(RangeReader):
+    """Reads ranges of one file at a commit of the Hub."""
 
     def __init__(self, file: InputFile, policy: HubRetryPolicy) -> None:
-        self._file = file
+        super().__init__(file)
         self._policy = policy
         self._signed_url: str | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """The file's length, as the plan has it."""
-        return self._file.size_bytes
 
     def read(self, start: int, end: int) -> bytearray:
         """Bytes ``start:end``, cut off at the file's end.
@@ -129,11 +149,6 @@ class HubReader:
         if end > start:
             retrying(self._file.name, lambda: self._attempt(received, start, end), self._policy)
         return received
-
-    def windows(self) -> Iterator[bytearray]:
-        """The file from its first byte to its last, `HUB_WINDOW_BYTES` at a time."""
-        for start in range(0, self.size_bytes, HUB_WINDOW_BYTES):
-            yield self.read(start, start + HUB_WINDOW_BYTES)
 
     def _attempt(self, received: bytearray, start: int, end: int) -> None:
         """Asks for what is still missing of a range; what comes before a cut is kept.
@@ -192,48 +207,4 @@ class HubReader:
         found = _LOCATION.fullmatch(self._file.location)
         if found is None:
             raise SourceError(f"expected hf://datasets/owner/name@commit/path, found {self._file.location!r}")
-        return f"{constants.ENDPOINT}/datasets/{found['repo']}/resolve/{found['commit']}/{quote(found['path'])}"
-
-
-class HubFile(io.RawIOBase):
-    """`HubReader` as a seekable file, for pyarrow: every read is one range."""
-
-    def __init__(self, reader: HubReader) -> None:
-        self._reader = reader
-        self._position = 0
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def tell(self) -> int:
-        """Position in bytes."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._reader.size_bytes}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        """The next ``size`` bytes (all the rest if negative) in one request."""
-        end = self._reader.size_bytes if size is None or size < 0 else self._position + size
-        data = self._reader.read(self._position, end)
-        self._position += len(data)
-        return bytes(data)
-
-    def readall(self) -> bytes:
-        """All the rest."""
-        return self.read(-1)
-
-    def readinto(self, buffer: Buffer) -> int:
-        """Fills the buffer as far as the file goes."""
-        view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
+        return f"{endpoint()}/datasets/{found['repo']}/resolve/{found['commit']}/{quote(found['path'])}"

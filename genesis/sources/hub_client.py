@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import tenacity
 from huggingface_hub import constants, get_session, hf_raise_for_status
@@ -33,8 +34,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_OWN_FAULTS = ("UnsupportedProtocol", "LocalProtocolError", "UnicodeEncodeError")
+"""What a request that cannot be sent ends in, one with an odd token, say; by name for the same reason as below."""
 _HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 """Base of the client library's network errors: httpx's in huggingface_hub 1, its successor httpx2's in 2."""
+
+
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class CutConnectionError(Exception):
@@ -102,7 +108,7 @@ def retrying(what: str, attempt: Callable[[], T], policy: HubRetryPolicy) -> T:
     started = time.monotonic()
     try:
         return controller(attempt)
-    except (_HTTP_ERROR, CutConnectionError, OfflineModeIsEnabled) as error:
+    except (_HTTP_ERROR, CutConnectionError, OfflineModeIsEnabled, UnicodeEncodeError) as error:
         raise _translate(what, error, time.monotonic() - started) from error
 
 
@@ -116,7 +122,7 @@ def api_pages(path: str, what: str, policy: HubRetryPolicy, params: dict[str, st
         params: the first page's query.
     """
     pages: list[object] = []
-    url: str | None = f"{constants.ENDPOINT}/api/{path}"
+    url: str | None = f"{endpoint()}/api/{path}"
     while url is not None:
         page, url = retrying(what, partial(_get_json, url, policy, {} if pages else params), policy)
         pages.append(page)
@@ -128,6 +134,25 @@ def _get_json(url: str, policy: HubRetryPolicy, params: dict[str, str]) -> tuple
     hf_raise_for_status(response)
     following = response.links.get("next", {}).get("url")
     return response.json(), following
+
+
+def endpoint() -> str:
+    """The Hub's address, ``HF_ENDPOINT`` or https://huggingface.co.
+
+    Raises:
+        SourceError: it is none.
+    """
+    found = constants.ENDPOINT
+    try:
+        parts = urlsplit(found)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise SourceError(
+            f"HF_ENDPOINT: expected an address such as https://huggingface.co, found {found!r}; correct or unset it"
+        )
+    return found
 
 
 def auth_headers() -> dict[str, str]:
@@ -169,6 +194,8 @@ def _failure(state: tenacity.RetryCallState) -> BaseException | None:
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in _TRANSIENT_STATUS
+    if type(error).__name__ in _OWN_FAULTS:
+        return False
     return isinstance(error, (_HTTP_ERROR, CutConnectionError))
 
 
@@ -200,6 +227,8 @@ def _translate(what: str, error: Exception, elapsed_s: float) -> SourceError:
     """The error a user can act on."""
     if isinstance(error, OfflineModeIsEnabled):
         return SourceError(f"{what}: HF_HUB_OFFLINE is set; unset it, or read local files with --input")
+    if type(error).__name__ in _OWN_FAULTS:
+        return SourceError(f"{what}: the request cannot be sent ({_first_line(error)}); check HF_ENDPOINT and HF_TOKEN")
     if not isinstance(error, HfHubHTTPError):
         return SourceError(
             f"{what}: {constants.ENDPOINT} cannot be reached, given up after {elapsed_s:.0f} s ({_first_line(error)}); "
@@ -207,16 +236,45 @@ def _translate(what: str, error: Exception, elapsed_s: float) -> SourceError:
         )
     status = error.response.status_code
     code = error.response.headers.get("x-error-code", "")
+    if status in (401, 403) or code == "RepoNotFound":
+        return _no_access(what, error, status, code)
     if status == 404 or code in ("RevisionNotFound", "EntryNotFound"):
         return InputNotFoundError(
             f"{what}: the Hub has none (HTTP {status} {code}); check hf_path, revision and data_files"
         )
-    if status in (401, 403) and isinstance(error, RepositoryNotFoundError) and code != "GatedRepo":
-        return InputNotFoundError(
-            f"{what}: no such repository, or a private one (HTTP {status}); check hf_path, and set HF_TOKEN to read it"
-        )
-    if status in (401, 403):
-        return SourceError(
-            f"{what}: access refused (HTTP {status} {code}); accept the dataset's terms on its page, then set HF_TOKEN"
-        )
     return SourceError(f"{what}: still HTTP {status} after {elapsed_s:.0f} s; run the same command again later")
+
+
+def _no_access(what: str, error: HfHubHTTPError, status: int, code: str) -> SourceError:
+    """Why a repository is not to be had, which depends on whether a token was sent.
+
+    The Hub answers 401 for a token it does not know even where the repository is public, and hides those that a token
+    may not read as if they did not exist.
+    """
+    token = _token_origin(error)
+    answer = f"HTTP {status} {code}".rstrip()
+    if code == "GatedRepo":
+        how = (
+            f"with the account of {token}, and let that token read gated repositories" if token else "then set HF_TOKEN"
+        )
+        return SourceError(f"{what}: access refused ({answer}); accept the dataset's terms on its page, {how}")
+    if token and status == 401:
+        return SourceError(
+            f"{what}: the Hub does not accept {token} (HTTP 401): it is mistyped, expired or revoked; make a new one "
+            f"at {constants.ENDPOINT}/settings/tokens, or read public data without one"
+        )
+    if status == 401 or isinstance(error, RepositoryNotFoundError):
+        how = f"whether the account of {token} may read it" if token else "set HF_TOKEN to read a private one"
+        return InputNotFoundError(
+            f"{what}: no such repository, or a private one (HTTP {status}); check hf_path, and {how}"
+        )
+    how = f"let {token} read it" if token else "accept the dataset's terms on its page, then set HF_TOKEN"
+    return SourceError(f"{what}: access refused ({answer}); {how}")
+
+
+def _token_origin(error: HfHubHTTPError) -> str:
+    """Where the token of a request came from, for messages; empty if there was none."""
+    if "authorization" not in error.response.request.headers:
+        return ""
+    named = next((name for name in _TOKEN_VARIABLES if os.environ.get(name)), None)
+    return f"the token in {named}" if named else "the token of 'hf auth login'"

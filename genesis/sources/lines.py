@@ -1,87 +1,73 @@
-"""Files of JSON lines: decompressed piece by piece, cut into blocks of whole lines, and the documents in a block.
+"""Files of JSON: decompressed piece by piece, cut into blocks of whole rows, and the documents in a block.
 
 A compressed file cannot be entered in the middle, so one reader decompresses and hands out blocks of about 4 MB of
 whole lines; workers parse them. Resuming at a line decompresses what is before it again (at 520 MB/s of text for
-zstd) and counts newlines. Memory is one block, plus one line of at most 64 MiB.
+zstd) and counts newlines. Memory is one block, plus one line of at most 64 MiB. A ``.json`` file may hold one array
+instead, whose elements are made lines on the way (`genesis.sources.arrays`).
 
 Lines are parsed by pydantic-core: of the libraries at hand it measured fastest but one (1.7 ms/MB of raw UTF-8, orjson
 1.6, the standard library 2.5), and it is a dependency already. What it refuses goes to the standard library's parser,
 which tells a line that is not JSON (an error, with its number) from one that is JSON but not Unicode (skipped).
-
-Decompression knows whether a stream ended where it should. A ``.zst`` may hold many frames and a ``.gz`` many members
-(both are what appending compressed pieces gives); all are read. The stream readers of `zstandard` end silently on a
-truncated frame, so the frames are followed here: input is fed 16 KiB at a time, which measured fastest (520 MB/s zstd,
-280 MB/s gzip, one core). Text gives some 100 KB for that; the worst a hostile zstd file can do is 512 MB. Both
-libraries release the GIL while they work.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
-import zstandard
-from isal import igzip_lib, isal_zlib
 from pydantic_core import from_json
 
-from genesis.errors import CorruptInputError, SourceError
-from genesis.sources.base import BATCH_BYTES, InputFile, LinesTask, StoredRange, TextBatch
-from genesis.sources.opening import Compression, compression_of, stream
+from genesis.errors import CorruptInputError, MissingFieldError
+from genesis.sources.arrays import BrokenArrayError, array_lines, holds_array
+from genesis.sources.base import BATCH_BYTES, FileFormat, InputFile, LinesTask, RowKind, TextBatch
+from genesis.sources.decompression import DamagedStreamError, UnreadableRestError, decompressed
+from genesis.sources.opening import CountedPieces, compression_of
 
 MAX_LINE_BYTES = 64 << 20
 _ROWS_TO_FIND_FIELD = 1000
 _BOM = b"\xef\xbb\xbf"
-_COUNTED_BYTES = 64 << 10
 
 
 def line_tasks(file: InputFile, text_field: str, first_row: int) -> Iterator[LinesTask]:
-    """Blocks of whole lines from line ``first_row`` on.
+    """Blocks of whole rows from row ``first_row`` on: lines, or the elements of an array.
 
     Raises:
-        CorruptInputError: the file is truncated or damaged, or a line is over 64 MiB; every whole line before it has
+        CorruptInputError: the file is truncated or damaged, or a row is over 64 MiB; every whole row before it has
             been yielded.
     """
-    row = first_row
-    pieces = _Counted(stream(file))
+    row, kind = first_row, RowKind.LINE
+    pieces = CountedPieces(file)
     try:
-        chunks = _lines_from(decompressed(pieces, compression_of(file.name)), first_row)
+        chunks = decompressed(pieces, compression_of(file.name))
+        if file.format is FileFormat.JSON:
+            is_array, chunks = holds_array(chunks)
+            if is_array:
+                kind, chunks = RowKind.ELEMENT, array_lines(chunks)
+        chunks = _lines_from(chunks, first_row)
         first = list(itertools.islice(chunks, 1))
-        begin = pieces.before_last if first_row else 0
+        pieces.begin_at(first_row)
         for block in _blocks(itertools.chain(first, chunks)):
-            end = min(pieces.num_bytes, file.size_bytes)
-            yield LinesTask(file, text_field, row, block, StoredRange(min(begin, end), end))
-            begin = end
+            yield LinesTask(file, text_field, row, block, kind, stored=pieces.take_range())
             row += block.count(b"\n")
     except _LineTooLongError:
         raise CorruptInputError(
-            f"{file.name}: line {row + 1} is over {MAX_LINE_BYTES >> 20} MiB; expected one JSON object a line"
+            f"{file.name}: {kind.value} {row + 1} is over {MAX_LINE_BYTES >> 20} MiB; expected one JSON object a "
+            f"{kind.value}"
         ) from None
+    except BrokenArrayError as error:
+        raise CorruptInputError(f"{file.name}: element {row + 1} of the array: {error}") from None
     except DamagedStreamError as damage:
-        raise CorruptInputError(
-            f"{file.name}: {damage.reason} (in line {row + 1}, near byte {damage.offset} of {file.size_bytes}); "
-            "everything before it was read: get a sound copy and run the same command again with --mended-input"
-        ) from damage
+        raise CorruptInputError(damaged_at(file, damage, kind, row)) from damage
 
 
-class _Counted:
-    """The pieces of a file, 64 KiB at most, and how many stored bytes they held so far: that is how exact it is."""
-
-    def __init__(self, pieces: Iterable[bytes | bytearray]) -> None:
-        self._pieces = pieces
-        self.num_bytes = self.before_last = 0
-
-    def __iter__(self) -> Iterator[bytes | bytearray]:
-        for piece in self._pieces:
-            for start in range(0, len(piece), _COUNTED_BYTES):
-                part = piece[start : start + _COUNTED_BYTES]
-                self.before_last = self.num_bytes
-                self.num_bytes += len(part)
-                yield part
+def damaged_at(file: InputFile, damage: DamagedStreamError, kind: RowKind, row: int) -> str:
+    """What to say of a compressed file that is truncated or damaged in row ``row``."""
+    return f"{file.name}: {damage.reason} (in {kind.value} {row + 1}, near byte {damage.offset} of {file.size_bytes})"
 
 
-class _LineTooLongError(Exception):
+class _LineTooLongError(UnreadableRestError):
     """A line that would have to be held whole, and is too long for it."""
 
 
@@ -109,7 +95,7 @@ def _blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
                 yield b"".join(whole)
                 whole, whole_bytes = [], 0
         whole += begun
-    except (DamagedStreamError, _LineTooLongError) as error:
+    except UnreadableRestError as error:
         failure = error
     if block := b"".join(whole):
         yield block
@@ -140,8 +126,8 @@ def line_batches(task: LinesTask) -> Iterator[TextBatch]:
     """The documents of a block, as one batch.
 
     Raises:
-        CorruptInputError: a line is not a JSON object; the documents before it have been yielded.
-        SourceError: no row of the file's beginning has the text field.
+        CorruptInputError: a row is not a JSON object; the documents before it have been yielded.
+        MissingFieldError: no row of the file's beginning has the text field.
     """
     lines = task.data.split(b"\n")
     if not lines[-1]:
@@ -169,9 +155,10 @@ def line_batches(task: LinesTask) -> Iterator[TextBatch]:
             rows.append(row)
     yield TextBatch(texts, np.array(rows, dtype=np.int64), end_row)
     if corrupt is not None:
+        kind = task.kind.value
         raise CorruptInputError(
-            f"{task.file.name}: line {end_row + 1} is not a JSON object: {corrupt[:60]!r}; expected one object a line, "
-            f"with the text in {task.text_field!r}; everything before it was read"
+            f"{task.file.name}: {kind} {end_row + 1} is not a JSON object: {corrupt[:60]!r}; expected one object a "
+            f"{kind}, with the text in {task.text_field!r}"
         )
 
 
@@ -186,9 +173,11 @@ def _check_field(task: LinesTask, lines: list[bytes]) -> None:
             return
         fields.update(dict.fromkeys(value))
     if fields:
-        raise SourceError(
-            f"{task.file.name}: none of the first {len(lines)} lines has the field {task.text_field!r}; they have "
-            f"{', '.join(sorted(fields)[:20])}: set text_field to one of them"
+        found = sorted(fields)
+        raise MissingFieldError(
+            f"{task.file.name}: none of the first {len(lines)} {task.kind.value}s has the field {task.text_field!r}; "
+            f"they have {', '.join(found[:20])}: give one of them with --text-field",
+            tuple(found),
         )
 
 
@@ -208,89 +197,3 @@ def _parse_slowly(line: bytes) -> object:
         return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=str)
     except (ValueError, RecursionError):
         return None
-
-
-_FEED_BYTES = 16 << 10
-_PIECE_BYTES = 1 << 20
-_GZIP_WINDOW = 31
-"""zlib's spelling of "gzip header and trailer, any window"."""
-_GZIP_ERROR: type[Exception] = igzip_lib.IsalError  # type: ignore[assignment]  # its stub says an instance, not a class
-_ZSTD_MAX_WINDOW_BYTES = 1 << 31
-"""What ``zstd --long=31`` writes."""
-
-
-class DamagedStreamError(Exception):
-    """The compressed bytes are truncated or damaged; ``offset`` of them were read before that was seen."""
-
-    def __init__(self, reason: str, offset: int) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.offset = offset
-
-
-def decompressed(pieces: Iterable[bytes | bytearray], compression: Compression) -> Iterator[bytes]:
-    """The plain bytes of a compressed stream, in order.
-
-    Raises:
-        DamagedStreamError: after everything before the damage has been yielded.
-    """
-    if compression is Compression.NONE:
-        yield from map(bytes, pieces)
-    elif compression is Compression.ZSTD:
-        yield from _zstd(pieces)
-    else:
-        yield from _gzip(pieces)
-
-
-def _fed(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    for piece in pieces:
-        view = memoryview(piece)
-        for start in range(0, len(view), _FEED_BYTES):
-            yield bytes(view[start : start + _FEED_BYTES])
-
-
-def _zstd(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    context = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
-    frame = context.decompressobj()
-    inside, offset = False, 0
-    for fed in _fed(pieces):
-        rest = fed
-        while rest:
-            try:
-                plain = frame.decompress(rest)
-            except zstandard.ZstdError as error:
-                raise DamagedStreamError(str(error), offset) from error
-            for start in range(0, len(plain), _PIECE_BYTES):
-                yield plain[start : start + _PIECE_BYTES]
-            rest, inside = (frame.unused_data, False) if frame.eof else (b"", True)
-            if frame.eof:
-                frame = context.decompressobj()
-        offset += len(fed)
-    if inside:
-        raise DamagedStreamError("truncated: the last zstd frame is not complete", offset)
-
-
-def _gzip(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    member = isal_zlib.decompressobj(_GZIP_WINDOW)
-    inside, padding, offset = False, False, 0
-    for fed in _fed(pieces):
-        rest = fed
-        while rest:
-            if not inside:
-                # Tapes and block devices pad with zeros behind the last member; gzip(1) accepts that, so do we.
-                rest = rest.lstrip(b"\0") if padding else rest
-                if not rest:
-                    break
-                member, inside = isal_zlib.decompressobj(_GZIP_WINDOW), True
-            try:
-                plain = member.decompress(rest, _PIECE_BYTES)
-            except _GZIP_ERROR as error:
-                raise DamagedStreamError(str(error), offset) from error
-            if plain:
-                yield plain
-            rest = member.unconsumed_tail
-            if member.eof:
-                rest, inside, padding = member.unused_data, False, True
-        offset += len(fed)
-    if inside:
-        raise DamagedStreamError("truncated: the last gzip member is not complete", offset)

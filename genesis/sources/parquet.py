@@ -21,13 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from genesis.errors import CorruptInputError, GenesisError, SourceError
+from genesis.errors import CorruptInputError, GenesisError, MissingFieldError
 from genesis.sources.base import BATCH_BYTES, InputFile, RowGroupTask, StoredRange, TextBatch
 from genesis.sources.opening import is_remote, open_file
 
 _KEPT_OPEN = 2
 _LOCAL_BUFFER_BYTES = 1 << 20
-_HUB_BUFFER_BYTES = 16 << 20
+_REMOTE_BUFFER_BYTES = 16 << 20
 _MAX_BATCH_ROWS = 16_384
 """Bounds a batch whose stored size says little about its text: a column of few, long, repeated values."""
 _DICTIONARY_ROWS = 1024
@@ -50,7 +50,7 @@ def row_group_tasks(file: InputFile, text_field: str, row_group: int, first_row:
 
     Raises:
         CorruptInputError: the footer is missing or damaged.
-        SourceError: there is no such column, or it holds no text.
+        MissingFieldError: there is no such column, or it holds no text.
     """
     metadata = _opened(file).metadata
     _column_index(file, text_field)
@@ -96,10 +96,7 @@ def row_group_batches(task: RowGroupTask) -> Iterator[TextBatch]:
     except (pa.ArrowException, OSError) as error:
         raise _damaged(task.file, f"row group {task.row_group}, row {row}", error) from error
     if row != group.num_rows:
-        raise CorruptInputError(
-            f"{task.file.name}: row group {task.row_group} ends at row {row}, not {group.num_rows}; get a sound copy, "
-            "then run the same command again with --mended-input"
-        )
+        raise CorruptInputError(f"{task.file.name}: row group {task.row_group} ends at row {row}, not {group.num_rows}")
 
 
 def _opened(file: InputFile) -> pq.ParquetFile:
@@ -115,7 +112,7 @@ def _opened(file: InputFile) -> pq.ParquetFile:
 
 def _open(file: InputFile) -> pq.ParquetFile:
     opened = open_file(file)
-    buffer_bytes = _HUB_BUFFER_BYTES if is_remote(file) else _LOCAL_BUFFER_BYTES
+    buffer_bytes = _REMOTE_BUFFER_BYTES if is_remote(file) else _LOCAL_BUFFER_BYTES
     source = opened if is_remote(file) else file.location
     try:
         return pq.ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True)
@@ -128,10 +125,7 @@ def _open(file: InputFile) -> pq.ParquetFile:
 
 def _damaged(file: InputFile, position: str, error: Exception) -> GenesisError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return CorruptInputError(
-        f"{file.name}: truncated or damaged ({position}): {reason}; everything before it was read: get a sound copy "
-        "and run the same command again with --mended-input"
-    )
+    return CorruptInputError(f"{file.name}: truncated or damaged ({position}): {reason}")
 
 
 def _column_index(file: InputFile, text_field: str) -> int:
@@ -139,14 +133,16 @@ def _column_index(file: InputFile, text_field: str) -> int:
     parquet = _opened(file)
     schema = parquet.schema_arrow
     if text_field not in schema.names:
-        raise SourceError(
+        raise MissingFieldError(
             f"{file.name}: no column {text_field!r}; it has {', '.join(schema.names[:20])}: "
-            "set text_field to one of them"
+            "give one of them with --text-field",
+            tuple(schema.names),
         )
     kind = schema.field(text_field).type
     if not _is_text(kind):
-        raise SourceError(
-            f"{file.name}: expected text in the column {text_field!r}, found {kind}; set another text_field"
+        raise MissingFieldError(
+            f"{file.name}: expected text in the column {text_field!r}, found {kind}; give another --text-field",
+            tuple(name for name in schema.names if _is_text(schema.field(name).type)),
         )
     stored = parquet.metadata.row_group(0) if parquet.metadata.num_row_groups else None
     if stored is None:

@@ -1,18 +1,19 @@
 """From a source's name to its plan: which files, in which order, at which revision.
 
-Three kinds of input give the same `InputPlan`: local files (``--input``), the built-in ``python-docs``, and a dataset
-repository on the Hub. `huggingface_hub` is imported only for the last: it costs 0.3 s that a local run does not pay.
+Three kinds of input give the same `InputPlan`: files given with ``--input`` (local, in S3 buckets, behind web servers),
+the built-in ``python-docs``, and a dataset repository on the Hub. The libraries of the Hub, of S3 and of HTTP are
+imported only where they are needed: they cost 0.3 to 0.5 s that a local run does not pay.
 
 ``python-docs`` is the text of the running Python's own standard library, a real text on every machine: a first run
 needs no network and no account. One document a ``.py`` file; tests and the packages installed beside the library are
 left out. Some 12 MB in 730 files for CPython 3.11. Another Python has other text: a checkpoint made with it says so
 (`InputChangedError`).
 
-Local names in the plan are relative to the folder all files have in common, so a copy of the data elsewhere, or the
+Names in the plan are relative to the folder all files have in common, so a copy of the data elsewhere, or the
 same folder given as a relative path, is the same input to a checkpoint. The price: adding files in a *new* folder
 beside the old one changes what is common, and so every name; add files inside the folder that is there, or begin with
-the folder above. A digest is of the size and the first and last 64 KiB: it sees every appended, cut or rewritten file
-without reading terabytes, and not a change in the middle that keeps the size.
+the folder above. Filters do not change it. The digest of a local file is of the size and the first and last 64 KiB: it
+sees every appended, cut or rewritten file without reading terabytes, not a change in the middle that keeps the size.
 """
 
 from __future__ import annotations
@@ -22,61 +23,122 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from genesis.errors import InputNotFoundError, SourceError, UnknownSourceError
-from genesis.sources.base import InputFile, InputPlan, is_pattern, natural_key
+from genesis.errors import InputChangedError, InputNotFoundError, SourceError
+from genesis.sources.base import FileFormat, InputFile, InputPlan, fixed_folder, is_pattern, natural_key
 from genesis.sources.opening import READABLE, format_of
-from manifests import SourcesFile, SourceSpec
+from genesis.sources.selection import Candidate, Filters, Kind, asks_for, left_out, plan_names
+from manifests import Cursor, SourceSpec
 
 _DIGEST_EDGE_BYTES = 64 << 10
 
 
-def local_plan(source: str, text_field: str, inputs: Sequence[str]) -> InputPlan:
-    """The plan of a source read from local files.
+def input_plan(spec: SourceSpec, inputs: Sequence[str]) -> InputPlan:
+    """The plan of a source read from given files.
 
     Args:
-        source: the source's name.
-        text_field: column or JSON field that holds the text.
-        inputs: paths of files or folders, or glob patterns (``**`` crosses folders), absolute or relative; ``~`` is
-            expanded. A file that several of them name is read once. A folder means every readable file below it.
+        spec: the source, for its name, text field and filters.
+        inputs: local files, folders or glob patterns (``**`` crosses folders), absolute or relative, ``~`` expanded;
+            ``s3://`` files, folders or patterns; addresses of files behind web servers. A file that several of them
+            name is read once. A folder means every readable file below it but README and hidden ones.
 
     Raises:
-        InputNotFoundError: an input matches nothing; the message names it.
-        SourceError: a named file is of a kind that is not read.
+        InputNotFoundError: an input matches nothing, or filters leave nothing; the message names them.
+        SourceError: a named file is of a kind that is not read, or cannot be read.
     """
-    paths = sorted({path for text in inputs for path in _expand(text)})
-    if not paths:
-        raise InputNotFoundError(
-            f"{source}: expected at least one input file, found none; give --input a path or pattern"
+    filters = Filters.of(spec)
+    found: dict[tuple[Kind, str], Candidate] = {}
+    for text in inputs:
+        for candidate in _candidates(text):
+            before = found.get((candidate.kind, candidate.path))
+            if before is None or not before.asked_for:
+                found[candidate.kind, candidate.path] = candidate
+    taken = [
+        candidate
+        for candidate in found.values()
+        if candidate.asked_for or not left_out(candidate.relative) or filters.asks_for(candidate.relative)
+    ]
+    allowed = [candidate for candidate in taken if filters.allow(candidate.relative)]
+    if not allowed:
+        raise InputNotFoundError(_nothing_left(spec, filters, len(found), len(taken)))
+    names = plan_names(taken)
+    files = [_measured(names[candidate.kind, candidate.path], candidate) for candidate in allowed]
+    files.sort(key=lambda file: natural_key(file.name))
+    return InputPlan(source=spec.name, text_field=spec.text_field, files=tuple(files))
+
+
+def _nothing_left(spec: SourceSpec, filters: Filters, found: int, taken: int) -> str:
+    if not found:
+        return f"{spec.name}: expected at least one input file, found none; give --input a path or pattern"
+    if not taken:
+        return (
+            f"{spec.name}: expected input files of text, found {found} README, .md or hidden files only, which are "
+            "left out; name them, or ask for them with --include '*.md'"
         )
-    folder = Path(os.path.commonpath([path.parent for path in paths]))
-    named = sorted(
-        ((path.relative_to(folder).as_posix(), path) for path in paths), key=lambda pair: natural_key(pair[0])
-    )
-    files = tuple(input_file(name, path) for name, path in named)
-    return InputPlan(source=source, text_field=text_field, files=files)
+    return f"{spec.name}: {filters} leaves none of {taken} input files; change the filters"
 
 
-def _expand(text: str) -> list[Path]:
-    """The files an input means, as absolute paths (symbolic links not followed, so names stay the user's)."""
+def _candidates(text: str) -> list[Candidate]:
+    if text.startswith("s3://"):
+        from genesis.sources.buckets import s3_candidates
+
+        return s3_candidates(text)
+    if text.startswith(("https://", "http://")):
+        from genesis.sources.web import web_candidate
+
+        return [web_candidate(text)]
+    return _expand(text)
+
+
+def _measured(name: str, candidate: Candidate) -> InputFile:
+    kind = _format(candidate)
+    if candidate.kind == "local":
+        return input_file(name, Path(candidate.location))
+    size_bytes, digest = candidate.size_bytes, candidate.digest
+    if size_bytes is None:
+        from genesis.sources.web import look
+
+        size_bytes, digest = look(candidate.location)
+    return InputFile(name=name, location=candidate.location, format=kind, size_bytes=size_bytes, digest=digest)
+
+
+def _format(candidate: Candidate) -> FileFormat:
+    kind = format_of(candidate.path)
+    if kind is None:
+        suffix = PurePosixPath(candidate.path).suffix or "no extension"
+        raise SourceError(
+            f"{candidate.path}: expected a file of one of {READABLE}, found {suffix!r}; convert it, or leave it out "
+            "with --exclude"
+        )
+    return kind
+
+
+def _expand(text: str) -> list[Candidate]:
+    """The local files an input means, by absolute paths (symbolic links not followed, so names stay the user's)."""
     text = unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
     path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  Path.resolve would follow links
     if path.is_dir():
-        return _below(path)
+        return _below(path, path)
     if path.is_file():
-        return [_readable(path)]
-    found = [Path(match) for match in glob.glob(str(path), recursive=True)] if is_pattern(str(path)) else []  # noqa: PTH207
-    files = [_readable(match) for match in found if match.is_file()]
-    for folder in found:
-        if folder.is_dir() and not _ends_in_any_depth(text):
-            files += _below(folder)
+        return [_local(path, path.parent, asked_for=True)]
+    pattern = str(path)
+    found = [Path(match) for match in glob.glob(pattern, recursive=True)] if is_pattern(pattern) else []  # noqa: PTH207
+    folder = Path(fixed_folder(pattern) or "/")
+    files = [_local(match, folder, asked_for=asks_for(pattern, str(match))) for match in found if match.is_file()]
+    for match in found:
+        if match.is_dir() and not _ends_in_any_depth(text):
+            files += _below(match, folder)
     if not files:
         raise InputNotFoundError(
             f"--input {text!r}: no such file, and nothing matches it (looked in {_searched(path)})"
         )
     return files
+
+
+def _local(path: Path, folder: Path, *, asked_for: bool) -> Candidate:
+    return Candidate("local", path.as_posix(), path.relative_to(folder).as_posix(), str(path), asked_for)
 
 
 def _ends_in_any_depth(text: str) -> bool:
@@ -93,23 +155,16 @@ def _searched(path: Path) -> Path:
     return fixed
 
 
-def _below(folder: Path) -> list[Path]:
-    """Readable files of a folder, at any depth; hidden files and folders are left out."""
-    files: list[Path] = []
+def _below(folder: Path, top: Path) -> list[Candidate]:
+    """Readable files of a folder, at any depth, with names below ``top``; what is in hidden folders is left out."""
+    files: list[Candidate] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(parent, name) for name in names if not name.startswith(".") and format_of(name) is not None]
+        readable = (Path(parent, name) for name in names if format_of(name) is not None)
+        files += [_local(path, top, asked_for=not left_out(path.name)) for path in readable]
     if not files:
         raise InputNotFoundError(f"--input {str(folder)!r}: expected a folder with files of {READABLE}, found none")
     return files
-
-
-def _readable(path: Path) -> Path:
-    if format_of(path.name) is None:
-        raise SourceError(
-            f"{path}: expected a file of one of {READABLE}, found {path.suffix or 'no extension'!r}; convert it"
-        )
-    return path
 
 
 def input_file(name: str, path: Path) -> InputFile:
@@ -153,20 +208,21 @@ it is read to its end."""
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def python_docs_plan() -> InputPlan:
+def python_docs_plan(spec: SourceSpec = PYTHON_DOCS) -> InputPlan:
     """The plan over the standard library's files.
 
     Raises:
-        InputNotFoundError: this Python has its library in a zip file, or none.
+        InputNotFoundError: this Python has its library in a zip file, or none, or filters leave nothing of it.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    names = sorted(_modules(library), key=natural_key)
+    library, filters = Path(sysconfig.get_path("stdlib")), Filters.of(spec)
+    names = sorted(filter(filters.allow, _modules(library)), key=natural_key)
     if not names:
+        filtered = f" that fit {filters}" if str(filters) else ""
         raise InputNotFoundError(
-            f"python-docs: expected .py files in {library}, found none; use another Python or --input"
+            f"{spec.name}: expected .py files in {library}, found none{filtered}; use another Python or --input"
         )
     files = tuple(input_file(name, library / name) for name in names)
-    return InputPlan(source=PYTHON_DOCS.name, text_field=PYTHON_DOCS.text_field, files=files)
+    return InputPlan(source=spec.name, text_field=spec.text_field, files=files)
 
 
 def _modules(library: Path) -> Iterator[str]:
@@ -176,25 +232,12 @@ def _modules(library: Path) -> Iterator[str]:
         yield from ((relative / name).as_posix() for name in names if name.endswith(".py"))
 
 
-def find_source(name: str, sources_file: SourcesFile) -> SourceSpec:
-    """The source of that name, of the file or built in (a file's own ``python-docs`` goes before the built-in).
-
-    Raises:
-        UnknownSourceError: there is none; the message lists those there are.
-    """
-    spec = sources_file.get(name) or (PYTHON_DOCS if name == PYTHON_DOCS.name else None)
-    if spec is None:
-        known = ", ".join(sorted({source.name for source in sources_file.sources} | {PYTHON_DOCS.name}))
-        raise UnknownSourceError(f"no source is named {name!r}; known: {known}; add others to sources.json")
-    return spec
-
-
 def resolve(spec: SourceSpec, inputs: Sequence[str] = (), *, pinned_revision: str | None = None) -> InputPlan:
     """The plan of a source.
 
     Args:
         spec: the source.
-        inputs: local files, folders or glob patterns to read instead of the source's own files.
+        inputs: what to read instead of the source's own files, as `input_plan` takes it.
         pinned_revision: the commit a checkpoint's cursor stands in; the Hub's files are taken from exactly it,
             whatever the branch holds by now. None: the spec's ``revision``, resolved to a commit here.
 
@@ -203,13 +246,31 @@ def resolve(spec: SourceSpec, inputs: Sequence[str] = (), *, pinned_revision: st
         SourceError: a file is of a kind that is not read, or the Hub refuses or cannot be reached.
     """
     if inputs:
-        return local_plan(spec.name, spec.text_field, inputs)
+        return input_plan(spec, inputs)
     if spec.hf_path is not None:
         from genesis.sources.hub import hub_plan
 
         return hub_plan(spec, pinned_revision=pinned_revision)
     if spec.name == PYTHON_DOCS.name:
-        return python_docs_plan()
+        return python_docs_plan(spec)
     raise InputNotFoundError(
-        f"{spec.name}: expected hf_path in sources.json or local files, found neither; give --input"
+        f"{spec.name}: expected hf_path in sources.json or files to read, found neither; give --input, or "
+        "--source hf://owner/name"
+    )
+
+
+def check_repository(spec: SourceSpec, inputs: Sequence[str], cursor: Cursor | None) -> None:
+    """Checks that a checkpoint stands in the source's own repository, before its commit is looked for there.
+
+    Raises:
+        InputChangedError: it stands in another, or in files given with ``--input``.
+    """
+    expected = "" if inputs else spec.hf_path or ""
+    if cursor is None or cursor.repo == expected:
+        return
+    stands_in = f"{cursor.repo}@{cursor.revision[:12]} of the Hub" if cursor.repo else "files given with --input"
+    given = f"{expected} of the Hub" if expected else "files"
+    raise InputChangedError(
+        f"{spec.name}: the checkpoint stands in {stands_in}, the input now is {given}; give the same input as before, "
+        "or another --name for a source of its own"
     )

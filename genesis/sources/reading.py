@@ -1,7 +1,7 @@
 """The two ends of reading: a plan cut into tasks (one reader), and a task read into batches (any worker).
 
 Reading on from the cursor behind any document gives the documents that follow it, exactly. So a populate that was
-killed ends as one that was not. Files that are one document each (.txt, .py) share tasks of about 4 MB.
+killed ends as one that was not. Files that are one document each (.txt, .py, .md) share tasks of about 4 MB.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from genesis.sources.base import (
     InputPlan,
     LinesTask,
     RowGroupTask,
+    RowKind,
     Task,
     TextBatch,
     TokenBatch,
     TokensTask,
     WholeFilesTask,
 )
+from genesis.sources.csv_records import record_batches, record_tasks
 from genesis.sources.lines import line_batches, line_tasks
 from genesis.sources.opening import read_all
 from genesis.sources.parquet import row_group_batches, row_group_tasks
@@ -57,6 +59,8 @@ def tasks(plan: InputPlan, cursor: Cursor | None = None) -> Iterator[Task]:
                 yield from row_group_tasks(file, plan.text_field, row_group, row)
             elif file.format in TOKEN_FORMATS:
                 yield from token_tasks(file, plan.token_rules, row)
+            elif file.format is FileFormat.CSV:
+                yield from record_tasks(file, plan.text_field, row)
             else:
                 yield from line_tasks(file, plan.text_field, row)
             row_group = row = 0
@@ -79,7 +83,7 @@ def read_batches(task: Task) -> Iterator[TextBatch]:
     if isinstance(task, RowGroupTask):
         return row_group_batches(task)
     if isinstance(task, LinesTask):
-        return line_batches(task)
+        return record_batches(task) if task.kind is RowKind.RECORD else line_batches(task)
     return whole_file_batches(task)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -141,29 +141,10 @@ class HttpStore:
             client.close()
 
     def _connect(self) -> httpx.Client:
-        return httpx.Client(
-            transport=BoundedTransport(),
-            timeout=httpx.Timeout(self._policy.read_timeout_s, connect=self._policy.connect_timeout_s),
-            # Compressed on the way, a body's length could not be told in advance.
-            headers={"Accept-Encoding": "identity"},
-        )
+        return connect(self._policy)
 
-    @contextmanager
-    def _answered(self, method: str, key: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """The answer, redirects followed, its body unread; httpx would read those of the redirects, whatever size."""
-        client = self._client.get()
-        request = client.build_request(method, self._address(key), headers=dict(headers))
-        for _ in range(_REDIRECTS + 1):
-            response = client.send(request, stream=True)
-            try:
-                if response.next_request is None:
-                    yield response
-                    return
-                _check_redirect(request.url, response.next_request.url, self._name(key))
-                request = response.next_request
-            finally:
-                response.close()
-        raise StoreError(f"cannot read {self._name(key)}: found more than {_REDIRECTS} redirects; check the address")
+    def _answered(self, method: str, key: str, headers: Mapping[str, str]) -> AbstractContextManager[httpx.Response]:
+        return answered(self._client.get(), method, self._address(key), headers, self._name(key))
 
     def _address(self, key: str) -> str:
         return f"{self._base}/{check_key(key)}"
@@ -220,6 +201,46 @@ class HttpStore:
     def _name(self, key: str) -> str:
         """The object's address, without credentials."""
         return f"{self.url}/{key}"
+
+
+def connect(policy: RetryPolicy) -> httpx.Client:
+    """A client whose waits end with their calls, and that asks for bodies as they are stored."""
+    return httpx.Client(
+        transport=BoundedTransport(),
+        timeout=httpx.Timeout(policy.read_timeout_s, connect=policy.connect_timeout_s),
+        # Compressed on the way, a body's length could not be told in advance.
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+@contextmanager
+def answered(
+    client: httpx.Client, method: str, url: str, headers: Mapping[str, str], name: str
+) -> Iterator[httpx.Response]:
+    """The answer, redirects followed, its body unread; httpx would read those of the redirects, whatever size.
+
+    Args:
+        client: as `connect` makes it.
+        method: of the request.
+        url: where to.
+        headers: of the request.
+        name: the address without credentials, for messages.
+
+    Raises:
+        StoreError: a redirect leads where it may not, or there are too many.
+    """
+    request = client.build_request(method, url, headers=dict(headers))
+    for _ in range(_REDIRECTS + 1):
+        response = client.send(request, stream=True)
+        try:
+            if response.next_request is None:
+                yield response
+                return
+            _check_redirect(request.url, response.next_request.url, name)
+            request = response.next_request
+        finally:
+            response.close()
+    raise StoreError(f"cannot read {name}: found more than {_REDIRECTS} redirects; check the address")
 
 
 def _check_redirect(source: httpx.URL, target: httpx.URL, name: str) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import urllib3.exceptions
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from genesis.errors import StoreAccessError
+from genesis.errors import PreconditionFailedError, StoreAccessError
 from genesis.store.base import (
     CachePolicy,
     ConditionRefused,
@@ -27,7 +27,8 @@ from genesis.store.base import (
     WriteCondition,
 )
 from genesis.store.limits import Deadline, Meter, RetryPolicy, TimeLimit
-from genesis.store.resuming import Download
+from genesis.store.parts import PartDownload
+from genesis.store.resuming import Answer, Download
 from genesis.store.retrying import Retrier, TransientError
 from genesis.store.s3_client import S3Connection, body_file, error_code, error_status, refuses_checksum, translate
 from genesis.store.s3_reading import NothingRead, S3Read, content_md5, crc32, quoted_etag
@@ -35,10 +36,12 @@ from genesis.store.s3_reading import NothingRead, S3Read, content_md5, crc32, qu
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import PutObjectRequestTypeDef
+    from urllib3 import HTTPResponse
 
 T = TypeVar("T")
 
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
+_READ_BYTES = 64 << 10
 _CONTENT_TYPES = {".json": "application/json", ".zst": "application/zstd", ".txt": "text/plain; charset=utf-8"}
 
 
@@ -103,6 +106,32 @@ class S3Bucket:
         finally:
             download.discard()
         return NothingRead.ABSENT if found is None else found
+
+    def read_part(self, key: str, part: PartDownload) -> bytearray:
+        """A part of the object.
+
+        Raises:
+            PreconditionFailedError: the object is not the one the part is of.
+            StoreError: it cannot be read, or not by ranges.
+        """
+
+        def attempt(client: S3Client) -> bytearray:
+            response = client.get_object(Bucket=self.name, Key=key, Range=part.range_header, IfMatch=part.etag)
+            status = response["ResponseMetadata"]["HTTPStatusCode"]
+            etag = quoted_etag(response.get("ETag"))
+            with response["Body"] as raw:
+                part.begin(Answer(status, etag=etag, content_range=response.get("ContentRange", "")))
+                while chunk := cast("HTTPResponse", raw).read1(_READ_BYTES):
+                    self._meter.received(len(chunk))
+                    part.append(chunk)
+            return part.finish()
+
+        try:
+            return self.run("read", key, attempt, part)
+        except ConditionRefused:
+            raise PreconditionFailedError(
+                f"{part.name}: expected the ETag {part.etag}, found another; it has been replaced"
+            ) from None
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo | None:
         """What is known of the object, or None if there is none."""

@@ -84,6 +84,8 @@ class HubServer:
     endpoint: str = ""
     cdn: str = ""
     log: list[Request] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+    """Places of the requests that came, answered or not."""
     _scripted: deque[tuple[str, Fault]] = field(default_factory=deque)
     _signature: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,6 +93,10 @@ class HubServer:
     def inject(self, place: str, *faults: Fault) -> None:
         with self._lock:
             self._scripted.extend((place, fault) for fault in faults)
+
+    def clear_faults(self) -> None:
+        with self._lock:
+            self._scripted.clear()
 
     def expire_addresses(self) -> None:
         """Every signed CDN address handed out so far answers 403."""
@@ -141,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.place = "cdn" if url.path.startswith("/cdn/") else "resolve" if "/resolve/" in url.path else "api"
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.begun.append(self.place)
         self.active = self.hub.fault(self.place) or Fault()
         if self.active.delay_s:
             time.sleep(self.active.delay_s)

@@ -48,7 +48,11 @@ OUT_OF_RANGE = ("--workers 0", "--shard-tokens 0", "--merges -1", "--lease-s nan
         ("learn", "--all"),
         ("learn --all --input nowhere", "NAME=PATTERN"),
         ("populate --source all --input x", "--source all"),
-        ("populate --source fineweb-edo", "no source is named 'fineweb-edo'; known: c4"),
+        ("populate --source fineweb-edo", "no source is named 'fineweb-edo': did you mean 'fineweb-edu'? known: c4"),
+        ("populate --source C4 --input x.csv", "did you mean 'c4'?"),
+        ("populate --source hf://nowhere", "hf://owner/name[/pattern][@revision]"),
+        ("populate --source all --text-field body", "--source all"),
+        ("sources check fineweb-edo", "did you mean 'fineweb-edu'?"),
         *((f"populate --source c4 {option}", option.split()[0]) for option in (*OUT_OF_RANGE, "--input ")),
     ],
 )

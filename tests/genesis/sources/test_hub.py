@@ -143,8 +143,8 @@ def test_only_the_text_columns_ranges_travel(texts, hub):
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("seed", range(6))
 def test_documents_are_the_same_through_a_storm_of_faults(texts, hub, seed, monkeypatch):
-    monkeypatch.setattr("genesis.sources.hub.HUB_WINDOW_BYTES", 20_000)
-    monkeypatch.setattr(parquet, "_HUB_BUFFER_BYTES", 3_000)
+    monkeypatch.setattr("genesis.sources.ranges.WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(parquet, "_REMOTE_BUFFER_BYTES", 3_000)
     hub.seeded = SeededFaults(seed, probability=0.35)
     reading = read_on(resolve(EVERYTHING))
     assert reading.documents == [text for name in ("p0", "p1", "z2", "z10", "g") for text in texts[name]]
@@ -238,6 +238,128 @@ def test_what_does_not_exist_is_not_retried(hub):
         assert len(hub.log) <= 2
     with pytest.raises(InputNotFoundError, match="c" * 12):
         resolve(EVERYTHING, pinned_revision="c" * 40)
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("address", ["", "huggingface.co", "ftp://hub", "http://:80", "http://[::1"])
+def test_an_endpoint_that_is_none_is_said_at_once(hub, monkeypatch, address):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    with pytest.raises(
+        SourceError, match=r"HF_ENDPOINT: expected an address such as https://huggingface\.co"
+    ) as failure:
+        resolve(EVERYTHING)
+    assert repr(address) in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_token_that_no_header_can_hold_is_said_at_once(hub, monkeypatch):
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    monkeypatch.setenv("HF_TOKEN", "hf_sécret")
+    with pytest.raises(SourceError, match=r"cannot be sent .*HF_TOKEN"):
+        resolve(EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "with_token", "without"),
+    [
+        (
+            401,
+            {},
+            InputNotFoundError,
+            r"does not accept the token in HF_TOKEN .*mistyped",
+            r"no such repo.*set HF_TOKEN",
+        ),
+        (
+            404,
+            {"X-Error-Code": "RepoNotFound"},
+            InputNotFoundError,
+            r"no such repository.*account of the token in HF_TOKEN may read it",
+            r"no such repository.*set HF_TOKEN",
+        ),
+        (
+            403,
+            {"X-Error-Code": "GatedRepo"},
+            SourceError,
+            r"accept the dataset's terms.*with the account of the token in HF_TOKEN",
+            r"accept the dataset's terms.*then set HF_TOKEN",
+        ),
+        (403, {}, SourceError, "let the token in HF_TOKEN read it", "then set HF_TOKEN"),
+    ],
+)
+def test_advice_depends_on_whether_a_token_was_sent(hub, monkeypatch, status, headers, kind, with_token, without):
+    fault = Fault(status=status, headers=tuple(headers.items()))
+    hub.inject("api", fault, fault)
+    with pytest.raises(kind, match=without):
+        resolve(EVERYTHING)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(SourceError, match=with_token) as failure:
+        resolve(EVERYTHING)
+    assert "set HF_TOKEN" not in str(failure.value)
+    assert len(hub.requests("api")) == 2
+
+
+def card(configurations: str) -> str:
+    return f"---\nlicense: mit\nconfigs:\n{configurations}\n---\n# Texts\n"
+
+
+def configured(**fields: str) -> SourceSpec:
+    return SourceSpec(name="mine", hf_path="someone/texts", **fields)
+
+
+TWO = """- config_name: tables
+  data_files:
+  - split: test
+    path: data/p0.parquet
+  - split: train
+    path: ["data/p1*"]
+- config_name: lines
+  data_dir: train
+"""
+
+
+def plan_files(**fields: str) -> list[str]:
+    return [file.name for file in resolve(configured(**fields)).files]
+
+
+def test_a_configuration_of_the_readme_says_which_files(hub, tmp_path):
+    (tmp_path / "README.md").write_text(card(TWO))
+    assert plan_files(hf_name="tables") == ["data/p1.parquet"]
+    assert plan_files(hf_name="lines") == ["train/z2.jsonl.zst", "train/z10.jsonl.zst"]
+    for name in (None, "other"):
+        with pytest.raises(InputNotFoundError, match=r"it declares tables, lines: give one with --hf-name"):
+            resolve(configured(hf_name=name))
+    (tmp_path / "README.md").write_text(card(TWO + "  default: true\n"))
+    assert plan_files() == ["train/z2.jsonl.zst", "train/z10.jsonl.zst"]
+    (tmp_path / "README.md").write_text(card("- config_name: one\n  data_files: 'data/*'\n"))
+    assert plan_files() == ["data/p0.parquet", "data/p1.parquet"]
+
+
+def test_a_repository_that_declares_nothing_is_read_whole_but_what_describes_it(hub, tmp_path):
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "data" / "notes.md").write_text("about")
+    (tmp_path / ".cache.jsonl").write_text("{}")
+    everything = ["data/p0.parquet", "data/p1.parquet", "g.json.gz", "train/z2.jsonl.zst", "train/z10.jsonl.zst"]
+    assert plan_files() == everything
+    (tmp_path / "README.md").unlink()
+    assert plan_files() == everything
+    with pytest.raises(InputNotFoundError, match=r"no configuration 'x'; its README\.md declares none"):
+        resolve(configured(hf_name="x"))
+    assert [file.name for file in resolve(spec_of("**/*.md")).files] == ["data/notes.md"]
+    assert plan_files(include=("train/*", "*.gz"), exclude=("*z2*",)) == ["g.json.gz", "train/z10.jsonl.zst"]
+    with pytest.raises(InputNotFoundError, match=r"--exclude '\*'"):
+        resolve(configured(exclude=("*",)))
+
+
+@pytest.mark.parametrize(
+    "text", ["---\nconfigs: [\n---\n", "---\na: &a [*a]\n\tb\n---\n", "---\nconfigs:\n- config_name: x\n---\n"]
+)
+def test_a_readme_that_cannot_be_understood_is_one_line(hub, tmp_path, text):
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(SourceError, match=r"hf://someone/texts/PATTERN") as failure:
+        resolve(configured(hf_name="x"))
+    assert "\n" not in str(failure.value)
 
 
 def test_a_gated_dataset_asks_for_a_token_and_takes_it(texts, hub, monkeypatch):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import itertools
 import json
+import lzma
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -34,9 +36,11 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "jsonl.zst": zstd,
     "jsonl.gz": gzip.compress,
     "json.gz": gzip.compress,
+    "jsonl.bz2": lambda data: bz2.compress(data, 1),
+    "json.xz": lambda data: lzma.compress(data, preset=0),
 }
 every_format = pytest.mark.parametrize("suffix", COMPRESS)
-compressed = pytest.mark.parametrize("suffix", ["jsonl.zst", "json.gz"])
+compressed = pytest.mark.parametrize("suffix", ["jsonl.zst", "json.gz", "jsonl.bz2", "json.xz"])
 
 
 def noise(count: int, seed: int) -> list[str]:
@@ -97,12 +101,18 @@ def test_all_frames_and_members_of_a_file_are_read(tmp_path, suffix):
     assert read_on(plan_of(path)).documents == [text.encode() for text in texts]
 
 
-def test_padding_behind_gzip_and_a_field_that_no_row_has(tmp_path):
-    data = gzip.compress(as_lines(["a", "b"]))
-    path = write(tmp_path / "a.json.gz", data + bytes(1024))
+@pytest.mark.parametrize("suffix", ["json.gz", "jsonl.bz2", "json.xz"])
+def test_padding_behind_a_compressed_stream_is_none_of_it_and_garbage_is_an_error(tmp_path, suffix):
+    data = COMPRESS[suffix](as_lines(["a", "b"]))
+    path = write(tmp_path / f"a.{suffix}", data + bytes(1024))
     assert read_on(plan_of(path)).documents == [b"a", b"b"]
     write(path, data + b"garbage")
     assert read_until_error(plan_of(path), CorruptInputError).documents == [b"a", b"b"]
+    write(path, bytes(12))
+    assert f"a.{suffix}" in str(read_until_error(plan_of(path), CorruptInputError).error)
+
+
+def test_a_field_that_no_row_has(tmp_path):
     path = write(tmp_path / "a.jsonl", as_lines(noise(20, seed=4)))
     with pytest.raises(SourceError, match=r"a\.jsonl: none of the first 20 lines has the field 'content'.*meta, text"):
         read_on(plan_of(path, text_field="content"))
@@ -127,9 +137,9 @@ def test_a_truncated_file_gives_every_whole_line_before_the_cut(tmp_path, suffix
 @compressed
 def test_a_flipped_bit_is_an_error_and_what_is_before_it_is_kept(tmp_path, suffix):
     texts = noise(2000, seed=3)
-    data = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(as_lines(texts)))
-    if suffix.endswith("gz"):
-        data = bytearray(gzip.compress(as_lines(texts)))
+    data = bytearray(COMPRESS[suffix](as_lines(texts)))
+    if suffix.endswith("zst"):
+        data = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(as_lines(texts)))
     data[len(data) // 2] ^= 0x10
     reading = read_until_error(plan_of(write(tmp_path / f"a.{suffix}", data)), CorruptInputError)
     same = (found == text.encode() for found, text in zip(reading.documents, texts, strict=False))

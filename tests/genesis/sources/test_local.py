@@ -58,21 +58,77 @@ def test_a_name_with_brackets_is_taken_as_it_is(tmp_path):
 
 
 def test_a_folder_leaves_out_hidden_files_and_what_is_not_text(tmp_path):
-    write(tmp_path, "a.jsonl", "b.csv", ".hidden.jsonl", ".git/x.txt", "below/c.txt", "README.md")
+    write(tmp_path, "a.jsonl", "b.pdf", ".hidden.jsonl", ".git/x.txt", "below/c.txt", "below/readme.txt", "README.md")
     assert names(SPEC, tmp_path) == ["a.jsonl", "below/c.txt"]
     assert names(SPEC, tmp_path / "b*low") == ["c.txt"]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "include", "expected"),
+    [
+        (["", "README.md"], (), ["README.md", "a.jsonl", "below/c.txt"]),
+        (["README*"], (), ["README.md", "README.txt"]),
+        (["**/*.md"], (), ["README.md", "below/notes.md"]),
+        (["*.jsonl", ".*.jsonl"], (), [".hidden.jsonl", "a.jsonl"]),
+        ([".hidden.jsonl"], (), [".hidden.jsonl"]),
+        (["**"], (), ["a.jsonl", "below/c.txt"]),
+        ([""], ("*.md",), ["README.md", "below/notes.md"]),
+        ([""], ("readme*", "README*"), ["README.md", "README.txt"]),
+        ([""], ("*.jsonl",), ["a.jsonl"]),
+        ([""], ("*.jsonl", ".*"), [".hidden.jsonl", "a.jsonl"]),
+    ],
+)
+def test_what_is_left_out_is_read_when_it_is_asked_for(tmp_path, inputs, include, expected):
+    write(tmp_path, "a.jsonl", ".hidden.jsonl", "below/c.txt", "below/notes.md", "README.md", "README.txt")
+    spec = SPEC.model_copy(update={"include": include})
+    assert names(spec, *(tmp_path / text for text in inputs)) == expected
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        (("*.jsonl",), (), ["1.jsonl", "2.jsonl", "new/3.jsonl", "old/0.jsonl"]),
+        ((), ("old/*",), ["1.jsonl", "2.jsonl", "4.txt", "new/3.jsonl"]),
+        (("new/*", "[12].*"), ("2.*",), ["1.jsonl", "new/3.jsonl"]),
+        ((), ("*.pdf", "*/*"), ["1.jsonl", "2.jsonl", "4.txt"]),
+    ],
+)
+def test_filters_look_at_names_below_the_input_and_at_the_last_part(tmp_path, include, exclude, expected):
+    write(tmp_path, "1.jsonl", "2.jsonl", "old/0.jsonl", "new/3.jsonl", "4.txt", "5.pdf")
+    spec = SPEC.model_copy(update={"include": include, "exclude": exclude})
+    assert names(spec, tmp_path) == expected
+
+
+def test_filters_change_no_name_and_what_they_change_later_is_no_change_of_what_was_read(tmp_path):
+    write(tmp_path, "data/1.jsonl", "data/2.jsonl", "data/3.jsonl", "other/4.jsonl")
+    plan = resolve(SPEC, [str(tmp_path)])
+    cursor = read_on(plan).cursors[1]
+    later = resolve(SPEC.model_copy(update={"exclude": ("other/*", "3.*")}), [str(tmp_path)])
+    assert [file.name for file in later.files] == ["data/1.jsonl", "data/2.jsonl"]
+    assert later.fingerprint(cursor.file) == plan.fingerprint(cursor.file)
+    earlier = resolve(SPEC.model_copy(update={"exclude": ("1.*",)}), [str(tmp_path)])
+    assert earlier.fingerprint(cursor.file) != plan.fingerprint(cursor.file)
+
+
+def test_filters_that_leave_nothing_and_files_that_are_left_out_are_named(tmp_path):
+    write(tmp_path, "a.jsonl", "docs/README.md", "docs/b.md")
+    with pytest.raises(InputNotFoundError, match=r"--include '\*\.csv' leaves none of 1 input files"):
+        resolve(SPEC.model_copy(update={"include": ("*.csv",)}), [str(tmp_path)])
+    with pytest.raises(InputNotFoundError, match=r"2 README, \.md or hidden files only.*--include '\*\.md'"):
+        resolve(SPEC, [str(tmp_path / "docs")])
+    assert names(SPEC.model_copy(update={"exclude": ("README*", "docs/*")}), tmp_path / "*") == ["a.jsonl"]
+
+
 def test_what_matches_nothing_or_is_not_read_is_named(tmp_path):
-    write(tmp_path, "a.jsonl", "empty/x.csv")
+    write(tmp_path, "a.jsonl", "empty/x.pdf")
     for text in (f"{tmp_path}/*.parquet", f"{tmp_path}/b.jsonl", f"{tmp_path}/none/*.jsonl"):
         with pytest.raises(InputNotFoundError, match=text.replace("*", r"\*")):
             resolve(SPEC, [f"{tmp_path}/a.jsonl", text])
     with pytest.raises(InputNotFoundError, match="empty"):
         resolve(SPEC, [f"{tmp_path}/empty"])
-    write(tmp_path, "table.csv")
-    for text in (f"{tmp_path}/table.csv", f"{tmp_path}/*"):
-        with pytest.raises(SourceError, match=r"table\.csv.*\.parquet, \.jsonl.*'\.csv'"):
+    write(tmp_path, "table.pdf")
+    for text in (f"{tmp_path}/table.pdf", f"{tmp_path}/t*"):
+        with pytest.raises(SourceError, match=r"table\.pdf.*\.parquet, \.jsonl.*'\.pdf'.*--exclude"):
             resolve(SPEC, [text])
 
 
