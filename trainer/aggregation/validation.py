@@ -4,8 +4,9 @@ Validation compares direction (cosine), magnitude (norm) and spread (variance), 
 compared with each other, so that a poisoned earlier result has no influence. An honest member's ``n // 2``-th largest
 cosine is to an honest one; of liars that send one vector it is not. It is judged as a share of the median member's, and
 late in a run, when members hardly agree and all cosines are near 0, by its distance from it: a share of nothing would
-leave out honest members. The price: what is nearly orthogonal to everybody then passes, and the rule has to bear it. One
-or two are compared with the last result. What cannot be compared passes, with a reason; so does a bound met exactly.
+leave out honest members. The price: what is nearly orthogonal to everybody then passes, and the rule has to bear it.
+One or two are compared with the last result. What cannot be compared passes, with a reason; so does a bound met
+exactly.
 """
 
 from __future__ import annotations
