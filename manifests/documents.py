@@ -23,10 +23,11 @@ class Part(BaseModel):
 
 
 class Document(Part):
-    """A whole JSON file. Subclasses name the file and the one format they read and write."""
+    """A whole JSON file. Subclasses name the file, the format they write by default, and those they read."""
 
     FILE: ClassVar[str]
     FORMAT: ClassVar[int] = 1
+    FORMATS: ClassVar[tuple[int, ...]] = (1,)
 
     format: int = 1
 
@@ -39,7 +40,7 @@ class Document(Part):
             name: what to call the file in messages; by default the class's own file name.
 
         Raises:
-            UnsupportedFormatError: ``format`` is not the one this class knows.
+            UnsupportedFormatError: ``format`` is none that this class knows.
             InvalidDocumentError: anything else that breaks the contract.
         """
         return cls.from_object(parse_object(data, name or cls.FILE), name=name)
@@ -49,9 +50,10 @@ class Document(Part):
         """`from_json` for JSON that is parsed already."""
         what = name or cls.FILE
         found = value.get("format", cls.FORMAT)
-        if found != cls.FORMAT:
+        if found not in cls.FORMATS:
+            known = " or ".join(map(str, cls.FORMATS))
             raise UnsupportedFormatError(
-                f"{what}: expected format {cls.FORMAT}, found {found!r}; install a newer release to read it"
+                f"{what}: expected format {known}, found {found!r}; install a newer release to read it"
             )
         try:
             return cls.model_validate(value)

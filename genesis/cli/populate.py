@@ -25,10 +25,12 @@ from genesis.populate.progress import counted, format_duration, format_size
 from genesis.sources import find_source, resolve
 from genesis.store import Store, open_store
 from genesis.store.cloudfront import Invalidator
+from genesis.tokenizer import import_vocabulary
 from manifests import (
     CHECKPOINTS_KEY,
     SHARD_TOKENS,
     Checkpoints,
+    FrozenVocabularyFile,
     SourcesFile,
     SourceSpec,
     canonical_json,
@@ -62,6 +64,17 @@ def populate_command(
     merges: Annotated[
         int | None,
         typer.Option("--merges", help="Merges to learn. [default: 31,734 in an empty store, else the source's share]"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            help="A vocabulary made elsewhere instead of learning one: a tokenizer.json, its folder, or tiktoken:NAME.",
+        ),
+    ] = None,
+    eos: Annotated[
+        str | None,
+        typer.Option("--eos", help="With --tokenizer: the token that ends a document. [default: its maker's]"),
     ] = None,
     shard_tokens: Annotated[
         int | None,
@@ -100,6 +113,7 @@ def populate_command(
     files = (*(inputs or ()), *(more_inputs or ()))  # A pattern the shell expanded leaves all but the first behind.
     specs = _chosen(source, sources, files)
     key = None if dry_run else read_sign_key(sign_key)
+    vocabulary = _vocabulary_made_elsewhere(tokenizer, eos)
     opened = open_store(store)
     runs = (  # One by one: the first run gives a new store its shard size.
         PopulateOptions(
@@ -114,6 +128,7 @@ def populate_command(
             mended_input=mended_input,
             lease_s=lease_s,
             learn=LearnOptions(documents=learn_documents, merges=merges),
+            tokenizer=vocabulary,
         )
         for spec in specs
     )
@@ -134,6 +149,14 @@ def populate_command(
         except InterruptedRunError as error:
             typer.echo(f"genesis: {error}", err=True)
     return stop.exit_code
+
+
+def _vocabulary_made_elsewhere(tokenizer: str | None, eos: str | None) -> FrozenVocabularyFile | None:
+    if tokenizer is not None:
+        return import_vocabulary(tokenizer, eos)
+    if eos is not None:
+        raise UsageError("--eos: expected --tokenizer with it, since a vocabulary of our own has its EOS")
+    return None
 
 
 def _populate(

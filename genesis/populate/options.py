@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from genesis.errors import UsageError
 from genesis.populate.commit_log import SUPERSEDED_KEEP_S
 from genesis.populate.lease import LEASE_S
-from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec
+from manifests import MAX_VOCABULARY, SHARD_TOKENS, FrozenVocabularyFile, SourceSpec
 
 
 def available_cpus() -> int:
@@ -50,6 +50,8 @@ class PopulateOptions:
     max_documents: int | None = None
     """Read no further than this many documents from the source's beginning."""
     learn: LearnOptions = field(default_factory=LearnOptions)
+    tokenizer: FrozenVocabularyFile | None = None
+    """A vocabulary made elsewhere, for a store that has none yet or this one; None to follow the store, or to learn."""
     packed: bool = True
     """Also write each shard's transfer form, ``packed/shard_{id}.zst``."""
     mended_input: bool = False

@@ -25,6 +25,7 @@ from genesis.errors import (
     InputNotFoundError,
     InterruptedRunError,
     SourceError,
+    TokenizerError,
     UsageError,
     WorkerError,
 )
@@ -39,7 +40,7 @@ from genesis.populate.pool import WorkerPool
 from genesis.populate.progress import PopulateProgress, expected_text_bytes
 from genesis.sources import resolve, tasks
 from genesis.store import FolderStore, Store, folder_of
-from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
+from genesis.tokenizer import StoreTokenizer, choose_encoder
 from manifests import Cursor, SourceCheckpoint, format_time
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class _Run:
         self._pool = pool
         self._name = options.spec.name
         self._tokenizer_sha256: str | None = None
+        self._encoder: str | None = None
 
     def run(self) -> PopulateResult:
         started = time.monotonic()
@@ -137,10 +139,18 @@ class _Run:
         else:
             self._check_unchanged(checkpoint)
         tokenizer = ensure_vocabulary(
-            self._commit_log, self._options.spec, self._plan, self._options.learn, self._options.num_workers, self._stop
+            self._commit_log,
+            self._options.spec,
+            self._plan,
+            self._options.learn,
+            self._options.num_workers,
+            self._stop,
+            self._options.tokenizer,
         )
         self._tokenizer_sha256 = tokenizer.sha256
-        self._pool.load(hf_tokenizer_json(tokenizer.to_file()))
+        encoder = choose_encoder(tokenizer.to_file())
+        self._encoder = encoder.name if encoder.is_frozen else None
+        self._pool.load(encoder)
         before = self._shards()
         text_before = start.text_bytes
         packer, ended = self._encode(tokenizer, start)
@@ -160,7 +170,7 @@ class _Run:
             interrupted=self._stop.is_set(),
         )
 
-    def _encode(self, tokenizer: NeuroTokenizer, start: Position) -> tuple[Packer, bool]:
+    def _encode(self, tokenizer: StoreTokenizer, start: Position) -> tuple[Packer, bool]:
         """Runs the pipeline; returns the packer as it ended and whether the source did."""
         progress = PopulateProgress(
             self._name, expected_text_bytes(self._plan, start), self._options.shard_limit, self._shards()
@@ -177,7 +187,7 @@ class _Run:
             with closing(progress):
                 ended = self._feed(packer, committer, progress, start.cursor)
             committer.drain()
-        except (SourceError, WorkerError):
+        except (SourceError, TokenizerError, WorkerError):
             with suppress(GenesisError):  # What came before the failure is good; the failure is what to report.
                 committer.drain()
             raise
@@ -273,6 +283,7 @@ class _Run:
             tokenizer_sha256=self._tokenizer_sha256,
             rows_skipped=position.rows_skipped,
             text_bytes=position.text_bytes,
+            encoder=self._encoder,
         )
 
     def _earlier_fingerprint(self, cursor: Cursor | None) -> str | None:

@@ -64,7 +64,7 @@ def test_what_was_written_is_read_back_and_equal_values_give_equal_bytes(documen
 
 @pytest.mark.slow
 @RELAXED
-@given(DOCUMENTS, st.integers(-5, 100).filter(lambda number: number != 1) | st.text(max_size=3) | st.none())
+@given(DOCUMENTS, st.integers(-5, 100).filter(lambda number: number not in (1, 2)) | st.text(max_size=3) | st.none())
 def test_a_format_that_is_not_known_is_refused(document, found):
     value = {**json.loads(document.to_json()), "format": found}
     with pytest.raises(UnsupportedFormatError, match="newer release"):
