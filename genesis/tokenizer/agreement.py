@@ -16,7 +16,7 @@ import itertools
 import json
 import logging
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -95,11 +95,11 @@ def choose_encoder(vocabulary: Vocabulary) -> EncoderSpec:
     if isinstance(vocabulary, VocabularyFile):
         return EncoderSpec(hf_tokenizer_json(vocabulary))
     form = parse_form(vocabulary.tokenizer_json, vocabulary.FILE)
-    names = {added["content"]: None for added in form.get("added_tokens") or []}
-    names.update({token.token: None for token in vocabulary.special_tokens.values()})
+    names = {added["content"]: added["id"] for added in form.get("added_tokens") or []}
+    names.update({token.token: token.id for token in vocabulary.special_tokens.values()})
     texts = check_texts(tuple(names))
     slow = encoding_form(vocabulary)
-    expected = _reference(vocabulary, slow, texts)
+    expected = _reference(vocabulary, slow, texts, names)
     fast = encoding_form(vocabulary, without_special=True)
     different = _difference_of_gigatoken(fast, texts, expected)
     what = f"{vocabulary.next_merge_id:,} ids of {vocabulary.origin}, EOS {vocabulary.eos.token} ({vocabulary.eos_id})"
@@ -112,17 +112,22 @@ def choose_encoder(vocabulary: Vocabulary) -> EncoderSpec:
     return EncoderSpec(fast, "gigatoken", vocabulary.eos_id, is_frozen=True)
 
 
-def _reference(vocabulary: FrozenVocabularyFile, hf_json: bytes, texts: list[bytes]) -> EncodedBatch:
+def _reference(
+    vocabulary: FrozenVocabularyFile, hf_json: bytes, texts: list[bytes], names: Mapping[str, int]
+) -> EncodedBatch:
+    """What ``tokenizers`` gives, once it is known to mean the same ids by the same names."""
+    engine = HuggingFaceEngine(hf_json)
     try:
-        expected = HuggingFaceEngine(hf_json).encode_batch(texts)
+        expected = engine.encode_batch(texts)
     except Exception as error:  # noqa: BLE001  tokenizers raises nothing more exact
         reason = " ".join(str(error).split())[:200]
         raise TokenizerError(f"tokenizers does not take this vocabulary ({reason}); mend its tokenizer.json") from None
-    if len(expected.ids) and int(expected.ids.max()) >= vocabulary.next_merge_id:
-        raise TokenizerError(
-            f"tokenizers gives the id {int(expected.ids.max())}, expected ids below {vocabulary.next_merge_id}; the "
-            "ids of added_tokens in tokenizer.json are not those it numbers them by: save it again with tokenizers"
-        )
+    for name, token_id in names.items():
+        if engine.id_of(name) != token_id:
+            raise TokenizerError(
+                f"expected the id {token_id} for {name!r}, as tokenizer.json says, found that tokenizers gives it "
+                f"{engine.id_of(name)}; load the file with tokenizers and save it again"
+            )
     at = int(np.argmax(expected.ids == vocabulary.eos_id))
     if len(expected.ids) and expected.ids[at] == vocabulary.eos_id:
         text = texts[int(np.searchsorted(expected.offsets, at, side="right")) - 1].decode()[:60]

@@ -171,6 +171,10 @@ class HuggingFaceEngine:
         np.cumsum([len(part) for part in parts], out=offsets[1:])
         return EncodedBatch(np.concatenate([np.empty(0, dtype=np.uint32), *parts]), offsets)
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name; None if there is none."""
+        return (self._encoder or self._build()).token_to_id(token)
+
     def _build(self) -> tokenizers.Tokenizer:
         import tokenizers
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,8 @@ from manifests import FrozenVocabularyFile, InvalidDocumentError, UnsupportedFor
 from tests.support.documents import UNICODE_17, adversarial_strings, documents
 from tests.support.foreign_tokenizers import EOS, FORMS, MULTILINGUAL, foreign_json, reference, write_foreign
 
-CORPUS = Path(__file__).resolve().parents[4] / "shared" / "corpus" / "multilingual" / "multi.parquet"
+ROOT = Path(__file__).resolve().parents[3]
+CORPUS = ROOT.parent / "shared" / "corpus" / "multilingual" / "multi.parquet"
 FAST = {"gpt2": "gigatoken", "llama3": "gigatoken", "qwen": "gigatoken", "olmo": "gigatoken", "digits": "tokenizers"}
 """What encodes each form with gigatoken 0.10.0."""
 
@@ -312,6 +316,14 @@ def test_an_eos_that_its_maker_did_not_mark_as_special_is_bytes_in_text(tmp_path
     assert vocabulary.eos_id not in GigatokenEngine(encoder.hf_json).encode_batch([b"a<|endoftext|>b"]).ids
 
 
+def test_added_tokens_under_other_ids_than_tokenizers_gives_are_refused(tmp_path):
+    form = json.loads(foreign_json("qwen"))
+    form["added_tokens"][-1]["id"] += 100
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form), encoding="utf-8")
+    with pytest.raises(TokenizerError, match="expected the id 1603 for '<tool_call>'"):
+        choose_encoder(import_vocabulary(str(tmp_path)))
+
+
 def test_an_encoder_gets_nothing_that_adds_or_cuts(vocabularies):
     form = json.loads(encoding_form(vocabularies["llama3"]))
     assert form["post_processor"] is None and form["truncation"] is None and form["padding"] is None
@@ -336,23 +348,91 @@ def test_the_check_texts_are_the_same_each_time_and_of_many_scripts():
     assert not UNICODE_17 & {character for text in texts for character in text.decode()}
 
 
-TINY_ENCODING = """
-def tiny():
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for token in (b"th", b"the", b" the", b"in", b"ing", b"aa", b"aaa", b"  ", b"\\n\\n", b"12"):
-        ranks[token] = len(ranks)
-    return {
-        "name": "tiny", "pat_str": PATTERN, "mergeable_ranks": ranks,
-        "special_tokens": {"<|endoftext|>": len(ranks), "<|mark|>": len(ranks) + 5},
-    }
+PLUGIN = r"""
+from tiktoken_ext.openai_public import r50k_pat_str
 
-ENCODING_CONSTRUCTORS = {"tiny": tiny}
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
+    r"\s+(?!\S)|\s"
+)
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    ]
+)
+TOKENS = [b"th", b"the", b" the", b"in", b"ing", b"aa", b"aaa", b"aaaa", b"  ", b"   ", b"\n\n", b" \n", b"\n ", b"12"]
+TOKENS += [b"123", b"'s", b"'S", b"\xe4\xb8", b"\xe4\xb8\xad", b"a1", b"\r\n", b"\n  ", b"ab", b"abc", b"bc", b"ca"]
+TOKENS += [b"cab", b"never reached by merges"]
+
+
+def encoding(name, pattern):
+    ranks = {bytes([byte]): 255 - byte for byte in range(256)}
+    for token in TOKENS:
+        ranks[token] = len(ranks)
+    special = {"<|endoftext|>": len(ranks), "<|mark|>": len(ranks) + 5}
+    return lambda: {"name": name, "pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special}
+
+
+PATTERNS = {"tiny-r50k": r50k_pat_str, "tiny-cl100k": CL100K, "tiny-o200k": O200K, "tiny-words": r"\w+|\W+"}
+ENCODING_CONSTRUCTORS = {name: encoding(name, pattern) for name, pattern in PATTERNS.items()}
+"""
+
+COMPARE = """
+import json, sys
+import tiktoken
+from genesis.tokenizer import FrozenTokenizer, choose_encoder, import_vocabulary
+from tests.support.documents import adversarial_strings
+
+name = sys.argv[1]
+vocabulary = import_vocabulary("tiktoken:" + name)
+encoding, ours = tiktoken.get_encoding(name), FrozenTokenizer(vocabulary)
+texts = [*adversarial_strings(1500, seed=9), "aaaaa aaa ab cabc abcab\\n  ", "<|endoftext|>", " \\n  \\n 1234"]
+for text in texts:
+    assert ours.encode(text).tolist() == encoding.encode_ordinary(text), repr(text)
+    assert ours.decode(encoding.encode_ordinary(text)) == text
+print(json.dumps([vocabulary.eos_id, vocabulary.eos.token, vocabulary.next_merge_id, vocabulary.origin,
+    encoding.eot_token, choose_encoder(vocabulary).name]))
 """
 
 
-def test_tiktoken_encodings_known_by_name_or_not_at_all():
-    with pytest.raises(UsageError, match=r"expected tiktoken: and one of .*gpt2.*, found 'gpt-9'"):
-        import_vocabulary("tiktoken:gpt-9")
+def with_plugin(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, in which tiktoken has the encodings of `PLUGIN`."""
+    (folder / "tiktoken_ext").mkdir(exist_ok=True)
+    (folder / "tiktoken_ext" / "of_the_test.py").write_text(PLUGIN, encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(folder), *sys.path])
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, text=True, capture_output=True, timeout=110, check=False,
+        env={**os.environ, **environment, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny-r50k", "tiny-cl100k", "tiny-o200k", "tiny-words"])
+def test_an_encoding_of_tiktoken_has_tiktokens_ids(tmp_path, name):
+    done = with_plugin(tmp_path, "-c", COMPARE, name)
+    assert done.returncode == 0, done.stderr
+    eos_id, eos, next_merge_id, origin, eot, engine = json.loads(done.stdout)
+    assert (eos, eos_id, origin) == ("<|endoftext|>", eot, f"tiktoken:{name}")
+    assert next_merge_id == eos_id + 6
+    assert engine in ("gigatoken", "tokenizers")
+
+
+def test_encodings_that_are_not_there_cannot_be_had_or_expressed_are_refused(tmp_path):
+    def refused(name: str, **environment: str) -> str:
+        store = str(tmp_path / "store")
+        arguments = ("-m", "genesis", "populate", "--source", "python-docs", "--store", store, "--tokenizer", name)
+        done = with_plugin(tmp_path, *arguments, **environment)
+        assert "Traceback" not in done.stderr
+        assert done.returncode in (1, 2)
+        return done.stderr
+
+    assert "expected tiktoken: and one of" in refused("tiktoken:gpt-9")
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    message = refused("tiktoken:gpt2", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **nowhere)
+    assert "cannot get the files of 'gpt2' (ProxyError)" in message
+    assert "run the same command with TIKTOKEN_CACHE_DIR=DIR" in message
+    assert not (tmp_path / "store").exists()
 
 
 def test_vocabulary_files_of_both_kinds_have_an_eos(vocabularies):
