@@ -14,7 +14,8 @@
   (digits one by one) have them, trained here by ``tokenizers`` on 2,000 of the documents. What `choose_encoder` takes
   encodes as a worker does, and ``tokenizers`` the same text after it; *chosen in* is what the choice costs at a start.
 
-``--only`` leaves the other parts out. Both cores of a machine are used for learning (``--processes``), and nothing else should be running.
+``--only`` leaves the other parts out. Both cores of a machine are used for learning (``--processes``), and nothing else
+should be running.
 """
 
 from __future__ import annotations

@@ -52,13 +52,16 @@ def import_vocabulary(where: str, eos: str | None = None) -> FrozenVocabularyFil
     value = parse_form(text, where)
     check_form(value, where)
     ids = _checked_ids(value, where)
+    named = _other_roles(ids, config)
     vocabulary = FrozenVocabularyFile(
         origin=origin,
         next_merge_id=max(ids.values()) + 1,
         eos=_eos(ids, config, eos, where),
+        bos=named.get("bos"),
+        pad=named.get("pad"),
+        unk=named.get("unk"),
         tokenizer_json=text,
         tokenizer_sha256=sha256_hex(text.encode()),
-        **{role: SpecialToken(id=ids[token], token=token) for role, token in _other_roles(ids, config).items()},
     )
     _check_size(vocabulary, where)
     return vocabulary
@@ -139,8 +142,10 @@ def _eos(ids: Mapping[str, int], config: Mapping[str, str], asked: str | None, w
     )
 
 
-def _other_roles(ids: Mapping[str, int], config: Mapping[str, str]) -> dict[str, str]:
-    return {role: config[role] for role in _OTHER_ROLES if config.get(role) in ids}
+def _other_roles(ids: Mapping[str, int], config: Mapping[str, str]) -> dict[str, SpecialToken]:
+    """Those that are named beside the tokenizer and that it has."""
+    tokens = {role: config[role] for role in _OTHER_ROLES if config.get(role) in ids}
+    return {role: SpecialToken(id=ids[token], token=token) for role, token in tokens.items()}
 
 
 def _check_size(vocabulary: FrozenVocabularyFile, where: str) -> None:

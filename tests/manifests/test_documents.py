@@ -24,9 +24,19 @@ from manifests import (
     format_time,
     parse_time,
 )
-from tests.support.contract_strategies import CHECKPOINTS, SOURCES, manifests, segments, vocabularies
+from tests.support.contract_strategies import (
+    CHECKPOINTS,
+    SOURCES,
+    frozen_manifests,
+    frozen_vocabularies,
+    manifests,
+    segments,
+    vocabularies,
+)
 
-DOCUMENTS = st.one_of(manifests(), segments(), vocabularies(), CHECKPOINTS, SOURCES)
+DOCUMENTS = st.one_of(
+    manifests(), frozen_manifests(), segments(), vocabularies(), frozen_vocabularies(), CHECKPOINTS, SOURCES
+)
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 DIGEST = "0" * 64

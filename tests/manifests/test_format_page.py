@@ -20,6 +20,7 @@ from manifests import (
     TOKENIZER_KEY,
     Checkpoints,
     Cursor,
+    FrozenVocabularyFile,
     Manifest,
     PackedEntry,
     Segment,
@@ -30,6 +31,7 @@ from manifests import (
     SourcesFile,
     SourceSpec,
     SourceTotals,
+    SpecialToken,
     TokenizerRef,
     VocabularyFile,
     Writer,
@@ -126,7 +128,7 @@ def test_the_pages_verifier_verifies(folder):
 
 MANIFEST_PARTS = [Manifest, SourceTotals, TokenizerRef, SegmentRef, Signature]
 INDEX_PARTS = [Segment, ShardEntry, PackedEntry]
-OTHERS = [VocabularyFile, Cursor, SourceCheckpoint, Writer, SourcesFile, SourceSpec]
+OTHERS = [VocabularyFile, FrozenVocabularyFile, SpecialToken, Cursor, SourceCheckpoint, Writer, SourcesFile, SourceSpec]
 
 
 @pytest.mark.parametrize("model", [*MANIFEST_PARTS, *INDEX_PARTS, *OTHERS])
