@@ -143,6 +143,6 @@ def _difference_of_gigatoken(hf_json: bytes, texts: list[bytes], expected: Encod
     try:
         found = GigatokenEngine(hf_json).encode_batch(texts)
     except Exception as error:  # noqa: BLE001  whatever it does not support, tokenizers does
-        return f"refuses it ({' '.join(str(error).split())[:200]})"
+        return f"refuses it ({' '.join(str(error).split()).partition(' Location:')[0][:200]})"
     different = first_difference(texts, found, expected)
     return None if different is None else f"gives other ids for {different!r}"

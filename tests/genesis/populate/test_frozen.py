@@ -193,7 +193,9 @@ def test_another_vocabulary_learning_and_growing_are_refused(text, made, tmp_pat
 
 def test_a_dry_run_says_what_would_encode_and_writes_nothing(text, made, tmp_path):
     planned = genesis(*arguments(tmp_path / "store", text, made["qwen"][0].parent, "--dry-run")).stdout
-    assert "learn  nothing: 1,504 ids of tokenizer.json, EOS <|endoftext|> (1500)" in planned
+    vocabulary = import_vocabulary(str(made["qwen"][0].parent))
+    ids, eos_id = f"{vocabulary.next_merge_id:,}", vocabulary.eos_id
+    assert f"learn  nothing: {ids} ids of tokenizer.json, EOS <|endoftext|> ({eos_id})" in planned
     assert not (tmp_path / "store").exists()
 
 
@@ -234,17 +236,19 @@ def test_ids_above_65535_are_packed_in_four_bytes(text, tmp_path):
     """A vocabulary with many tokens that no merge reaches; the bytes stay where they were."""
     form = json.loads(foreign_json("gpt2"))
     vocab = form["model"]["vocab"]
-    vocab.update({f"Ġunreachable{number}": 1500 + number for number in range(65_000)})
-    form["added_tokens"][0]["id"] = max(vocab.values()) + 1
+    first = len(vocab)
+    vocab.update({f"Ġunreachable{number}": first + number for number in range(66_000)})
+    eos_id = first + 66_000
+    form["added_tokens"][0]["id"] = eos_id
     (tmp_path / "tokenizer.json").write_text(json.dumps(form), encoding="utf-8")
     store = tmp_path / "store"
     said = genesis(*arguments(store, text, tmp_path, "--max-shards", "2")).stderr
-    assert "EOS <|endoftext|> (66500)" in said
+    assert f"EOS <|endoftext|> ({eos_id})" in said
     readable = open_readable(str(store))
     for entry in entries(readable):
         assert packed_dtype(entry.next_merge_id).itemsize == 4
         check_packed(readable, entry)
-        assert int(decode_shard(readable.get(shard_key(entry.id)).body).max()) == 66_500
+        assert int(decode_shard(readable.get(shard_key(entry.id)).body).max()) == eos_id
     assert verify_store(FolderStore(store)).ok
 
 

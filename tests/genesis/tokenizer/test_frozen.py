@@ -31,7 +31,7 @@ from genesis.tokenizer import (
 )
 from genesis.tokenizer.agreement import check_texts
 from genesis.tokenizer.export import export_files
-from genesis.tokenizer.frozen import encoding_form, is_lossless
+from genesis.tokenizer.frozen import encoding_form, ids_of, is_lossless
 from manifests import FrozenVocabularyFile, InvalidDocumentError, UnsupportedFormatError, VocabularyFile
 from tests.support.documents import UNICODE_17, adversarial_strings, documents
 from tests.support.foreign_tokenizers import EOS, FORMS, MULTILINGUAL, foreign_json, reference, write_foreign
@@ -165,7 +165,11 @@ def test_the_file_is_kept_verbatim_and_written_once(vocabularies, tmp_path):
     assert import_vocabulary(str(tmp_path)) == vocabulary
     again = read_tokenizer(vocabulary.to_json())
     assert again.to_file() == vocabulary
-    assert again.next_merge_id == again.current_vocab_size == 1504
+    assert (
+        again.next_merge_id
+        == again.current_vocab_size
+        == max(ids_of(json.loads(vocabulary.tokenizer_json)).values()) + 1
+    )
     files = export_files(vocabulary, "hf")
     assert files["hf/tokenizer.json"] == path.read_bytes()
     assert json.loads(files["hf/tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
@@ -320,7 +324,7 @@ def test_added_tokens_under_other_ids_than_tokenizers_gives_are_refused(tmp_path
     form = json.loads(foreign_json("qwen"))
     form["added_tokens"][-1]["id"] += 100
     (tmp_path / "tokenizer.json").write_text(json.dumps(form), encoding="utf-8")
-    with pytest.raises(TokenizerError, match="expected the id 1603 for '<tool_call>'"):
+    with pytest.raises(TokenizerError, match=r"expected the id [0-9]+ for '<tool_call>'"):
         choose_encoder(import_vocabulary(str(tmp_path)))
 
 
