@@ -44,8 +44,9 @@ def import_vocabulary(where: str, eos: str | None = None) -> FrozenVocabularyFil
         UsageError: there is no such file or encoding, or no such token.
         TokenizerError: it is no byte-level BPE that keeps all text.
     """
+    config: dict[str, str] = {}
     if where.startswith(TIKTOKEN_PREFIX):
-        text, config, origin = hugging_face_form(where.removeprefix(TIKTOKEN_PREFIX)), {}, where
+        text, origin = hugging_face_form(where.removeprefix(TIKTOKEN_PREFIX)), where
     else:
         path = _file_at(where)
         text, config, origin = _read(path), _config_beside(path), "tokenizer.json"
