@@ -24,7 +24,8 @@ from manifests import (
     SegmentRef,
     ShardEntry,
     TokenizerRef,
-    VocabularyFile,
+    Vocabulary,
+    read_vocabulary_file,
     sha256_hex,
 )
 
@@ -107,8 +108,8 @@ def _vouched_body(store: ReadableStore, reference: SegmentRef | TokenizerRef) ->
     return body
 
 
-def read_vocabulary(store: ReadableStore, manifest: Manifest | None) -> VocabularyFile:
-    """The newest vocabulary: the manifest's, or the ``tokenizer.json`` of a store that has only that.
+def read_vocabulary(store: ReadableStore, manifest: Manifest | None) -> Vocabulary:
+    """The newest vocabulary, of either kind: the manifest's, or the ``tokenizer.json`` of a store that has only that.
 
     Raises:
         StoreEmptyError: there is none.
@@ -117,12 +118,12 @@ def read_vocabulary(store: ReadableStore, manifest: Manifest | None) -> Vocabula
     """
     if manifest is None or manifest.tokenizer is None:
         try:
-            return VocabularyFile.from_json(store.get(TOKENIZER_KEY).body)
+            return read_vocabulary_file(store.get(TOKENIZER_KEY).body)
         except ObjectNotFoundError:
             raise StoreEmptyError(
                 f"{store.url}: expected a vocabulary, found none; learn one with 'genesis learn' or 'genesis populate'"
             ) from None
-    return VocabularyFile.from_json(_vouched_body(store, manifest.tokenizer), name=manifest.tokenizer.key)
+    return read_vocabulary_file(_vouched_body(store, manifest.tokenizer), name=manifest.tokenizer.key)
 
 
 def find_shard(store: ReadableStore, manifest: Manifest, shard_id: int) -> tuple[SegmentRef, ShardEntry]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from genesis.errors import LeaseHeldError, StoreError
+from genesis.errors import LeaseHeldError, StoreError, TokenizerError
 from genesis.populate.lease import check_free, describe_writer
 from genesis.snapshot import (
     PublishedManifest,
@@ -27,11 +27,13 @@ from manifests import (
     FIRST_MERGE_ID,
     Checkpoints,
     ContractError,
+    FrozenVocabularyFile,
     InputRead,
     Manifest,
     SourceCheckpoint,
     SourcesFile,
     SourceTotals,
+    TokenizerRef,
     Writer,
     format_time,
     parse_time,
@@ -90,16 +92,25 @@ class WriterStatus(_Part):
 
 
 class VocabularyStatus(_Part):
-    """The newest vocabulary; the last three are None if its file cannot be read."""
+    """The newest vocabulary; what stands in its file is None if that cannot be read."""
 
     sha256: str
     ids: int
     """All ids, specials and bytes included (``next_merge_id``)."""
-    merges: int
+    merges: int | None
+    """Learned; None of a vocabulary made elsewhere."""
     limit: int | None
     sources_contributed: dict[str, int] | None
     """Merges learned from each source."""
     pattern: str | None
+    eos_id: int
+    """Ends every document."""
+    origin: str | None = None
+    """Of a vocabulary made elsewhere; None of our own."""
+    eos_token: str | None = None
+    """How its maker spells the EOS, likewise."""
+    encoder: str | None = None
+    """What encoded the newest documents with it, likewise: gigatoken or tokenizers."""
 
 
 class StoreTotals(_Part):
@@ -180,7 +191,7 @@ def read_status(
         sources=rows,
         pending=tuple(spec.name for spec in sources.enabled() if spec.name not in {row.name for row in rows}),
         writer=writer,
-        vocabulary=_vocabulary(store, manifest, previous, notes),
+        vocabulary=_vocabulary(store, manifest, checkpoints, previous, notes),
         notes=tuple(notes),
     )
 
@@ -327,24 +338,66 @@ def _totals(manifest: Manifest | None, rows: tuple[SourceStatus, ...]) -> StoreT
 
 
 def _vocabulary(
-    store: ReadableStore, manifest: Manifest | None, previous: StoreStatus | None, notes: list[str]
+    store: ReadableStore,
+    manifest: Manifest | None,
+    checkpoints: Checkpoints | None,
+    previous: StoreStatus | None,
+    notes: list[str],
 ) -> VocabularyStatus | None:
     reference = manifest.tokenizer if manifest else None
-    if reference is None:
+    if manifest is None or reference is None:
         return None
+    encoder = _encoder(checkpoints)
     known = previous.vocabulary if previous else None
     if known is not None and known.sha256 == reference.sha256 and known.pattern is not None:
-        return known
+        return known.model_copy(update={"encoder": encoder})
     try:
         file = read_vocabulary(store, manifest)
     except (StoreError, ContractError) as error:
         notes.append(f"the vocabulary cannot be read ({error})")
         file = None
+    if manifest.is_frozen or isinstance(file, FrozenVocabularyFile):
+        return _frozen_vocabulary(reference, file if isinstance(file, FrozenVocabularyFile) else None, encoder, notes)
     return VocabularyStatus(
         sha256=reference.sha256,
         ids=reference.next_merge_id,
         merges=reference.next_merge_id - FIRST_MERGE_ID,
+        eos_id=manifest.eos_id,
         limit=file.vocab_size if file else None,
         sources_contributed=file.sources_contributed if file else None,
         pattern=file.pattern if file else None,
     )
+
+
+def _frozen_vocabulary(
+    reference: TokenizerRef, file: FrozenVocabularyFile | None, encoder: str | None, notes: list[str]
+) -> VocabularyStatus:
+    """Of a vocabulary made elsewhere; ``file`` is None if it cannot be read."""
+    # Brings numpy, which the status of any other store need not wait for.
+    from genesis.tokenizer.frozen import parse_form, split_pattern
+
+    pattern = None
+    if file is not None:
+        try:
+            pattern = split_pattern(parse_form(file.tokenizer_json, reference.key))
+        except TokenizerError as error:
+            notes.append(f"the vocabulary cannot be read ({error})")
+    return VocabularyStatus(
+        sha256=reference.sha256,
+        ids=reference.next_merge_id,
+        merges=None,
+        limit=reference.next_merge_id,
+        sources_contributed={} if file else None,
+        pattern=pattern,
+        eos_id=file.eos_id if file else reference.eos_id or 0,
+        origin=file.origin if file else None,
+        eos_token=file.eos.token if file else None,
+        encoder=encoder,
+    )
+
+
+def _encoder(checkpoints: Checkpoints | None) -> str | None:
+    """What encoded the source that was committed last; None if nothing says so."""
+    sources = checkpoints.sources.values() if checkpoints else ()
+    known = [source for source in sources if source.encoder is not None]
+    return max(known, key=lambda source: source.timestamp).encoder if known else None

@@ -26,7 +26,7 @@ from loader.stream.windows import start_positions
 from manifests import ContractError, Manifest, sha256_hex
 
 if TYPE_CHECKING:
-    from genesis.tokenizer import NeuroTokenizer
+    from genesis.tokenizer import StoreTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class GenesisDataLoader:
         count: int = DEFAULT_COUNT,
         assignment: Assignment = "modulo",
         plateau: PlateauKind | PlateauRule = "absolute",
-        tokenizer: NeuroTokenizer | None = None,
+        tokenizer: StoreTokenizer | None = None,
     ) -> None:
         """Finds the store and the node's shards (spec L-1: the manifest is fetched here).
 
@@ -130,7 +130,12 @@ class GenesisDataLoader:
         return self._shards[self._position % len(self._shards)]
 
     @property
-    def tokenizer(self) -> NeuroTokenizer:
+    def eos_id(self) -> int:
+        """The id that ends every document: 2, or that of a vocabulary made elsewhere."""
+        return self._session.catalog.manifest.eos_id
+
+    @property
+    def tokenizer(self) -> StoreTokenizer:
         """The vocabulary, fetched from the store at the first access.
 
         Raises:
@@ -152,15 +157,17 @@ class GenesisDataLoader:
             TokenizerSyncError: it does not extend the one in use: an id would change its meaning.
             LoaderError: it is unavailable.
         """
-        from genesis.tokenizer import NeuroTokenizer
+        from genesis.tokenizer import tokenizer_of
 
         # The first time the present manifest will do, so a node without a network can begin.
         catalog = self._session.catalog if self._tokenizer is None else self._session.newest_catalog()
         file = catalog.vocabulary()
         try:
             if self._tokenizer is None:
-                self._tokenizer = NeuroTokenizer.from_file(file)
+                self._tokenizer = tokenizer_of(file)
                 return True
+            if type(file) is not type(self._tokenizer.to_file()):
+                raise VocabularyMismatchError("one of them was made elsewhere and the other was not")
             grew = self._tokenizer.update_from_dict(file.to_object())
         except VocabularyMismatchError as error:
             raise TokenizerSyncError(f"the store's vocabulary does not extend the one in use: {error}") from None

@@ -155,6 +155,11 @@ class GenesisDataset(IterableDataset[Batch]):
         return self._shared.session.catalog.document()
 
     @property
+    def eos_id(self) -> int:
+        """The id that ends every document: 2, or that of a vocabulary made elsewhere."""
+        return self._shared.session.catalog.manifest.eos_id
+
+    @property
     def options(self) -> StreamOptions:
         """The options that decide the stream."""
         return self._options

@@ -85,7 +85,7 @@ class Feed:
             labels = inputs.copy()  # Of its own: models that mask labels do so in place.
         batch: dict[str, Array] = {"input_ids": inputs, "labels": labels}
         for extra in self._options.extras:
-            batch[extra] = _EXTRAS[extra](inputs)
+            batch[extra] = _EXTRAS[extra](inputs, self._session.catalog.manifest.eos_id)
         return batch
 
     def _open_shard(self, shard_id: int) -> OpenShard:
@@ -126,7 +126,7 @@ class Feed:
         return window_order(windows, self._options.seed, self._options.node_id, rows.epoch, rows.shard_id)
 
 
-_EXTRAS: dict[str, Callable[[npt.NDArray[np.int64]], Array]] = {
+_EXTRAS: dict[str, Callable[[npt.NDArray[np.int64], int], Array]] = {
     "positions": positions,
     "document_ids": document_ids,
     "cu_seqlens": cumulative_lengths,

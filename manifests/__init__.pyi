@@ -10,6 +10,11 @@ from .errors import InvalidDocumentError as InvalidDocumentError
 from .errors import ShardFormatError as ShardFormatError
 from .errors import SignatureError as SignatureError
 from .errors import UnsupportedFormatError as UnsupportedFormatError
+from .frozen_vocabulary import FrozenVocabularyFile as FrozenVocabularyFile
+from .frozen_vocabulary import SpecialToken as SpecialToken
+from .frozen_vocabulary import Vocabulary as Vocabulary
+from .frozen_vocabulary import max_vocabulary_bytes as max_vocabulary_bytes
+from .frozen_vocabulary import read_vocabulary_file as read_vocabulary_file
 from .ids import BYTE_OFFSET as BYTE_OFFSET
 from .ids import EOS_ID as EOS_ID
 from .ids import FIRST_MERGE_ID as FIRST_MERGE_ID
@@ -25,6 +30,8 @@ from .keys import packed_key as packed_key
 from .keys import segment_key as segment_key
 from .keys import shard_key as shard_key
 from .keys import vocabulary_key as vocabulary_key
+from .manifest import FROZEN_FORMAT as FROZEN_FORMAT
+from .manifest import FROZEN_TOKENIZER_VERSION as FROZEN_TOKENIZER_VERSION
 from .manifest import Manifest as Manifest
 from .manifest import SegmentRef as SegmentRef
 from .manifest import Signature as Signature

@@ -14,7 +14,7 @@ from pydantic import Field
 from manifests.documents import Document, Part
 from manifests.errors import InvalidDocumentError
 from manifests.fields import Count, Sha256, SourceName, Time, TokenId
-from manifests.manifest import Manifest
+from manifests.manifest import FROZEN_FORMAT, Manifest
 
 _RESERVED = ("format", "writer", "manifest")
 
@@ -58,6 +58,9 @@ class SourceCheckpoint(Part):
     """The source was read to its end; what follows says what fills no shard and stays behind the cursor."""
     unsharded_tokens: Count = 0
     unsharded_documents: Count = 0
+    encoder: str | None = None
+    """What encoded the source's last documents, in a store whose vocabulary was made elsewhere; the ids do not depend
+    on it."""
 
 
 class InputRead(Part):
@@ -91,9 +94,10 @@ class Writer(Part):
 
 
 class Checkpoints(Document):
-    """``checkpoints.json``."""
+    """``checkpoints.json``; of format 2 if the manifest is."""
 
     FILE: ClassVar[str] = "checkpoints.json"
+    FORMATS: ClassVar[tuple[int, ...]] = (1, FROZEN_FORMAT)
 
     sources: dict[SourceName, SourceCheckpoint] = Field(default_factory=dict)
     writer: Writer | None = None

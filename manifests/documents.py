@@ -23,10 +23,11 @@ class Part(BaseModel):
 
 
 class Document(Part):
-    """A whole JSON file. Subclasses name the file and the one format they read and write."""
+    """A whole JSON file. Subclasses name the file, the format they write by default, and those they read."""
 
     FILE: ClassVar[str]
     FORMAT: ClassVar[int] = 1
+    FORMATS: ClassVar[tuple[int, ...]] = (1,)
 
     format: int = 1
 
@@ -39,7 +40,7 @@ class Document(Part):
             name: what to call the file in messages; by default the class's own file name.
 
         Raises:
-            UnsupportedFormatError: ``format`` is not the one this class knows.
+            UnsupportedFormatError: ``format`` is none that this class knows.
             InvalidDocumentError: anything else that breaks the contract.
         """
         return cls.from_object(parse_object(data, name or cls.FILE), name=name)
@@ -49,10 +50,11 @@ class Document(Part):
         """`from_json` for JSON that is parsed already."""
         what = name or cls.FILE
         found = value.get("format", cls.FORMAT)
-        if found != cls.FORMAT:
-            is_newer = isinstance(found, int) and found > cls.FORMAT
+        if found not in cls.FORMATS:
+            known = " or ".join(map(str, cls.FORMATS))
+            is_newer = isinstance(found, int) and found > max(cls.FORMATS)
             advice = "install a newer release to read it" if is_newer else "no release has written that: it is damaged"
-            raise UnsupportedFormatError(f"{what}: expected format {cls.FORMAT}, found {found!r}; {advice}")
+            raise UnsupportedFormatError(f"{what}: expected format {known}, found {found!r}; {advice}")
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -3,6 +3,10 @@
 The names of spec G-16, plus the chain: manifest → segment → shard, each link a sha256, so that one signature
 over the manifest vouches for every byte of the store. Everything a manifest names is immutable and was in the store
 before it; a reader with any manifest, however old, finds a consistent store.
+
+Format 2 is that of a store with a vocabulary made elsewhere (`manifests.frozen_vocabulary`): its ids below 10 are
+ordinary tokens and its documents end in ``tokenizer.eos_id``, so a reader that knows only format 1 must stop. Every
+other store stays at format 1, byte for byte.
 """
 
 from __future__ import annotations
@@ -13,7 +17,13 @@ from pydantic import model_validator
 
 from manifests.documents import Document, Part
 from manifests.fields import Count, Key, Sha256, ShardTokens, SourceName, Time, TokenId
+from manifests.ids import EOS_ID
 from manifests.keys import SEGMENT_SHARDS, SHARD_TOKENS
+
+FROZEN_FORMAT = 2
+"""``format`` of the manifest and the checkpoints of a store whose vocabulary was made elsewhere."""
+FROZEN_TOKENIZER_VERSION = "hf_v1"
+"""``tokenizer_version`` of such a store."""
 
 
 class SourceTotals(Part):
@@ -33,6 +43,8 @@ class TokenizerRef(Part):
     key: Key
     sha256: Sha256
     next_merge_id: TokenId
+    eos_id: TokenId | None = None
+    """What ends a document, where the vocabulary was made elsewhere; None for one of our own, whose EOS is 2."""
 
 
 class SegmentRef(Part):
@@ -58,6 +70,7 @@ class Manifest(Document):
     """``manifest.json``. A manifest without the added fields (spec G-16) reads as an unindexed store."""
 
     FILE: ClassVar[str] = "manifest.json"
+    FORMATS: ClassVar[tuple[int, ...]] = (1, FROZEN_FORMAT)
 
     sequence: Count = 0
     """Counts commits; a reader refuses a manifest older than the last it saw."""
@@ -75,6 +88,30 @@ class Manifest(Document):
     created_at: Time
     updated_at: Time
     signature: Signature | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the vocabulary was made elsewhere."""
+        return self.format == FROZEN_FORMAT
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends every document."""
+        own = self.tokenizer.eos_id if self.tokenizer else None
+        return EOS_ID if own is None else own
+
+    @model_validator(mode="after")
+    def _vocabulary_is_of_one_kind(self) -> Self:
+        named = self.tokenizer is not None and self.tokenizer.eos_id is not None
+        version = self.tokenizer_version == FROZEN_TOKENIZER_VERSION
+        if not (self.is_frozen == named == version):
+            raise ValueError(
+                f"format {FROZEN_FORMAT}, tokenizer_version {FROZEN_TOKENIZER_VERSION!r} and tokenizer.eos_id go "
+                f"together, found format {self.format} and tokenizer_version {self.tokenizer_version!r}"
+            )
+        if self.tokenizer is not None and self.eos_id >= self.tokenizer.next_merge_id and self.is_frozen:
+            raise ValueError(f"tokenizer.eos_id {self.eos_id} is not below {self.tokenizer.next_merge_id}")
+        return self
 
     @model_validator(mode="after")
     def _totals_add_up(self) -> Self:

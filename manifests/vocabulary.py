@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from operator import itemgetter
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, StrictInt, model_validator
 
 from manifests.documents import Document
-from manifests.errors import InvalidDocumentError
+from manifests.errors import InvalidDocumentError, UnsupportedFormatError
 from manifests.fields import Count, SourceName
-from manifests.ids import BYTE_OFFSET, FIRST_MERGE_ID, MAX_VOCABULARY
+from manifests.ids import BYTE_OFFSET, EOS_ID, FIRST_MERGE_ID, MAX_VOCABULARY
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -43,6 +43,11 @@ class VocabularyFile(Document):
     """Merges learned from each source."""
     pattern: str = PATTERN
 
+    @property
+    def eos_id(self) -> int:
+        """The id that ends every document."""
+        return EOS_ID
+
     @model_validator(mode="after")
     def _ids_are_dense(self) -> Self:
         expected = self.next_merge_id - FIRST_MERGE_ID
@@ -51,6 +56,16 @@ class VocabularyFile(Document):
         if self.pattern != PATTERN:
             raise ValueError(f"expected the pattern {PATTERN!r}, found {self.pattern!r}")
         return self
+
+    @classmethod
+    def from_object(cls, value: dict[str, Any], *, name: str | None = None) -> Self:
+        """`from_json` for JSON that is parsed already; names a vocabulary made elsewhere as such."""
+        if value.get("format") == 2:
+            raise UnsupportedFormatError(
+                f"{name or cls.FILE}: expected a vocabulary that grows (format 1), found one made elsewhere (2); "
+                "genesis.tokenizer.read_tokenizer reads both"
+            )
+        return super().from_object(value, name=name)
 
     def pairs(self) -> list[tuple[int, int]]:
         """The merges as (left id, right id), in the order of their own ids.

@@ -10,8 +10,12 @@
 - Encoding: text MB/s on one thread with the vocabulary just learned, to one array of ids. *Cold* is the first 20 MB of
   a new encoder, *unseen* the 20 MB of other documents after it. Slow peers read less, which is fair to them: only
   gigatoken gains from what it has read. *raw gigatoken* is the library called by itself, for what the wrapper costs.
+- Vocabularies made elsewhere: as the models of GPT-2, Llama 3, Qwen (NFC) and one that is none of the well-known ones
+  (digits one by one) have them, trained here by ``tokenizers`` on 2,000 of the documents. What `choose_encoder` takes
+  encodes as a worker does, and ``tokenizers`` the same text after it; *chosen in* is what the choice costs at a start.
 
-Both cores of a machine are used for learning (``--processes``), and nothing else should be running.
+``--only`` leaves the other parts out. Both cores of a machine are used for learning (``--processes``), and nothing else
+should be running.
 """
 
 from __future__ import annotations
@@ -35,7 +39,15 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from genesis.tokenizer import NeuroTokenizer, TiktokenEngine, hf_tokenizer_json
+from genesis.tokenizer import (
+    EncoderSpec,
+    NeuroTokenizer,
+    TiktokenEngine,
+    choose_encoder,
+    hf_tokenizer_json,
+    import_vocabulary,
+)
+from genesis.tokenizer.frozen import encoding_form
 from manifests.vocabulary import PATTERN, VocabularyFile
 
 NUM_MERGES = 31_734
@@ -55,7 +67,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         options.vocabulary = Path(folder) / "tokenizer.json"
-        report = {"learning": bench_learning(options), "encoding": bench_encoding(options)}
+        parts = PARTS if options.only is None else {options.only: PARTS[options.only]}
+        report = {name: part(options) for name, part in parts.items()}
     print(json.dumps(report, indent=2) if options.json else as_text(report))
 
 
@@ -68,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="of everything, in turn; the fastest counts")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="for learning, the peer's threads too")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--only", choices=["elsewhere"], help="nothing but the vocabularies made elsewhere")
     parser.add_argument("--learner", choices=list(LEARNERS), help=argparse.SUPPRESS)
     parser.add_argument("--vocabulary", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -251,9 +265,93 @@ ENCODERS: dict[str, tuple[Callable[[VocabularyFile], Encode], int]] = {
 }
 
 
+MADE_ELSEWHERE_IDS = 32_000
+MADE_ELSEWHERE_DOCUMENTS = 2_000
+
+
+def made_elsewhere(form: str, documents: list[str]) -> str:
+    """A tokenizer.json of a form that models in the wild have."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    digits = {"llama 3": r"\p{N}{1,3}", "qwen": r"\p{N}"}.get(form)
+    tokenizer = Tokenizer(models.BPE(ignore_merges=form == "llama 3"))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=digits is None)
+    if digits is not None:
+        split = pre_tokenizers.Split(Regex(words + digits + rest), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    elif form == "digits":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    else:
+        tokenizer.pre_tokenizer = byte_level
+    if form == "qwen":
+        tokenizer.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MADE_ELSEWHERE_IDS - 1,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return str(tokenizer.to_str(pretty=True))
+
+
+def bench_made_elsewhere(options: argparse.Namespace) -> dict[str, Any]:
+    """What encodes each form, its speed, and that of ``tokenizers`` on the same text right after it."""
+    documents = read_documents(options.folder, MADE_ELSEWHERE_DOCUMENTS)
+    first = cut(read_documents(options.folder), PHASE_BYTES)
+    others = cut(read_documents(options.folder, reverse=True), PHASE_BYTES)
+    found: dict[str, Any] = {}
+    for form in ("gpt-2", "llama 3", "qwen", "digits"):
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tokenizer.json"
+            path.write_text(made_elsewhere(form, [document.decode() for document in documents]), encoding="utf-8")
+            vocabulary = import_vocabulary(str(path))
+        begun = time.perf_counter()
+        encoder = choose_encoder(vocabulary)
+        chosen_s = time.perf_counter() - begun
+        best = {"cold_mb_s": 0.0, "unseen_mb_s": 0.0, "tokenizers_cold_mb_s": 0.0, "tokenizers_unseen_mb_s": 0.0}
+        for _ in range(options.rounds):
+            slow = EncoderSpec(encoding_form(vocabulary), "tokenizers")
+            phase_bytes = PHASE_BYTES if encoder.name == "gigatoken" else SLOW_PHASE_BYTES
+            for prefix, spec, size_bytes in (("", encoder, phase_bytes), ("tokenizers_", slow, SLOW_PHASE_BYTES)):
+                engine = spec.build()
+                engine.encode_batch([b"builds the encoder"])
+                for phase, texts in (("cold_mb_s", first), ("unseen_mb_s", others)):
+                    mb_s = speed(
+                        lambda batch, engine=engine: len(engine.encode_batch(batch).ids), cut(texts, size_bytes)
+                    )
+                    best[prefix + phase] = max(best[prefix + phase], mb_s)
+        times = {phase: best[phase] / best[f"tokenizers_{phase}"] for phase in ("cold_mb_s", "unseen_mb_s")}
+        found[form] = {"encoder": encoder.name, "chosen_in_s": chosen_s, **best, "times": times}
+    return found
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "learning": bench_learning,
+    "encoding": bench_encoding,
+    "elsewhere": bench_made_elsewhere,
+}
+
+
 def as_text(report: dict[str, dict[str, Any]]) -> str:
     """The report for people."""
-    learning, encoding = report["learning"], report["encoding"]
+    lines = [] if "learning" not in report else own_lines(report["learning"], report["encoding"])
+    lines.append("vocabularies made elsewhere, one thread, MB/s    chosen in   cold  unseen   tokenizers   times")
+    for form, run in report["elsewhere"].items():
+        times = run["times"]
+        lines.append(
+            f"  {form:10} by {run['encoder']:28} {run['chosen_in_s']:8.2f} s {run['cold_mb_s']:6.1f} "
+            f"{run['unseen_mb_s']:7.1f}   {run['tokenizers_cold_mb_s']:4.1f} {run['tokenizers_unseen_mb_s']:5.1f}   "
+            f"{times['cold_mb_s']:5.1f} {times['unseen_mb_s']:5.1f}"
+        )
+    return "\n".join(lines)
+
+
+def own_lines(learning: dict[str, Any], encoding: dict[str, Any]) -> list[str]:
+    """The lines of our own vocabulary."""
     lines = [f"learning {NUM_MERGES:,} merges"]
     for name in LEARNERS:
         run = learning[name]
@@ -267,7 +365,7 @@ def as_text(report: dict[str, dict[str, Any]]) -> str:
         ratio = encoding["genesis_times"].get(name)
         times = f"   {ratio['cold_mb_s']:5.2f} {ratio['unseen_mb_s']:5.2f}" if ratio else ""
         lines.append(f"  {name:28} {result['cold_mb_s']:7.1f} {result['unseen_mb_s']:7.1f}{times}")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

@@ -169,12 +169,27 @@ def _checkpoint_lines(checkpoints: Checkpoints) -> list[str]:
 
 
 def _vocabulary_lines(found: VocabularyInspection) -> list[str]:
+    if found.origin is not None:
+        return _frozen_lines(found)
     sources = ", ".join(f"{name} {count(merges)}" for name, merges in found.sources_contributed.items())
     return [
         f"{found.url}/{found.key or 'tokenizer.json'}",
         f"{count(found.ids)} ids of at most {count(found.limit)}; {count(found.merges)} merges"
         + (f" ({sources})" if sources else ""),
         f"merges spell {found.mean_token_bytes} bytes on average; the longest:",
+        *(f"{token.id:>10}  {token.text!r}" for token in found.longest),
+    ]
+
+
+def _frozen_lines(found: VocabularyInspection) -> list[str]:
+    specials = [f"{name} {token.text} ({token.id})" for name, token in (found.special_tokens or {}).items()]
+    lossless = "gives the very text back" if found.is_lossless else "gives normalized text back, not the very bytes"
+    return [
+        f"{found.url}/{found.key or 'tokenizer.json'}",
+        f"{count(found.ids)} ids of {found.origin}, which neither learns nor grows; {count(found.merges)} merges",
+        f"{', '.join(specials)}; decoding {lossless}",
+        f"pattern: {found.pattern}",
+        f"tokens of two bytes and more spell {found.mean_token_bytes} on average; the longest:",
         *(f"{token.id:>10}  {token.text!r}" for token in found.longest),
     ]
 

@@ -40,10 +40,12 @@ from genesis.populate.progress import counted, format_duration, format_size
 from genesis.sources import SourceOptions, find_source, resolve
 from genesis.store import Store, open_store
 from genesis.store.cloudfront import Invalidator
+from genesis.tokenizer import import_vocabulary
 from manifests import (
     CHECKPOINTS_KEY,
     SHARD_TOKENS,
     Checkpoints,
+    FrozenVocabularyFile,
     SourcesFile,
     SourceSpec,
     canonical_json,
@@ -95,6 +97,17 @@ def populate_command(
         int | None,
         typer.Option("--merges", help="Merges to learn. [default: 31,734 in an empty store, else the source's share]"),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            help="A vocabulary made elsewhere instead of learning one: a tokenizer.json, its folder, or tiktoken:NAME.",
+        ),
+    ] = None,
+    eos: Annotated[
+        str | None,
+        typer.Option("--eos", help="With --tokenizer: the token that ends a document. [default: its maker's]"),
+    ] = None,
     shard_tokens: Annotated[
         int | None,
         typer.Option("--shard-tokens", help="Token ids a shard. [default: the store's, 2,500,000 for a new one]"),
@@ -133,6 +146,7 @@ def populate_command(
     wishes = source_options(name, text_field, hf_name, include, exclude)
     specs = _chosen(source, sources, files, wishes)
     key = None if dry_run else read_sign_key(sign_key)
+    vocabulary = _vocabulary_made_elsewhere(tokenizer, eos)
     opened = open_store(store)
     runs = (  # One by one: the first run gives a new store its shard size.
         PopulateOptions(
@@ -147,6 +161,7 @@ def populate_command(
             mended_input=mended_input,
             lease_s=lease_s,
             learn=LearnOptions(documents=learn_documents, merges=merges),
+            tokenizer=vocabulary,
         )
         for spec in specs
     )
@@ -167,6 +182,14 @@ def populate_command(
         except InterruptedRunError as error:
             typer.echo(f"genesis: {error}", err=True)
     return stop.exit_code
+
+
+def _vocabulary_made_elsewhere(tokenizer: str | None, eos: str | None) -> FrozenVocabularyFile | None:
+    if tokenizer is not None:
+        return import_vocabulary(tokenizer, eos)
+    if eos is not None:
+        raise UsageError("--eos: expected --tokenizer with it, since a vocabulary of our own has its EOS")
+    return None
 
 
 def _populate(

@@ -169,10 +169,24 @@ def _remarks(sources: tuple[SourceStatus, ...]) -> list[str]:
 
 
 def _vocabulary(vocabulary: VocabularyStatus) -> list[str]:
+    if vocabulary.merges is None:
+        return _vocabulary_made_elsewhere(vocabulary)
     lines = [f"vocabulary: {count(vocabulary.ids)} ids, {count(vocabulary.merges)} merges ({vocabulary.sha256[:16]})"]
     if vocabulary.sources_contributed:
         parts = [f"{name} {count(merges)}" for name, merges in vocabulary.sources_contributed.items()]
         lines += _wrapped("merges by source: ", parts)
+    if vocabulary.pattern:
+        lines.append(f"pattern: {_known_pattern(vocabulary.pattern)}")
+    return lines
+
+
+def _vocabulary_made_elsewhere(vocabulary: VocabularyStatus) -> list[str]:
+    eos = f", EOS {vocabulary.eos_token}" if vocabulary.eos_token else ", EOS"
+    encoder = f", encoded by {vocabulary.encoder}" if vocabulary.encoder else ""
+    lines = [
+        f"vocabulary: {count(vocabulary.ids)} ids of {vocabulary.origin or 'another maker'} "
+        f"({vocabulary.sha256[:16]}){eos} ({vocabulary.eos_id}){encoder}"
+    ]
     if vocabulary.pattern:
         lines.append(f"pattern: {_known_pattern(vocabulary.pattern)}")
     return lines

@@ -36,7 +36,7 @@ from genesis.store import ReadableStore, folder_of
 from genesis.store.durable import make_folders, remove_leftovers
 from genesis.store.folder import folder_errors
 from genesis.tokenizer.export import write_file
-from manifests import EOS_ID, ContractError, Manifest, verify_manifest
+from manifests import ContractError, Manifest, verify_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class _Run:
             total_shards=self._manifest.total_shards,
             vocabulary_ids=tokenizer.next_merge_id,
             vocabulary_sha256=tokenizer.sha256,
-            eos_id=EOS_ID,
+            eos_id=self._manifest.eos_id,
             dtype=id_dtype(request.to, tokenizer.next_merge_id).str,
         )
 

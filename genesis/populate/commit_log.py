@@ -47,9 +47,11 @@ from genesis.errors import (
 from genesis.populate.crashpoint import crash_point
 from genesis.populate.lease import LEASE_S, check_free, describe_writer, lease_end, this_process
 from genesis.store.base import CachePolicy, ObjectInfo, Store
-from genesis.tokenizer import NeuroTokenizer
+from genesis.tokenizer import FrozenTokenizer, StoreTokenizer, read_tokenizer
 from manifests import (
     CHECKPOINTS_KEY,
+    FROZEN_FORMAT,
+    FROZEN_TOKENIZER_VERSION,
     MANIFEST_KEY,
     SEGMENT_SHARDS,
     TOKENIZER_KEY,
@@ -180,7 +182,7 @@ class CommitLog:
         """Digest of the newest vocabulary's file; None if the store has none."""
         return self.manifest.tokenizer.sha256 if self.manifest and self.manifest.tokenizer else None
 
-    def read_tokenizer(self) -> NeuroTokenizer | None:
+    def read_tokenizer(self) -> StoreTokenizer | None:
         """The store's newest vocabulary; of an empty store with only a tokenizer.json, that one.
 
         Raises:
@@ -194,14 +196,14 @@ class CommitLog:
                     f"{reference.key} does not match the manifest: expected sha256 {reference.sha256}, "
                     f"found {sha256_hex(body)}; restore that object, then run the same command again"
                 )
-            return NeuroTokenizer.from_bytes(body)
+            return read_tokenizer(body, name=reference.key)
         try:
-            return NeuroTokenizer.from_bytes(self.store.get(TOKENIZER_KEY).body)
+            return read_tokenizer(self.store.get(TOKENIZER_KEY).body)
         except ObjectNotFoundError:
             return None
 
-    def commit_vocabulary(self, tokenizer: NeuroTokenizer) -> None:
-        """Makes ``tokenizer`` the store's vocabulary.
+    def commit_vocabulary(self, tokenizer: StoreTokenizer) -> None:
+        """Makes ``tokenizer`` the store's vocabulary. With one made elsewhere the store is of format 2 from here on.
 
         Raises:
             LeaseLostError: another populator took the store over; nothing was changed.
@@ -211,10 +213,14 @@ class CommitLog:
         if digest == self.tokenizer_sha256:
             return
         reference = TokenizerRef(key=vocabulary_key(digest), sha256=digest, next_merge_id=tokenizer.next_merge_id)
+        changes: dict[str, object] = {"tokenizer": reference}
+        if isinstance(tokenizer, FrozenTokenizer):
+            changes["tokenizer"] = reference.model_copy(update={"eos_id": tokenizer.eos_id})
+            changes |= {"format": FROZEN_FORMAT, "tokenizer_version": FROZEN_TOKENIZER_VERSION}
         with self._lock:
             self.store.put(reference.key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
             crash_point("vocabulary-stored")
-            self._commit(self._next_manifest(tokenizer=reference), self.checkpoints.sources)
+            self._commit(self._next_manifest(**changes), self.checkpoints.sources)
         self._tell()
 
     def commit_shards(
@@ -323,15 +329,23 @@ class CommitLog:
             return
         remedy = f"copy {newest.key} of {self.store.url} over tokenizer.json, then run the same command again"
         try:
-            found = NeuroTokenizer.from_bytes(body)
+            found = read_tokenizer(body)
             current = self.read_tokenizer()
         except (ContractError, TokenizerError) as error:
             raise TokenizerError(f"the store's tokenizer.json is damaged ({error}); {remedy}") from None
-        if current is None or current.merges[: len(found.merges)] != found.merges:
+        # One made elsewhere has a single state, so whatever is not equal to it is another.
+        if (
+            current is None
+            or isinstance(current, FrozenTokenizer)
+            or isinstance(found, FrozenTokenizer)
+            or current.merges[: len(found.merges)] != found.merges
+        ):
             raise TokenizerError(f"the store's tokenizer.json is not an earlier state of its vocabulary; {remedy}")
 
     def _commit(self, manifest: Manifest, sources: dict[str, SourceCheckpoint]) -> None:
-        self._swap(self.checkpoints.model_copy(update={"manifest": manifest, "sources": sources}))
+        # Of the manifest's format: a populator that does not know that must not go on from what it reads here.
+        update = {"manifest": manifest, "sources": sources, "format": manifest.format}
+        self._swap(self.checkpoints.model_copy(update=update))
         self.manifest = manifest
         crash_point("checkpoint-stored")
         self._publish()

@@ -9,7 +9,7 @@ from genesis.errors import UsageError
 from genesis.populate.commit_log import SUPERSEDED_KEEP_S
 from genesis.populate.lease import LEASE_S
 from genesis.token_formats import TokenFormat
-from manifests import MAX_VOCABULARY, SHARD_TOKENS, SourceSpec, VocabularyFile
+from manifests import MAX_VOCABULARY, SHARD_TOKENS, FrozenVocabularyFile, SourceSpec, VocabularyFile
 
 
 def available_cpus() -> int:
@@ -64,6 +64,8 @@ class PopulateOptions:
     learn: LearnOptions = field(default_factory=LearnOptions)
     tokens: TokenOptions | None = None
     """The inputs are ids instead of text; nothing is learned or encoded then."""
+    tokenizer: FrozenVocabularyFile | None = None
+    """A vocabulary made elsewhere, for a store that has none yet or this one; None to follow the store, or to learn."""
     packed: bool = True
     """Also write each shard's transfer form, ``packed/shard_{id}.zst``."""
     mended_input: bool = False

@@ -26,6 +26,7 @@ from genesis.errors import (
     InputNotFoundError,
     InterruptedRunError,
     SourceError,
+    TokenizerError,
     UsageError,
     WorkerError,
 )
@@ -43,7 +44,7 @@ from genesis.sources import InputPlan, check_repository, resolve, tasks
 from genesis.sources.base import TokenRules
 from genesis.sources.token_files import recorded_vocabularies, token_plan
 from genesis.store import FolderStore, Store, folder_of
-from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
+from genesis.tokenizer import FrozenTokenizer, StoreTokenizer, choose_encoder
 from manifests import BYTE_OFFSET, EOS_ID, Cursor, InputRead, SourceCheckpoint, format_time
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class _Run:
         self._pool = pool
         self._name = options.spec.name
         self._tokenizer_sha256: str | None = None
+        self._encoder: str | None = None
 
     def run(self) -> PopulateResult:
         started = time.monotonic()
@@ -141,7 +143,9 @@ class _Run:
             self._check_unchanged(checkpoint)
         tokenizer = self._vocabulary()
         self._tokenizer_sha256 = tokenizer.sha256
-        self._pool.load(hf_tokenizer_json(tokenizer.to_file()))
+        encoder = choose_encoder(tokenizer.to_file())
+        self._encoder = encoder.name if encoder.is_frozen else None
+        self._pool.load(encoder)
         before = self._shards()
         text_before = start.text_bytes
         packer, ended = self._encode(tokenizer, start)
@@ -169,19 +173,28 @@ class _Run:
         pinned = cursor.revision if cursor is not None else ""
         return resolve(options.spec, options.inputs, pinned_revision=pinned or None)
 
-    def _vocabulary(self) -> NeuroTokenizer:
+    def _vocabulary(self) -> StoreTokenizer:
         """The vocabulary of the run; of a source that comes as ids, the plan then says what they must keep to."""
         options = self._options
         if options.tokens is None:
             return ensure_vocabulary(
-                self._commit_log, options.spec, self._plan, options.learn, options.num_workers, self._stop
+                self._commit_log,
+                options.spec,
+                self._plan,
+                options.learn,
+                options.num_workers,
+                self._stop,
+                options.tokenizer,
             )
         tokenizer = imported_vocabulary(self._commit_log, options.tokens, recorded_vocabularies(self._plan))
-        rules = TokenRules(tokenizer.next_merge_id, EOS_ID, BYTE_OFFSET, options.tokens.append_eos)
+        eos_id, num_special = EOS_ID, BYTE_OFFSET
+        if isinstance(tokenizer, FrozenTokenizer):  # Where its special tokens lie is its maker's affair.
+            eos_id, num_special = tokenizer.eos_id, 0
+        rules = TokenRules(tokenizer.next_merge_id, eos_id, num_special, options.tokens.append_eos)
         self._plan = replace(self._plan, token_rules=rules)
         return tokenizer
 
-    def _encode(self, tokenizer: NeuroTokenizer, start: Position) -> tuple[Packer, bool]:
+    def _encode(self, tokenizer: StoreTokenizer, start: Position) -> tuple[Packer, bool]:
         """Runs the pipeline; returns the packer as it ended and whether the source did."""
         progress = self._progress(start)
         committer = Committer(
@@ -197,7 +210,7 @@ class _Run:
                 if ended:
                     progress.ended()
                 committer.drain()
-        except (SourceError, WorkerError) as error:
+        except (SourceError, TokenizerError, WorkerError) as error:
             with suppress(GenesisError):  # What came before the failure is good; the failure is what to report.
                 committer.drain()
             if isinstance(error, CorruptInputError):
@@ -324,6 +337,7 @@ class _Run:
             tokenizer_sha256=self._tokenizer_sha256,
             rows_skipped=position.rows_skipped,
             text_bytes=position.text_bytes,
+            encoder=self._encoder,
         )
 
     def _earlier_fingerprint(self, cursor: Cursor | None) -> str | None:

@@ -4,6 +4,8 @@ An empty store learns 31,734 merges (a vocabulary of 32,000 ids) from the first 
 populated. A source that comes later and has not contributed adds its own share on top; one that has, learns no more.
 `learn_all` instead lets every enabled source add its share, in the order of their priorities.
 
+A store that is given a vocabulary made elsewhere before it has any keeps that one, and learns nothing.
+
 A dry run tells what a populate would read, learn and write, and whether there is room for it. It writes nothing.
 """
 
@@ -39,14 +41,23 @@ from genesis.populate.stopping import iterate_unless_stopped
 from genesis.sources import check_repository, read_batches, resolve, tasks
 from genesis.sources.base import InputPlan
 from genesis.store import Store, folder_of
-from genesis.tokenizer import NeuroTokenizer
-from manifests import TOKENIZER_KEY, TOTAL_MERGES, SourceSpec, shard_file_bytes, vocabulary_key
+from genesis.tokenizer import FrozenTokenizer, NeuroTokenizer, StoreTokenizer, read_tokenizer, refuse_growth
+from manifests import (
+    TOKENIZER_KEY,
+    TOTAL_MERGES,
+    FrozenVocabularyFile,
+    SourceSpec,
+    shard_file_bytes,
+    vocabulary_key,
+)
 
 logger = logging.getLogger(__name__)
 
 
-def merges_to_learn(spec: SourceSpec, tokenizer: NeuroTokenizer | None, override: int | None = None) -> int:
-    """How many merges populating ``spec`` should add to the store's vocabulary."""
+def merges_to_learn(spec: SourceSpec, tokenizer: StoreTokenizer | None, override: int | None = None) -> int:
+    """How many merges populating ``spec`` should add to the store's vocabulary; none to one made elsewhere."""
+    if isinstance(tokenizer, FrozenTokenizer):
+        return 0
     if tokenizer is None or not tokenizer.merges:
         return TOTAL_MERGES if override is None else override
     if spec.name in tokenizer.sources_contributed:
@@ -81,9 +92,17 @@ def ensure_vocabulary(
     options: LearnOptions,
     num_workers: int,
     stop: threading.Event | None = None,
-) -> NeuroTokenizer:
-    """The vocabulary to encode ``spec`` with, learned and committed first if the policy asks for it."""
-    tokenizer = commit_log.read_tokenizer()
+    given: FrozenVocabularyFile | None = None,
+) -> StoreTokenizer:
+    """The vocabulary to encode ``spec`` with, committed first if it is learned or ``given`` now.
+
+    Raises:
+        UsageError: the store has another vocabulary than the given one, or one that cannot learn what was asked for.
+    """
+    tokenizer = chosen_tokenizer(commit_log.read_tokenizer(), given, options, commit_log.store.url)
+    if isinstance(tokenizer, FrozenTokenizer):
+        commit_log.commit_vocabulary(tokenizer)
+        return tokenizer
     wanted = merges_to_learn(spec, tokenizer, options.merges)
     tokenizer = tokenizer or NeuroTokenizer.empty()
     if wanted:
@@ -92,7 +111,7 @@ def ensure_vocabulary(
     return tokenizer
 
 
-def imported_vocabulary(commit_log: CommitLog, options: TokenOptions, recorded: Mapping[str, str]) -> NeuroTokenizer:
+def imported_vocabulary(commit_log: CommitLog, options: TokenOptions, recorded: Mapping[str, str]) -> StoreTokenizer:
     """The vocabulary of ids that come as they are, committed if the store had none or an earlier state of it.
 
     Args:
@@ -111,7 +130,10 @@ def imported_vocabulary(commit_log: CommitLog, options: TokenOptions, recorded: 
             f"{commit_log.store.url}: expected a vocabulary that the ids are of, found none; give --tokenizer, the "
             "tokenizer.json they were made with"
         )
-    newest = _newer(present, given)
+    if isinstance(present, FrozenTokenizer):
+        newest: StoreTokenizer = _only(present, given)
+    else:
+        newest = _newer(present, given)
     states = {each.sha256 for each in (present, given) if each is not None}
     for name, digest in recorded.items():
         if digest not in states and commit_log.store.head(vocabulary_key(digest)) is None:
@@ -121,6 +143,15 @@ def imported_vocabulary(commit_log: CommitLog, options: TokenOptions, recorded: 
             )
     commit_log.commit_vocabulary(newest)
     return newest
+
+
+def _only(present: FrozenTokenizer, given: NeuroTokenizer | None) -> FrozenTokenizer:
+    if given is not None:
+        raise VocabularyMismatchError(
+            "--tokenizer: expected none, since the store's vocabulary was made elsewhere; import the ids into another "
+            "store"
+        )
+    return present
 
 
 def _newer(present: NeuroTokenizer | None, given: NeuroTokenizer | None) -> NeuroTokenizer:
@@ -135,6 +166,43 @@ def _newer(present: NeuroTokenizer | None, given: NeuroTokenizer | None) -> Neur
     return present if present is not None and len(present.merges) == len(longer.merges) else longer
 
 
+def chosen_tokenizer(
+    present: StoreTokenizer | None, given: FrozenVocabularyFile | None, options: LearnOptions, url: str
+) -> StoreTokenizer | None:
+    """The store's vocabulary, or the one given where it has none; None where it is to learn one.
+
+    Args:
+        present: the store's.
+        given: what ``--tokenizer`` names.
+        options: what is to be learned.
+        url: the store's address, for messages.
+
+    Raises:
+        UsageError: the store has another, or merges are to be learned into one made elsewhere.
+    """
+    tokenizer = FrozenTokenizer(given) if given is not None and present is None else present
+    if isinstance(tokenizer, FrozenTokenizer) and options.merges:
+        raise UsageError(
+            f"--merges {options.merges}: expected none for {url}, whose vocabulary was made elsewhere and neither "
+            "learns nor grows; leave --merges out"
+        )
+    if given is None or present is None:
+        return tokenizer
+    if not isinstance(present, FrozenTokenizer):
+        raise UsageError(
+            f"{url} has a vocabulary of its own ({present.next_merge_id} ids); leave --tokenizer out, or populate "
+            "another --store with it"
+        )
+    ours = present.to_file()
+    if (ours.tokenizer_sha256, ours.eos) != (given.tokenizer_sha256, given.eos):
+        raise UsageError(
+            f"{url} has the vocabulary of sha256 {ours.tokenizer_sha256[:12]} with EOS {ours.eos.token}, asked for "
+            f"{given.tokenizer_sha256[:12]} with EOS {given.eos.token}; leave --tokenizer and --eos out, or populate "
+            "another --store"
+        )
+    return present
+
+
 def learn_all(
     commit_log: CommitLog,
     plans: Sequence[tuple[SourceSpec, InputPlan]],
@@ -147,7 +215,7 @@ def learn_all(
     Raises:
         InterruptedRunError: ``stop`` was set; nothing was committed.
     """
-    tokenizer = commit_log.read_tokenizer() or NeuroTokenizer.empty()
+    tokenizer = refuse_growth(commit_log.read_tokenizer(), commit_log.store.url) or NeuroTokenizer.empty()
     for spec, plan in plans:
         if spec.name in tokenizer.sources_contributed:
             logger.info("%s has contributed %d merges already", spec.name, tokenizer.sources_contributed[spec.name])
@@ -222,6 +290,8 @@ class PlannedRun:
     """Of both forms, where both are written."""
     free_bytes: int | None
     """Free space where the store is; None where that cannot be asked."""
+    vocabulary: str = ""
+    """What the documents would be encoded with, if it was made elsewhere; else empty."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -230,7 +300,9 @@ class PlannedRun:
         )
         revision = f" at {self.revision[:12]}" if self.revision else ""
         learn = (
-            f"{self.merges_to_learn:,} merges from the first {self.learn_documents:,} documents"
+            f"nothing: {self.vocabulary}"
+            if self.vocabulary
+            else f"{self.merges_to_learn:,} merges from the first {self.learn_documents:,} documents"
             if self.merges_to_learn
             else "nothing: the store has its vocabulary"
         )
@@ -261,6 +333,7 @@ def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
     check_repository(options.spec, options.inputs, start.cursor)
     plan = resolve(options.spec, options.inputs, pinned_revision=pinned or None)
     manifest = checkpoints.manifest
+    tokenizer = chosen_tokenizer(_tokenizer(store), options.tokenizer, options.learn, store.url)
     totals = manifest.sources.get(options.spec.name) if manifest else None
     shards_before = totals.shards if totals else 0
     text_bytes = expected_text_bytes(plan, start) or 0.0
@@ -279,13 +352,21 @@ def plan_run(options: PopulateOptions, store: Store) -> PlannedRun:
         documents_before=start.documents,
         next_file=start.cursor.file if start.cursor and start.documents else "",
         estimated_text_bytes=int(text_bytes),
-        merges_to_learn=merges_to_learn(options.spec, _tokenizer(store), options.learn.merges),
+        merges_to_learn=merges_to_learn(options.spec, tokenizer, options.learn.merges),
         learn_documents=options.learn.documents,
         shards_before=shards_before,
         estimated_new_shards=shards,
         estimated_new_bytes=shards * _stored_bytes(options),
         free_bytes=_free_bytes(options.store_url),
+        vocabulary=_described(tokenizer),
     )
+
+
+def _described(tokenizer: StoreTokenizer | None) -> str:
+    if not isinstance(tokenizer, FrozenTokenizer):
+        return ""
+    file = tokenizer.to_file()
+    return f"{file.next_merge_id:,} ids of {file.origin}, EOS {file.eos.token} ({file.eos_id})"
 
 
 def _stored_bytes(options: PopulateOptions) -> int:
@@ -294,9 +375,9 @@ def _stored_bytes(options: PopulateOptions) -> int:
     return shard_file_bytes(options.shard_tokens) + packed
 
 
-def _tokenizer(store: Store) -> NeuroTokenizer | None:
+def _tokenizer(store: Store) -> StoreTokenizer | None:
     try:
-        return NeuroTokenizer.from_bytes(store.get(TOKENIZER_KEY).body)
+        return read_tokenizer(store.get(TOKENIZER_KEY).body)
     except ObjectNotFoundError:
         return None
 

@@ -46,6 +46,7 @@ from genesis.populate.ring import (
     anonymous_file,
 )
 from genesis.sources.base import LinesTask, RowGroupTask, Task, TokensTask
+from genesis.tokenizer import EncoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class WorkerPool:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._encoder_json: bytes | None = None
+        self._encoder: EncoderSpec | None = None
         self._workers: list[_Worker] = []
         self._pending: dict[int, _Pending] = {}
         self._next_number = 0
@@ -159,15 +160,11 @@ class WorkerPool:
         """For each worker, the numbers of the tasks it holds, in the order in which it does them."""
         return [list(worker.assigned) for worker in self._workers]
 
-    def load(self, encoder_json: bytes) -> None:
-        """Gives the workers their vocabulary.
-
-        Args:
-            encoder_json: as `genesis.tokenizer.hf_tokenizer_json` writes it.
-        """
-        self._encoder_json = encoder_json
+    def load(self, encoder: EncoderSpec) -> None:
+        """Gives the workers their vocabulary and what encodes with it (`genesis.tokenizer.choose_encoder`)."""
+        self._encoder = encoder
         for worker in self._workers:
-            self._send_encoder(worker, encoder_json)
+            self._send_encoder(worker, encoder)
 
     def blocks(self, tasks: Iterable[Task], stop: threading.Event | None = None) -> Iterator[EncodedBlock]:
         """Encodes ``tasks``; may be called once in the life of a pool, after `load`.
@@ -311,14 +308,14 @@ class WorkerPool:
                 f"cannot start another worker beside {len(self._workers)} ({error.strerror}); use fewer --workers, "
                 "or raise the limits on processes and open files"
             ) from None
-        if self._encoder_json is not None:
-            self._send_encoder(worker, self._encoder_json)
+        if self._encoder is not None:
+            self._send_encoder(worker, self._encoder)
         return worker
 
-    def _send_encoder(self, worker: _Worker, encoder_json: bytes) -> None:
+    def _send_encoder(self, worker: _Worker, encoder: EncoderSpec) -> None:
         # As in `_send`: one that died already is replaced when its end is read.
         with contextlib.suppress(OSError):
-            worker.connection.send_bytes(encoder_json)
+            worker.connection.send(encoder)
 
 
 class _TaskReader:

@@ -1,6 +1,8 @@
 """The tokenizer toolkit: learn, grow, encode, decode and export one byte-level BPE vocabulary.
 
 - `NeuroTokenizer` is the vocabulary with all that is done with it.
+- `FrozenTokenizer` is one made elsewhere (`import_vocabulary`), which is only encoded and decoded with.
+- `choose_encoder` says what encodes a store's documents, for whatever process does it.
 - `make_engine`, `GigatokenEngine` and `TiktokenEngine` turn bytes into ids; all give the same ids.
 - `export_tokenizer` writes the forms that other libraries read.
 

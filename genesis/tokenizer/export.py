@@ -29,7 +29,7 @@ from typing import Literal
 from genesis.errors import TokenizerError, UsageError
 from genesis.store.durable import TemporaryFile, make_folders, sync_folder
 from genesis.store.folder import folder_errors
-from manifests import BYTE_OFFSET, SPECIAL_TOKENS, VocabularyFile
+from manifests import BYTE_OFFSET, SPECIAL_TOKENS, FrozenVocabularyFile, Vocabulary, VocabularyFile
 
 MAX_TOKEN_BYTES = 1024
 """The longest token: 256 code points of 4 bytes, where the learner cuts words (`words.MAX_WORD_CHARACTERS`)."""
@@ -134,6 +134,20 @@ def hf_tokenizer_config(vocabulary: VocabularyFile) -> bytes:
     return _json(config)
 
 
+def _frozen_config(vocabulary: FrozenVocabularyFile) -> bytes:
+    """``tokenizer_config.json`` of a vocabulary made elsewhere; special tokens in prompts are parsed, as is usual.
+
+    The class leaves tokenizer.json as it is; a class named after a model would put its own parts in.
+    """
+    config: dict[str, object] = {
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": _NO_LENGTH_LIMIT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    config |= {f"{role}_token": token.token for role, token in vocabulary.special_tokens.items()}
+    return _json(dict(sorted(config.items())))
+
+
 def token_ranks(vocabulary: VocabularyFile) -> dict[bytes, int]:
     """The id of every token but the special ones, by its bytes: tiktoken's ``mergeable_ranks``.
 
@@ -172,11 +186,11 @@ _TARGETS: Mapping[str, Mapping[str, Callable[[VocabularyFile], bytes]]] = {
 }
 
 
-def export_files(vocabulary: VocabularyFile, target: str) -> dict[str, bytes]:
+def export_files(vocabulary: Vocabulary, target: str) -> dict[str, bytes]:
     """The files of an export, by the names they have below a store's or a folder's root.
 
     Args:
-        vocabulary: what to export.
+        vocabulary: what to export; one made elsewhere goes to Hugging Face's form only, as its maker's own file.
         target: ``hf`` or ``tiktoken``.
 
     Raises:
@@ -185,10 +199,17 @@ def export_files(vocabulary: VocabularyFile, target: str) -> dict[str, bytes]:
     """
     if target not in _TARGETS:
         raise UsageError(f"expected an export to {' or '.join(_TARGETS)}, found {target!r}")
+    if isinstance(vocabulary, FrozenVocabularyFile):
+        if target != "hf":
+            raise UsageError(f"expected an export to hf of a vocabulary made elsewhere, found {target!r}")
+        return {
+            "hf/tokenizer.json": vocabulary.tokenizer_json.encode(),
+            "hf/tokenizer_config.json": _frozen_config(vocabulary),
+        }
     return {f"{target}/{name}": write(vocabulary) for name, write in _TARGETS[target].items()}
 
 
-def export_tokenizer(vocabulary: VocabularyFile, target: ExportTarget, folder: Path) -> list[Path]:
+def export_tokenizer(vocabulary: Vocabulary, target: ExportTarget, folder: Path) -> list[Path]:
     """Writes an export into a folder: ``hf/…`` or ``tiktoken/…`` below it.
 
     Returns:
@@ -236,6 +257,9 @@ def _printable_bytes() -> dict[int, int]:
 
 
 _PRINTABLE = _printable_bytes()
+
+PRINTABLE_BYTES = bytes(range(256)).decode("latin-1").translate(_PRINTABLE)
+"""The character that stands for each byte in a byte-level vocabulary's file."""
 
 
 def _printable(token_bytes: list[bytes]) -> list[str]:

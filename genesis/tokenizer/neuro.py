@@ -152,7 +152,7 @@ class NeuroTokenizer:
         if engine is None:
             engine = self._engine = make_engine(self._engine_name, self._vocabulary)
         return engine.encode_batch(
-            [text if type(text) is bytes else _utf8(text, order) for order, text in enumerate(texts)]
+            [text if type(text) is bytes else as_bytes(text, order) for order, text in enumerate(texts)]
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
@@ -218,7 +218,7 @@ class NeuroTokenizer:
         wanted = min(num_merges, self._vocabulary.vocab_size - self.next_merge_id)
         if wanted < num_merges:
             logger.warning("the vocabulary has room for %d of %d merges", wanted, num_merges)
-        documents = (text if type(text) is bytes else _utf8(text, order) for order, text in enumerate(texts))
+        documents = (text if type(text) is bytes else as_bytes(text, order) for order, text in enumerate(texts))
         added: list[Pair] = []
         if wanted:
             added = learn(
@@ -288,7 +288,12 @@ def _extended(vocabulary: VocabularyFile, pairs: list[Pair], credit: dict[str, i
     return VocabularyFile.from_pairs(pairs, credit).model_copy(update={"vocab_size": vocabulary.vocab_size})
 
 
-def _utf8(text: str | bytes, order: int) -> bytes:
+def as_bytes(text: str | bytes, order: int) -> bytes:
+    """The UTF-8 of text number ``order``; bytes are left as they are.
+
+    Raises:
+        InvalidTextError: a string with a lone surrogate.
+    """
     if isinstance(text, bytes | bytearray | memoryview):
         return bytes(text)
     try:

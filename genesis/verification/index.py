@@ -17,7 +17,7 @@ from genesis.errors import StoreError
 from genesis.snapshot import PublishedManifest, read_checkpoints_if_there, require_manifest
 from genesis.store import ReadableStore
 from genesis.verification.report import Findings
-from genesis.verification.shards import EOS, ShardCheck
+from genesis.verification.shards import ShardCheck
 from manifests import (
     BYTE_OFFSET,
     CHECKPOINTS_KEY,
@@ -135,8 +135,9 @@ def _source_problems(name: str, source: SourceCheckpoint, manifest: Manifest) ->
     leftover = source.leftover_tokens
     if leftover and manifest.tokenizer and max(leftover) >= manifest.tokenizer.next_merge_id:
         problems.append(f"expected leftover_tokens below {manifest.tokenizer.next_merge_id}, found {max(leftover)}")
-    specials = [token for token in leftover if token < BYTE_OFFSET]
-    if leftover and (specials != [EOS] or leftover[-1] != EOS):
+    eos_id, least = manifest.eos_id, 0 if manifest.is_frozen else BYTE_OFFSET
+    specials = [token for token in leftover if token < least or token == eos_id]
+    if leftover and (specials != [eos_id] or leftover[-1] != eos_id):
         problems.append("expected leftover_tokens to end with their only EOS and to hold no other special id")
     return problems
 
@@ -249,9 +250,12 @@ class IndexWalk:
                 f"shard {entry.id}: expected first_document {before.last_document} or {before.last_document + 1} after "
                 f"shard {before.id} of {entry.source}, found {entry.first_document}",
             )
-            yield ShardCheck(before, None)
+            yield self._check(before, None)
         else:
-            yield ShardCheck(before, entry.first_document == before.last_document)
+            yield self._check(before, entry.first_document == before.last_document)
+
+    def _check(self, entry: ShardEntry, continues: bool | None) -> ShardCheck:
+        return ShardCheck(entry, continues, self.manifest.eos_id, self.manifest.is_frozen)
 
     def _entry_problems(self, entry: ShardEntry) -> list[str]:
         problems = []
@@ -273,14 +277,14 @@ class IndexWalk:
         self._gap = True
         for source in self._sums.values():
             if source.last is not None:
-                yield ShardCheck(source.last, None)
+                yield self._check(source.last, None)
                 source.last = None
 
     def _flush(self) -> Iterator[ShardCheck]:
         """The last shard of every source."""
         for source in self._sums.values():
             if source.last is not None:
-                yield ShardCheck(source.last, self.goes_on.get(source.last.id))
+                yield self._check(source.last, self.goes_on.get(source.last.id))
 
     def _check_totals(self) -> None:
         if not self.manifest.index:

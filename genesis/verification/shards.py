@@ -1,7 +1,7 @@
 """Shards: one held against its entry in the index, and all of them against a listing of the store.
 
 Checked of a shard are digest, size, exact form, ids, document ends, and the packed form. A document's ids are followed
-by one EOS, and text never yields a special id. So the number of EOS ids is not merely plausible but determined: it is
+by one EOS, and text never yields it. So the number of EOS ids is not merely plausible but determined: it is
 the number of the shard's documents, less one if the last goes on in a later shard.
 
 The packed form is expanded to a shard file, whose sha256 must be the shard's: so it is known to be sound even where the
@@ -25,7 +25,7 @@ from genesis.store import ReadableStore
 from genesis.verification.report import Findings
 from manifests import (
     BYTE_OFFSET,
-    SPECIAL_TOKENS,
+    EOS_ID,
     Manifest,
     PackedEntry,
     ShardEntry,
@@ -39,8 +39,6 @@ from manifests import (
     unpack_ids,
 )
 
-EOS = SPECIAL_TOKENS.index("<|eos|>")
-
 
 @dataclass(frozen=True, slots=True)
 class ShardCheck:
@@ -49,6 +47,10 @@ class ShardCheck:
     entry: ShardEntry
     continues: bool | None
     """Whether the shard's last document goes on in a later shard; None where that cannot be known."""
+    eos_id: int = EOS_ID
+    """The store's."""
+    is_frozen: bool = False
+    """The store's vocabulary was made elsewhere: ids below 10 are tokens like others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def _check_file(store: ReadableStore, check: ShardCheck, findings: Findings) -> 
     if wrong is not None:
         return [wrong], 0
     ids = decode_shard(body, expected_tokens=entry.tokens)
-    return _id_problems(ids, check), int(np.count_nonzero(ids == EOS))
+    return _id_problems(ids, check), int(np.count_nonzero(ids == check.eos_id))
 
 
 def _file_problem(body: bytes, entry: ShardEntry) -> str | None:
@@ -116,11 +118,12 @@ def _id_problems(ids: npt.NDArray[np.int64], check: ShardCheck) -> list[str]:
     if highest >= entry.next_merge_id:
         position = int(np.argmax(ids))
         problems.append(f"expected ids below {entry.next_merge_id}, found {highest} at position {position}")
-    special = np.flatnonzero((ids < BYTE_OFFSET) & (ids != EOS))
+    special = np.flatnonzero((ids < (0 if check.is_frozen else BYTE_OFFSET)) & (ids != check.eos_id))
     if lowest < 0 or len(special):
         found = f"{int(ids[special[0]])} at position {special[0]} ({len(special)} in all)"
-        problems.append(f"expected no special id but EOS ({EOS}), found {found}")
-    problems += _boundary_problems(int(np.count_nonzero(ids == EOS)), bool(ids[-1] == EOS), check)
+        problems.append(f"expected no special id but EOS ({check.eos_id}), found {found}")
+    ends = ids == check.eos_id
+    problems += _boundary_problems(int(np.count_nonzero(ends)), bool(ends[-1]), check)
     return problems
 
 

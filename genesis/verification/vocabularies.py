@@ -1,7 +1,8 @@
 """The vocabularies: sound, named by their digest, and each an earlier state of the newest.
 
 Ids never change their meaning, so a reader with the newest vocabulary can decode every shard. That holds exactly if
-every vocabulary that shards were written with is a prefix of the newest.
+every vocabulary that shards were written with is a prefix of the newest. One made elsewhere never changes: it is the
+newest, and the only one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from genesis.store import ReadableStore
 from genesis.verification.report import Findings
 from genesis.verification.shards import Listing
 from manifests import (
-    FIRST_MERGE_ID,
     MANIFEST_KEY,
     TOKENIZER_KEY,
     Checkpoints,
     ContractError,
+    FrozenVocabularyFile,
     Manifest,
     TokenizerRef,
-    VocabularyFile,
+    Vocabulary,
+    read_vocabulary_file,
     sha256_hex,
     vocabulary_key,
 )
@@ -32,11 +34,23 @@ _Pairs = list[tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
     sha256: str
+    next_merge_id: int
+    eos_id: int | None
+    """Of one made elsewhere, which has no ``pairs``; None of our own."""
     pairs: _Pairs
 
-    @property
-    def next_merge_id(self) -> int:
-        return FIRST_MERGE_ID + len(self.pairs)
+    @classmethod
+    def of(cls, file: Vocabulary, sha256: str) -> _Vocabulary:
+        """Raises `ContractError`: the merges of our own are not sound."""
+        if isinstance(file, FrozenVocabularyFile):
+            return cls(sha256, file.next_merge_id, file.eos_id, [])
+        return cls(sha256, file.next_merge_id, None, file.pairs())
+
+    def extends(self, other: _Vocabulary) -> bool:
+        """Whether ``other`` is this one or an earlier state of it."""
+        if self.eos_id is not None or other.eos_id is not None:
+            return self.sha256 == other.sha256
+        return self.pairs[: len(other.pairs)] == other.pairs
 
 
 def check_vocabularies(
@@ -76,7 +90,7 @@ def check_vocabularies(
         if found is None:
             continue
         sound += 1
-        if _begins_with(newest.pairs, found.pairs):
+        if newest.extends(found):
             sizes.add(found.next_merge_id)
         else:
             _report_other(
@@ -100,6 +114,8 @@ def _newest(store: ReadableStore, reference: TokenizerRef, findings: Findings) -
         findings.problem(
             MANIFEST_KEY, f"expected tokenizer.next_merge_id {found.next_merge_id}, found {reference.next_merge_id}"
         )
+    if found is not None and found.eos_id != reference.eos_id:
+        findings.problem(MANIFEST_KEY, f"expected tokenizer.eos_id {found.eos_id}, found {reference.eos_id}")
     return found
 
 
@@ -115,7 +131,7 @@ def _read(
         elif expected_sha256 is None and key != vocabulary_key(found):
             findings.problem(key, f"expected the sha256 in its name, found {found}; restore it from a copy")
             return None
-        return _Vocabulary(found, VocabularyFile.from_json(body, name=key).pairs())
+        return _Vocabulary.of(read_vocabulary_file(body, name=key), found)
     except (StoreError, ContractError) as error:
         findings.problem(key, error)
         return None
@@ -127,17 +143,17 @@ def _check_copy(store: ReadableStore, newest: _Vocabulary, findings: Findings) -
         body = store.get(TOKENIZER_KEY).body
         if sha256_hex(body) == newest.sha256:
             return
-        found = VocabularyFile.from_json(body).pairs()
+        found = _Vocabulary.of(read_vocabulary_file(body), sha256_hex(body))
     except ObjectNotFoundError:
         findings.problem(TOKENIZER_KEY, "expected a copy of the newest vocabulary, found no such object")
         return
     except (StoreError, ContractError) as error:
         findings.problem(TOKENIZER_KEY, error)
         return
-    if len(found) > len(newest.pairs) and _begins_with(found, newest.pairs):
+    if found.next_merge_id > newest.next_merge_id and found.extends(newest):
         findings.note("tokenizer.json is ahead of manifest.json: a populator is at work, or was stopped in a commit")
         return
-    state = "an earlier state of it" if _begins_with(newest.pairs, found) else "another vocabulary"
+    state = "an earlier state of it" if newest.extends(found) else "another vocabulary"
     findings.problem(
         TOKENIZER_KEY,
         f"expected a copy of the vocabulary of {newest.next_merge_id} ids that the manifest names, found {state}",
@@ -146,7 +162,7 @@ def _check_copy(store: ReadableStore, newest: _Vocabulary, findings: Findings) -
 
 def _report_other(key: str, found: _Vocabulary, newest: _Vocabulary, *, used: bool, findings: Findings) -> None:
     """A vocabulary that is not an earlier state of the newest: a fault if shards may have been written with it."""
-    if _begins_with(found.pairs, newest.pairs):
+    if found.extends(newest):
         findings.note(f"{key}: a later vocabulary that is not committed")
     elif used:
         findings.problem(
@@ -154,7 +170,3 @@ def _report_other(key: str, found: _Vocabulary, newest: _Vocabulary, *, used: bo
         )
     else:
         findings.note(f"{key}: another vocabulary, which was never committed")
-
-
-def _begins_with(pairs: _Pairs, prefix: _Pairs) -> bool:
-    return pairs[: len(prefix)] == prefix

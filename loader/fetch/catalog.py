@@ -19,12 +19,10 @@ from loader.fetch.shards import check_digest
 from manifests import SEGMENT_SHARDS, ContractError, sha256_hex
 
 if TYPE_CHECKING:
-    from manifests import Manifest, VocabularyFile
+    from manifests import Manifest, Vocabulary
 
 MAX_SEGMENT_BYTES: Final = 1 << 20
 """1,000 shards take 0.5 MB."""
-_MERGE_BYTES: Final = 64
-"""A merge takes 20 in a vocabulary's file."""
 _KEPT_SEGMENTS: Final = 100
 """In a store with more, segments that are only searched for a source's shards are not kept on disk."""
 
@@ -75,24 +73,32 @@ class Catalog:
                     found.setdefault(entry["source"], []).append(entry["id"])
         return {**found}
 
-    def vocabulary(self) -> VocabularyFile:
-        """The store's newest vocabulary.
+    def vocabulary(self) -> Vocabulary:
+        """The store's newest vocabulary: of our own, or made elsewhere.
 
         Raises:
             DataUnavailableError: it has none.
+            HostileStoreError: it is not of the kind, or has not the EOS, that the manifest says.
             LoaderError: it is unavailable.
         """
         reference = self.manifest.tokenizer
         if reference is None:
             raise DataUnavailableError("expected the manifest to name a vocabulary, found none")
 
-        from manifests import VocabularyFile
+        from manifests import FrozenVocabularyFile, max_vocabulary_bytes, read_vocabulary_file
 
         def check(body: bytes) -> None:
-            VocabularyFile.from_json(body, name=reference.key)
+            read_vocabulary_file(body, name=reference.key)
 
-        most = 2**16 + _MERGE_BYTES * reference.next_merge_id
-        return VocabularyFile.from_json(self._json(reference.key, reference.sha256, most, check))
+        most = max_vocabulary_bytes(reference.next_merge_id, is_frozen=self.manifest.is_frozen)
+        found = read_vocabulary_file(self._json(reference.key, reference.sha256, most, check), name=reference.key)
+        is_frozen = isinstance(found, FrozenVocabularyFile)
+        if (is_frozen, found.eos_id) != (self.manifest.is_frozen, self.manifest.eos_id):
+            raise HostileStoreError(
+                f"{reference.key}: expected the vocabulary with EOS {self.manifest.eos_id} that the manifest names, "
+                f"found one with {found.eos_id}"
+            )
+        return found
 
     def _segment(self, number: int) -> list[dict[str, Any]]:
         if number not in self._segments:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from manifests import MANIFEST_KEY, SHARD_TOKENS, sha256_hex
+from manifests import EOS_ID, MANIFEST_KEY, SHARD_TOKENS, sha256_hex
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class VocabularyFacts:
     key: str
     sha256: str
     next_merge_id: int
+    eos_id: int | None = None
+    """Of a vocabulary made elsewhere; None of our own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,17 @@ class StoreFacts:
     index: tuple[LinkFacts, ...]
     tokenizer: VocabularyFacts | None
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the vocabulary was made elsewhere, so that ids below 10 are tokens like others."""
+        return self.tokenizer is not None and self.tokenizer.eos_id is not None
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends every document."""
+        own = self.tokenizer.eos_id if self.tokenizer else None
+        return EOS_ID if own is None else own
+
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> StoreFacts:
         """Reads a manifest that was checked before; a field it may lack has the model's default."""
@@ -108,7 +121,9 @@ class StoreFacts:
             updated_at=manifest["updated_at"],
             sources={name: totals["shards"] for name, totals in manifest["sources"].items()},
             index=tuple(LinkFacts(reference["key"], reference["sha256"]) for reference in manifest.get("index", ())),
-            tokenizer=VocabularyFacts(vocabulary["key"], vocabulary["sha256"], vocabulary["next_merge_id"])
+            tokenizer=VocabularyFacts(
+                vocabulary["key"], vocabulary["sha256"], vocabulary["next_merge_id"], vocabulary.get("eos_id")
+            )
             if vocabulary
             else None,
         )

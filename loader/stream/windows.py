@@ -4,7 +4,7 @@ Windows do not overlap: window w is ids ``w·T … w·T + T``, its labels the sa
 apart, hold every window as a row, so a batch is two gathers: 7 µs for 8 × 1,024 ids where a loop of slices takes 17.
 The ids are copied once, out of the page cache into the batch; nothing of a batch points into the map.
 
-A document ends with EOS, and text never yields that id, so the boundaries found here are exact.
+A document ends with the store's EOS, and text never yields that id, so the boundaries found here are exact.
 
 Orders are the same on every machine and in every release of numpy, which promises the raw words of its bit generators
 for ever, but not the results of `Generator.permutation` or `integers`; torch promises neither. So an order is Philox
@@ -22,9 +22,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from manifests import SPECIAL_TOKENS
+from manifests import EOS_ID
 
-EOS: Final = SPECIAL_TOKENS.index("<|eos|>")
+EOS: Final = EOS_ID
+"""Of a store whose vocabulary is our own; one made elsewhere has another."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -57,32 +58,32 @@ class WindowView:
         return self.inputs.take(windows, 0), self.labels.take(windows, 0)
 
 
-def document_ids(input_ids: Ids) -> Ids:
+def document_ids(input_ids: Ids, eos_id: int = EOS) -> Ids:
     """Which document of its row an id belongs to, int64[B, T] as the ids; an EOS belongs to the document it ends."""
-    return np.cumsum(_starts(input_ids), axis=1) - 1
+    return np.cumsum(_starts(input_ids, eos_id), axis=1) - 1
 
 
-def positions(input_ids: Ids) -> Ids:
+def positions(input_ids: Ids, eos_id: int = EOS) -> Ids:
     """How many ids of the same document come before an id in its row; int64[B, T], as the ids."""
     columns = np.arange(input_ids.shape[1])
-    begins = np.where(_starts(input_ids), columns, 0)
+    begins = np.where(_starts(input_ids, eos_id), columns, 0)
     return columns - np.maximum.accumulate(begins, axis=1)
 
 
-def cumulative_lengths(input_ids: Ids) -> npt.NDArray[np.int32]:
+def cumulative_lengths(input_ids: Ids, eos_id: int = EOS) -> npt.NDArray[np.int32]:
     """The starts of documents in the batch as one row, and its length, for variable-length attention.
 
     Returns:
         int32[D + 1], from 0 to B·T, for D runs of one document within one row of int64[B, T].
     """
-    begins = np.flatnonzero(_starts(input_ids))
+    begins = np.flatnonzero(_starts(input_ids, eos_id))
     return np.append(begins, input_ids.size).astype(np.int32)
 
 
-def _starts(input_ids: Ids) -> npt.NDArray[np.bool_]:
+def _starts(input_ids: Ids, eos_id: int) -> npt.NDArray[np.bool_]:
     """bool[B, T]: the first id of every row, and every id after an EOS."""
     starts = np.ones(input_ids.shape, dtype=np.bool_)
-    np.equal(input_ids[:, :-1], EOS, out=starts[:, 1:])
+    np.equal(input_ids[:, :-1], eos_id, out=starts[:, 1:])
     return starts
 
 

@@ -20,6 +20,7 @@ from manifests import (
     TOKENIZER_KEY,
     Checkpoints,
     Cursor,
+    FrozenVocabularyFile,
     InputRead,
     Manifest,
     PackedEntry,
@@ -31,6 +32,7 @@ from manifests import (
     SourcesFile,
     SourceSpec,
     SourceTotals,
+    SpecialToken,
     TokenizerRef,
     VocabularyFile,
     Writer,
@@ -127,7 +129,10 @@ def test_the_pages_verifier_verifies(folder):
 
 MANIFEST_PARTS = [Manifest, SourceTotals, TokenizerRef, SegmentRef, Signature]
 INDEX_PARTS = [Segment, ShardEntry, PackedEntry]
-OTHERS = [VocabularyFile, Cursor, InputRead, SourceCheckpoint, Writer, SourcesFile, SourceSpec]
+OTHERS = [
+    *(VocabularyFile, FrozenVocabularyFile, SpecialToken, Cursor, InputRead, SourceCheckpoint, Writer),
+    *(SourcesFile, SourceSpec),
+]
 
 
 @pytest.mark.parametrize("model", [*MANIFEST_PARTS, *INDEX_PARTS, *OTHERS])

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from manifests import (
     FIRST_MERGE_ID,
+    FROZEN_FORMAT,
+    FROZEN_TOKENIZER_VERSION,
     SEGMENT_SHARDS,
     Checkpoints,
     Cursor,
+    FrozenVocabularyFile,
     Manifest,
     PackedEntry,
     Segment,
@@ -20,11 +23,13 @@ from manifests import (
     SourcesFile,
     SourceSpec,
     SourceTotals,
+    SpecialToken,
     TokenizerRef,
     VocabularyFile,
     Writer,
     format_time,
     segment_key,
+    sha256_hex,
 )
 
 COUNTS = st.integers(0, 2**53 - 1)
@@ -93,6 +98,34 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ),
         created_at=draw(TIMES),
         updated_at=draw(TIMES),
+    )
+
+
+@st.composite
+def frozen_manifests(draw: st.DrawFn) -> Manifest:
+    """Of stores whose vocabulary was made elsewhere."""
+    own = draw(manifests())
+    ids = draw(st.integers(FIRST_MERGE_ID, 2**32 - 1))
+    tokenizer = TokenizerRef(
+        key=draw(KEYS), sha256=draw(DIGESTS), next_merge_id=ids, eos_id=draw(st.integers(0, ids - 1))
+    )
+    changes = {"format": FROZEN_FORMAT, "tokenizer_version": FROZEN_TOKENIZER_VERSION, "tokenizer": tokenizer}
+    return own.model_copy(update=changes)
+
+
+@st.composite
+def frozen_vocabularies(draw: st.DrawFn) -> FrozenVocabularyFile:
+    text = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=50))
+    ids = draw(st.integers(FIRST_MERGE_ID, 10_000))
+    special = st.builds(SpecialToken, id=st.integers(0, ids - 1), token=st.text(min_size=1, max_size=10))
+    return FrozenVocabularyFile(
+        origin=draw(st.sampled_from(["tokenizer.json", "tiktoken:gpt2"])),
+        next_merge_id=ids,
+        eos=draw(special),
+        bos=draw(st.none() | special),
+        pad=draw(st.none() | special),
+        tokenizer_json=text,
+        tokenizer_sha256=sha256_hex(text.encode()),
     )
 
 

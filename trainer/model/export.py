@@ -2,7 +2,8 @@
 
 transformers gives the same logits for the same ids, which are exactly the tokenizer's: rows that only pad the
 vocabulary are left out, so nothing can be generated that cannot be decoded. Plain models become ``LlamaForCausalLM``;
-with ``qk_norm`` and ``reorder_norm`` both, ``Olmo2ForCausalLM``. transformers itself is not needed.
+with ``qk_norm`` and ``reorder_norm`` both, ``Olmo2ForCausalLM``. transformers itself is not needed. A vocabulary made
+elsewhere leaves as the file its maker published, with its own EOS.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from genesis.errors import GenesisError
-from genesis.tokenizer.export import hf_tokenizer_config, hf_tokenizer_json
-from manifests import EOS_ID, SPECIAL_TOKENS, VocabularyFile
+from genesis.tokenizer.export import export_files
+from manifests import EOS_ID, SPECIAL_TOKENS, Vocabulary, VocabularyFile, read_vocabulary_file
 from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model.config import ModelConfig
@@ -30,8 +31,11 @@ from trainer.model.subspace.constraint import plain_config, plain_state
 
 ExportType = Literal["float32", "bfloat16", "float16"]
 
-_PAD_ID = SPECIAL_TOKENS.index("<|pad|>")
-_BOS_ID = SPECIAL_TOKENS.index("<|bos|>")
+_OUR_SPECIAL_IDS = {
+    "pad_token_id": SPECIAL_TOKENS.index("<|pad|>"),
+    "bos_token_id": SPECIAL_TOKENS.index("<|bos|>"),
+    "eos_token_id": EOS_ID,
+}
 
 
 def export_hf(
@@ -61,8 +65,8 @@ def export_hf(
     tokenizer_config = json.loads(files["tokenizer_config.json"]) | {"model_max_length": config.max_seq_len}
     files |= {
         "tokenizer_config.json": _json(tokenizer_config),
-        "generation_config.json": _json({"pad_token_id": _PAD_ID, "bos_token_id": _BOS_ID, "eos_token_id": EOS_ID}),
-        "config.json": _json(_hf_config(config, num_ids, dtype)),
+        "generation_config.json": _json(_special_ids(vocabulary)),
+        "config.json": _json(_hf_config(config, num_ids, dtype, _special_ids(vocabulary))),
     }
     weights = exported_weights(state, config, hf_names(config), num_ids, getattr(torch, dtype))
     with new_folder(out_dir) as folder:
@@ -74,7 +78,9 @@ def export_hf(
     return sorted(out_dir.iterdir())
 
 
-def _hf_config(config: ModelConfig, num_ids: int, dtype: ExportType) -> dict[str, object]:
+def _hf_config(
+    config: ModelConfig, num_ids: int, dtype: ExportType, special_ids: Mapping[str, int | None]
+) -> dict[str, object]:
     """Returns the content of config.json, as transformers 4 and 5 read it."""
     is_olmo2 = _is_olmo2(config)
     fields: dict[str, object] = {
@@ -96,11 +102,17 @@ def _hf_config(config: ModelConfig, num_ids: int, dtype: ExportType) -> dict[str
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
         "torch_dtype": dtype,
-        "pad_token_id": _PAD_ID,
-        "bos_token_id": _BOS_ID,
-        "eos_token_id": EOS_ID,
+        **special_ids,
     }
     return fields if is_olmo2 else fields | {"head_dim": config.head_dim, "mlp_bias": False}
+
+
+def _special_ids(vocabulary: Vocabulary) -> dict[str, int | None]:
+    """Returns the ids by their names in a config; null, where its maker names none, keeps out a class's default."""
+    if isinstance(vocabulary, VocabularyFile):
+        return dict(_OUR_SPECIAL_IDS)
+    roles = {"pad_token_id": vocabulary.pad, "bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.eos}
+    return {name: token.id if token is not None else None for name, token in roles.items()}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
@@ -129,21 +141,21 @@ def _is_olmo2(config: ModelConfig) -> bool:
     return config.qk_norm
 
 
-def read_vocabulary(path: Path) -> VocabularyFile:
+def read_vocabulary(path: Path) -> Vocabulary:
     """Reads a store's tokenizer.json. Raises `ExportError`: it cannot be read, or is no vocabulary."""
     try:
-        return VocabularyFile.from_json(path.read_bytes())
+        return read_vocabulary_file(path.read_bytes())
     except (OSError, ContractError) as error:
         raise ExportError(f"expected the store's tokenizer.json at {path}: {error}") from error
 
 
-def tokenizer_files(vocabulary: VocabularyFile) -> dict[str, bytes]:
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
     """Returns a tokenizer's two files in Hugging Face's form by name. Raises `ExportError`: it has none."""
     try:
-        tokenizer = hf_tokenizer_json(vocabulary)
+        files = export_files(vocabulary, "hf")
     except GenesisError as error:
         raise ExportError(f"the tokenizer cannot be exported: {error}") from error
-    return {"tokenizer.json": tokenizer, "tokenizer_config.json": hf_tokenizer_config(vocabulary)}
+    return {Path(name).name: body for name, body in files.items()}
 
 
 def exported_weights(

@@ -22,7 +22,7 @@ from genesis.populate.pipeline import populate
 from genesis.populate.pool import WorkerPool
 from genesis.sources import read_batches, resolve, tasks
 from genesis.store import open_store
-from genesis.tokenizer import NeuroTokenizer, hf_tokenizer_json
+from genesis.tokenizer import NeuroTokenizer, choose_encoder
 from manifests import SourceSpec
 from tests.support.documents import documents, write_json_lines, write_parquet
 from tests.support.populating import genesis, populate_arguments, snapshot, start, stray_objects
@@ -236,7 +236,7 @@ def plan(tmp_path):
 @contextmanager
 def pool_of(tokenizer, workers):
     with WorkerPool(workers) as pool:
-        pool.load(hf_tokenizer_json(tokenizer.to_file()))
+        pool.load(choose_encoder(tokenizer.to_file()))
         yield pool
 
 

@@ -20,7 +20,7 @@ from trainer.run.cli.train import StoppedBySignal, config_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from manifests import VocabularyFile
+    from manifests import Vocabulary
     from trainer.model import ModelConfig
     from trainer.model.export import ExportType
     from trainer.run.config import RunConfig
@@ -244,7 +244,7 @@ def _newest(directory: str, token: str, node_id: str) -> dict[str, Any]:
     )
 
 
-def _vocabulary(source: _Source, store: str) -> VocabularyFile:
+def _vocabulary(source: _Source, store: str) -> Vocabulary:
     """Reads the vocabulary the model was trained with: the store's newest, as far as the model has rows."""
     from genesis.errors import GenesisError
     from loader import LoaderError
@@ -267,6 +267,11 @@ def _vocabulary(source: _Source, store: str) -> VocabularyFile:
     rows = source.config.vocab_size
     if newest.next_merge_id <= rows:
         return newest
+    if not isinstance(newest, VocabularyFile):
+        raise ExportError(
+            f"expected the vocabulary the model was trained with, of at most {rows} ids, found one made elsewhere of "
+            f"{newest.next_merge_id}; name the store it was trained from by --store"
+        )
     return VocabularyFile.from_pairs(newest.pairs()[: rows - FIRST_MERGE_ID], newest.sources_contributed)
 
 

@@ -14,7 +14,7 @@ import torch
 from loader import GenesisDataset, LoaderError
 from loader.options import StoreOptions
 from loader.session import Session
-from manifests import SPECIAL_TOKENS, VocabularyFile, canonical_json, sha256_hex
+from manifests import SPECIAL_TOKENS, Vocabulary, VocabularyFile, canonical_json, sha256_hex
 from trainer.inner import Batch
 from trainer.model import rows_for
 from trainer.model.loss import IGNORED_LABEL
@@ -66,8 +66,13 @@ def endless(dataset: Iterable[Batch]) -> Iterator[Batch]:
         yield from dataset
 
 
-def lineage_of(vocabulary: VocabularyFile) -> str:
-    """Returns the digest of what never changes in a vocabulary as it grows: pattern and first merges."""
+def lineage_of(vocabulary: Vocabulary) -> str:
+    """Returns the digest of what never changes in a vocabulary as it grows: pattern and first merges.
+
+    One that was made elsewhere does not grow: of that the file, and which id ends a document.
+    """
+    if not isinstance(vocabulary, VocabularyFile):
+        return sha256_hex(canonical_json([vocabulary.tokenizer_sha256, vocabulary.eos_id]))
     return sha256_hex(canonical_json([vocabulary.pattern, vocabulary.pairs()[:_LINEAGE_MERGES]]))
 
 
@@ -98,14 +103,14 @@ class StoreWatch:
     """
 
     def __init__(self, session: Session, refresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._newest: tuple[Session, VocabularyFile] = session, session.catalog.vocabulary()
+        self._newest: tuple[Session, Vocabulary] = session, session.catalog.vocabulary()
         self._refresh_s = refresh_s
         self._clock = clock
         self._next_s = clock() + refresh_s
-        self._request: Future[tuple[Session, VocabularyFile]] | None = None
+        self._request: Future[tuple[Session, Vocabulary]] | None = None
 
     @property
-    def vocabulary(self) -> VocabularyFile:
+    def vocabulary(self) -> Vocabulary:
         """The newest one seen."""
         return self._newest[1]
 
@@ -135,7 +140,7 @@ class StoreWatch:
         before, self._newest = self._newest, found
         return found[0].catalog.manifest.sequence > before[0].catalog.manifest.sequence
 
-    def _ask(self) -> tuple[Session, VocabularyFile]:
+    def _ask(self) -> tuple[Session, Vocabulary]:
         session = self._newest[0]
         catalog = session.newest_catalog()
         return replace(session, catalog=catalog), catalog.vocabulary()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manifests import VocabularyFile
+from manifests import Vocabulary
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError, RefusedError, RpcError
 from trainer.model import ModelConfig
@@ -80,7 +80,7 @@ def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, stats: 
     )
 
 
-def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: VocabularyFile) -> Terms:
+def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> Terms:
     """Returns architecture, vocabulary, and every option that changes the result of a round."""
     return Terms(
         architecture={name: value for name, value in shape.to_dict().items() if name != "vocab_size"},
