@@ -42,7 +42,8 @@ class Session:
         Raises:
             LoaderError: it is unavailable.
         """
-        return open_shard(self.mirrors, self.cache, self.catalog.entry(shard_id))
+        is_frozen = self.catalog.manifest.is_frozen
+        return open_shard(self.mirrors, self.cache, self.catalog.entry(shard_id), is_frozen=is_frozen)
 
     def newest_catalog(self) -> Catalog:
         """The store as it is now.

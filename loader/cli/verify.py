@@ -204,7 +204,7 @@ def _check_shard(session: Session, shard_id: int) -> ShardFinding:
         return ShardFinding(shard_id, Condition.ABSENT)
     try:
         data = check_digest(_read(session.cache.folder / name, entry.size_bytes), entry.sha256, name)
-        check_ids(memoryview(data), entry)
+        check_ids(memoryview(data), entry, is_frozen=session.catalog.manifest.is_frozen)
     except FileNotFoundError:
         return ShardFinding(shard_id, Condition.ABSENT)
     except CorruptObjectError as error:

@@ -58,8 +58,8 @@ class OpenShard:
     cached: bool
 
 
-def open_shard(mirrors: Mirrors, cache: ShardCache, entry: ShardFacts) -> OpenShard:
-    """Opens a shard from the cache or the mirrors, verified.
+def open_shard(mirrors: Mirrors, cache: ShardCache, entry: ShardFacts, *, is_frozen: bool) -> OpenShard:
+    """Opens a shard of a store, whose vocabulary is ``is_frozen`` or not, from the cache or the mirrors, verified.
 
     Raises:
         DataUnavailableError: no mirror gave it in time.
@@ -70,9 +70,9 @@ def open_shard(mirrors: Mirrors, cache: ShardCache, entry: ShardFacts) -> OpenSh
 
     def check(view: memoryview) -> None:
         check_digest(view, entry.sha256, name)
-        check_ids(view, entry)
+        check_ids(view, entry, is_frozen=is_frozen)
 
-    file = cache.open(name, entry.size_bytes, produce=lambda: _download(mirrors, entry), check=check)
+    file = cache.open(name, entry.size_bytes, produce=lambda: _download(mirrors, entry, is_frozen), check=check)
     ids = view_shard(file.buffer, entry.tokens)
     if file.reopened:
         # Nothing has read the map yet: its pages are better found here, ahead, than by the batches.
@@ -80,7 +80,7 @@ def open_shard(mirrors: Mirrors, cache: ShardCache, entry: ShardFacts) -> OpenSh
     return OpenShard(entry.id, ids, file.from_cache, file.cached)
 
 
-def _download(mirrors: Mirrors, entry: ShardFacts) -> Buffer:
+def _download(mirrors: Mirrors, entry: ShardFacts, is_frozen: bool) -> Buffer:
     key = shard_key(entry.id)
     body: Buffer | None = None
     if entry.packed is not None:
@@ -90,7 +90,7 @@ def _download(mirrors: Mirrors, entry: ShardFacts) -> Buffer:
             logger.warning("%s; fetching %s instead", error, key)
     if body is None:
         body = mirrors.fetch(key, entry.size_bytes, lambda found: check_digest(found, entry.sha256, key))
-    check_ids(memoryview(body), entry)  # Before it costs disk.
+    check_ids(memoryview(body), entry, is_frozen=is_frozen)  # Before it costs disk.
     return body
 
 
@@ -122,8 +122,8 @@ def check_digest(body: T, sha256: str, name: str) -> T:
     return body
 
 
-def check_ids(buffer: memoryview, entry: ShardFacts) -> None:
-    """Checks the form and the ids of a shard's file.
+def check_ids(buffer: memoryview, entry: ShardFacts, *, is_frozen: bool) -> None:
+    """Checks the form and the ids of a shard's file; a frozen vocabulary has its special ids anywhere.
 
     Raises:
         HostileStoreError: the file is not a shard, or holds ids that text under its vocabulary does not yield.
@@ -139,6 +139,8 @@ def check_ids(buffer: memoryview, entry: ShardFacts) -> None:
             f"{shard_key(entry.id)}: expected ids of 0 to {entry.next_merge_id - 1}, found {int(ids[position])} at "
             f"position {position}"
         )
+    if is_frozen:
+        return
     special = np.flatnonzero(words < BYTE_OFFSET)
     reserved = special[ids[special] != EOS_ID]
     if len(reserved):
