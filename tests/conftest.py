@@ -8,8 +8,8 @@ drawn from the commit, so that the skipped ones are others at the next commit.
 
 A test that is a coroutine runs in an event loop of its own (`on_event_loop`).
 
-A shell starts what it runs in the background with SIGINT ignored, nohup ignores SIGHUP, and processes inherit that. It is
-taken back here, or the processes under test would not hear the signals that they are sent.
+A shell starts what it runs in the background with SIGINT ignored, nohup ignores SIGHUP, and processes inherit that. It
+is taken back here, or the processes under test would not hear the signals that they are sent.
 """
 
 from __future__ import annotations
