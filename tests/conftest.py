@@ -8,8 +8,8 @@ drawn from the commit, so that the skipped ones are others at the next commit.
 
 A test that is a coroutine runs in an event loop of its own (`on_event_loop`).
 
-A shell starts what it runs in the background with SIGINT ignored, and processes inherit that. It is taken back here, or
-the processes under test would not hear the SIGINT that they are sent.
+A shell starts what it runs in the background with SIGINT ignored, nohup ignores SIGHUP, and processes inherit that. It
+is taken back here, or the processes under test would not hear the signals that they are sent.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _BEGUN_S = time.monotonic()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

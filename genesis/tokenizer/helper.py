@@ -94,9 +94,12 @@ def run_helper(
 
 
 def _listen(errors: IO[bytes] | None, complaint: deque[bytes], on_line: Callable[[bytes], None]) -> None:
-    for line in errors or ():
-        complaint.append(line)
-        on_line(line)
+    if errors is None:
+        return
+    with errors:
+        for line in errors:
+            complaint.append(line)
+            on_line(line)
 
 
 def _start(job: str, num_threads: int) -> subprocess.Popen[bytes]:
