@@ -91,6 +91,8 @@ _PROBED_FILES = 16
 _STORE_BYTES_PER_SLOT = 256 << 20
 """Of the object store, in a cluster of this machine alone; memory is only taken as it is used."""
 _LEASE_ROUNDS = 4
+_SHORT_TEMPORARY = "/tmp" if Path("/tmp").is_dir() else None
+"""Not TMPDIR: the names of Ray's sockets, below it, may have 107 characters."""
 _NO_IDS = np.empty(0, dtype=np.uint32)
 
 
@@ -537,7 +539,7 @@ def _connected(options: PopulateOptions) -> Iterator[None]:
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
         arguments: dict[str, Any] = {"address": options.ray_address, **quiet}
         if options.ray_address == "local":
-            folder = Path(tempfile.mkdtemp(prefix="genesis-ray-"))
+            folder = Path(tempfile.mkdtemp(prefix="genesis-ray-", dir=_SHORT_TEMPORARY))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             arguments |= {
                 "num_cpus": options.num_workers,
