@@ -128,6 +128,7 @@ class RayEngine:
 
         Raises:
             UsageError: there is no cluster at that address.
+        WorkerError: none could be started here.
         """
         with ExitStack() as on_failure:
             on_failure.enter_context(_connected(self._options))
@@ -551,13 +552,20 @@ def _connected(options: PopulateOptions) -> Iterator[None]:
         with _own_signal_handlers():
             try:
                 ray.init(**arguments)
-            except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError, OSError) as error:
-                raise UsageError(
-                    f"--address {options.ray_address}: expected a Ray cluster that runs, found none "
-                    f"({_first_line(error)}); start one with 'ray start --head', or use --address local"
-                ) from None
+            except Exception as error:  # Ray raises many kinds, some of them plain exceptions.
+                logger.debug("joining the cluster", exc_info=True)
+                raise _no_cluster(options.ray_address, error) from None
         stack.callback(ray.shutdown)
         yield
+
+
+def _no_cluster(address: str, error: Exception) -> GenesisError:
+    if address == "local":
+        return WorkerError(f"Ray did not start on this machine ({_first_line(error)}); run the same command again")
+    return UsageError(
+        f"--address {address}: expected a Ray cluster that runs, found none ({_first_line(error)}); start one with "
+        "'ray start --head', or use --address local"
+    )
 
 
 @contextmanager
@@ -568,6 +576,7 @@ def _environment_of_processes() -> Iterator[None]:
         "PYTHONPATH": search_path,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_raylet_start_wait_time_s": "300",  # A machine that others keep busy takes longer than Ray's own limit.
     }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)

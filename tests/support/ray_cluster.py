@@ -26,7 +26,11 @@ needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genesis-training[ray]'"
 )
 _OBJECT_STORE_BYTES = 200 << 20
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_raylet_start_wait_time_s": "300",
+}
 
 
 class RayCluster:
@@ -34,12 +38,12 @@ class RayCluster:
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self.address: str = child.hear(120.0)["address"]
+        self.address: str = child.hear(300.0)["address"]
 
     def kill_machine(self) -> None:
         """Kills the machine that joined last, and has another join."""
         self._child.say("kill")
-        self._child.hear(120.0)
+        self._child.hear(300.0)
 
     def worker_pids(self) -> list[int]:
         """Processes that do the work of tasks and actors."""
