@@ -36,14 +36,14 @@ _Item = tuple[int, int, TextBatch] | Finished | Failed | None
 
 
 def join_documents(
-    ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.NDArray[np.uint32]
+    ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
     """Copies documents one after the other, each followed by EOS.
 
     Args:
         ids: uint32[N], all documents' ids.
         offsets: int64[D+1], where each document begins; the last is N.
-        out: uint32[N+D], filled.
+        out: uint32[N+D], filled; uint16 where every id fits.
 
     Returns:
         int64[D], where each document ends in ``out``, its EOS included.
