@@ -21,6 +21,7 @@ GenesisError
 │   ├── LeaseHeldError             another populator holds the store
 │   └── LeaseLostError             this populator was ousted
 ├── WorkerError                    a worker process died again and again, or failed
+│   └── LostWorkError              machines of a cluster went with work that is to be done again
 ├── InterruptedRunError            asked to stop before anything could be committed
 └── UsageError                     options that do not go together
 """
@@ -133,6 +134,10 @@ class LeaseLostError(LeaseError):
 
 class WorkerError(GenesisError):
     """A worker process failed, or died more often than it may."""
+
+
+class LostWorkError(WorkerError):
+    """Machines of a cluster have gone, and with them work under way; begun again from the last commit it is done."""
 
 
 class InterruptedRunError(GenesisError):

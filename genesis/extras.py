@@ -18,6 +18,7 @@ EXTRA_OF = {
     "yaml": "train",
     "hivemind": "dht",
     "matplotlib": "plot",
+    "ray": "ray",
 }
 """By the name of a module: the least extra that brings it."""
 

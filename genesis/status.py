@@ -285,7 +285,7 @@ def _source(
         shard_bytes=shards * shard_file_bytes(shard_tokens) if shard_tokens else 0,
         text_bytes=position.text_bytes if position else None,
         rows_skipped=position.rows_skipped if position else None,
-        leftover_tokens=len(position.leftover_tokens) if position else None,
+        leftover_tokens=position.tokens_left_over if position else None,
         unsharded_tokens=position.unsharded_tokens if position and ended else None,
         unsharded_documents=position.unsharded_documents if position and ended else None,
         ended=ended,

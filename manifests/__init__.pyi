@@ -1,8 +1,10 @@
 """What `manifests` offers, by module; a name's module is imported when the name is first used."""
 
+from .checkpoint import MAX_LEFTOVER_TOKENS as MAX_LEFTOVER_TOKENS
 from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import Cursor as Cursor
 from .checkpoint import InputRead as InputRead
+from .checkpoint import PartialDocument as PartialDocument
 from .checkpoint import SourceCheckpoint as SourceCheckpoint
 from .checkpoint import Writer as Writer
 from .errors import ContractError as ContractError

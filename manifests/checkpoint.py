@@ -7,16 +7,20 @@ populator killed before publishing can publish at its next start).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from manifests.documents import Document, Part
 from manifests.errors import InvalidDocumentError
 from manifests.fields import Count, Sha256, SourceName, Time, TokenId
 from manifests.manifest import FROZEN_FORMAT, Manifest
 
+MAX_LEFTOVER_TOKENS: Final = 16_384
+"""The longest tail that is written out, some 0.1 MB of JSON; a longer one is a `PartialDocument`."""
+
 _RESERVED = ("format", "writer", "manifest")
+_FORMAT_WITH_PARTIAL: Final = 2
 
 
 class Cursor(Part):
@@ -34,14 +38,42 @@ class Cursor(Part):
     """Rows of that row group (lines, for formats by line) before the next one."""
 
 
+class PartialDocument(Part):
+    """The one document that crosses the end of the last shard, where its rest is too long to be written out.
+
+    Its rest is had by encoding it again, with the same vocabulary, and leaving out what shards hold.
+    """
+
+    version: Literal[1] = 1
+    tokens_in_shards: Annotated[int, Field(strict=True, ge=1)]
+    """Its first ids, which shards hold."""
+    tokens: Count
+    """All of its ids, its EOS included: another number at the next start means another document."""
+    tokenizer_sha256: Sha256 | None = None
+    """Vocabulary it is encoded with, where that is an earlier one than the checkpoint's."""
+
+    @model_validator(mode="after")
+    def _has_a_rest(self) -> Self:
+        if self.tokens_in_shards >= self.tokens:
+            raise ValueError(f"expected fewer tokens_in_shards than its {self.tokens} tokens")
+        return self
+
+    @property
+    def tokens_left(self) -> int:
+        """Its ids that no shard holds."""
+        return self.tokens - self.tokens_in_shards
+
+
 class SourceCheckpoint(Part):
     """How far one source has been turned into shards."""
 
     documents_processed: Count
-    """Documents whose every id is in a shard or in ``leftover_tokens``."""
+    """Documents whose every id is in a shard or in what is left over of the last of them."""
     last_shard_id: int = Field(ge=-1)
     leftover_tokens: tuple[TokenId, ...]
     """Tail of the one document that crosses the end of the last shard; the next shard begins with it."""
+    partial_document: PartialDocument | None = None
+    """Instead of a tail of over `MAX_LEFTOVER_TOKENS`. The cursor then stands at that document, not behind it."""
     timestamp: Time
     cursor: Cursor | None = None
     input_fingerprint: Sha256 | None = None
@@ -49,7 +81,7 @@ class SourceCheckpoint(Part):
     earlier_fingerprint: Sha256 | None = None
     """The same over the files before the cursor's: those hold still even where that one was mended meanwhile."""
     tokenizer_sha256: Sha256 | None = None
-    """Vocabulary the source's last shard and ``leftover_tokens`` were written with."""
+    """Vocabulary the source's last shard and its ``leftover_tokens`` or ``partial_document`` were written with."""
     rows_skipped: Count = 0
     """Rows that were null, not a string, not valid Unicode, or empty."""
     text_bytes: Count = 0
@@ -61,6 +93,17 @@ class SourceCheckpoint(Part):
     encoder: str | None = None
     """What encoded the source's last documents, in a store whose vocabulary was made elsewhere; the ids do not depend
     on it."""
+
+    @model_validator(mode="after")
+    def _one_tail(self) -> Self:
+        if self.partial_document is not None and (self.cursor is None or self.leftover_tokens):
+            raise ValueError("expected partial_document with a cursor and without leftover_tokens")
+        return self
+
+    @property
+    def tokens_left_over(self) -> int:
+        """Ids of the document that crosses the end of the last shard, written out or not."""
+        return self.partial_document.tokens_left if self.partial_document else len(self.leftover_tokens)
 
 
 class InputRead(Part):
@@ -94,7 +137,11 @@ class Writer(Part):
 
 
 class Checkpoints(Document):
-    """``checkpoints.json``; of format 2 if the manifest is."""
+    """``checkpoints.json``.
+
+    Its format is 1; it is 2 if the manifest's is, and while a source stands inside a document: a release that knows no
+    ``partial_document`` would write the beginning of that document twice, and so must refuse the file.
+    """
 
     FILE: ClassVar[str] = "checkpoints.json"
     FORMATS: ClassVar[tuple[int, ...]] = (1, FROZEN_FORMAT)
@@ -106,6 +153,10 @@ class Checkpoints(Document):
     @classmethod
     def from_object(cls, value: dict[str, Any], *, name: str | None = None) -> Self:
         """Gathers the top-level source objects under ``sources``."""
+        manifest = value.get("manifest")
+        is_frozen = isinstance(manifest, dict) and manifest.get("format") == FROZEN_FORMAT
+        if value.get("format") == _FORMAT_WITH_PARTIAL and not is_frozen:
+            value = {**value, "format": cls.FORMAT}
         sources = {key: entry for key, entry in value.items() if key not in _RESERVED}
         rest = {key: entry for key, entry in value.items() if key in _RESERVED}
         return super().from_object({**rest, "sources": sources}, name=name)
@@ -121,4 +172,6 @@ class Checkpoints(Document):
         taken = [name for name in sources if name in _RESERVED]
         if taken:
             raise InvalidDocumentError(f"a source may not be called {taken[0]!r}; rename it in sources.json")
+        if any(source.partial_document for source in self.sources.values()):
+            value["format"] = _FORMAT_WITH_PARTIAL
         return {**value, **sources}

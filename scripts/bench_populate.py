@@ -6,6 +6,9 @@
     python scripts/bench_populate.py commits         # the cost of a commit as the store grows
     python scripts/bench_populate.py memory          # peak memory of 6 and of 60 shards
     python scripts/bench_populate.py packed          # the transfer form: bytes a token, MB/s in and out
+    python scripts/bench_populate.py ray             # the engine ray over the local one; what the driver costs a shard
+    python scripts/bench_populate.py datatrove       # both engines over datatrove's executors (pip install datatrove)
+    python scripts/bench_populate.py document        # a document of 200 MB: its checkpoint, and how long a stop takes
 
 "Wall" times a whole command from its start to its end, imports and all. "Work" is what each program itself took after
 its imports; ours then still includes starting its workers, opening the store and every commit. "Cpu" counts the
@@ -308,19 +311,156 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+DRIVER = """
+import json, resource, sys, time
+from genesis.cli import main
+try:
+    sys.exit(main())
+finally:
+    used = {"processor_s": time.process_time(), "peak_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    print(json.dumps(used), file=open(FIGURES, "w"))
+"""
+"""Runs ``genesis`` and says what its process used, without the processes that it started."""
+
+
+def run_driver(folder: Path, vocabulary: Path, files: list[str], shards: int) -> dict[str, float]:
+    """One ``genesis populate --engine ray`` up to so many shards.
+
+    Returns:
+        ``processor_s`` and ``peak_kb`` of the driver, ``text_bytes``, and ``object_store_kb``: the most that the
+        object store's memory took.
+    """
+    store, figures = folder / "store", folder / "figures.json"
+    store.mkdir()
+    shutil.copy(vocabulary / "tokenizer.json", store)
+    inputs = [argument for file in files for argument in ("--input", file)]
+    command = [sys.executable, "-c", DRIVER.replace("FIGURES", repr(str(figures))), "populate", "--source", SOURCE]
+    command += ["--store", str(store), "--json", "--engine", "ray", "--workers", "2", "--max-shards", str(shards)]
+    shared_before, peak, done = shared_kb(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            peak[0] = max(peak[0], shared_kb() - shared_before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    ended = subprocess.run([*command, *inputs], capture_output=True, text=True, cwd=ROOT, check=False)
+    done.set()
+    watcher.join()
+    if ended.returncode:
+        sys.exit(ended.stderr)
+    shutil.rmtree(store)
+    text_bytes = json.loads(ended.stdout)["text_bytes"]
+    return {**json.loads(figures.read_text()), "text_bytes": text_bytes, "object_store_kb": peak[0]}
+
+
+def shared_kb() -> int:
+    """Memory taken in /dev/shm, where Ray's object store is."""
+    found = os.statvfs("/dev/shm")
+    return (found.f_blocks - found.f_bfree) * found.f_frsize // 1024
+
+
+def bench_ray(arguments: argparse.Namespace) -> None:
+    """The engine ray over the local one, two workers each, in turn; the driver's cost a shard and its memory."""
+    with workspace(arguments) as folder:
+        files = corpus(arguments, folder, max(arguments.copies, 5))
+        vocabulary = make_vocabulary(folder, files)
+        rates: dict[str, dict[str, list[float]]] = {"local": {}, "ray": {}}
+        for _ in range(arguments.passes):
+            for engine, sides in rates.items():
+                text_bytes, work, wall = run_ours(folder, vocabulary, files, 2, "--engine", engine)
+                for name, seconds in (("wall", wall), ("work", work)):
+                    sides.setdefault(name, []).append(text_bytes / seconds / 1e6)
+        print(f"two workers, {len(files)} parquet files, MB/s of text, median of {arguments.passes}; goal 0.70")
+        for name in ("wall", "work"):
+            local, ray = median(rates["local"][name]), median(rates["ray"][name])
+            print(f"  {name}: local {local:.1f}, ray {ray:.1f}, ratio {ray / local:.2f}")
+        few, many = (run_driver(folder, vocabulary, files, shards) for shards in (6, 60))
+        shard_s = (many["processor_s"] - few["processor_s"]) / 54
+        text_mb = (many["text_bytes"] - few["text_bytes"]) / 54 / 1e6
+        print(f"driver: {shard_s * 1e3:.1f} ms of processor time a shard of {text_mb:.1f} MB of text; goal 5")
+        print(f"  so one driver can feed {text_mb / shard_s:.0f} MB/s of text")
+        for name, figures in (("6", few), ("60", many)):
+            driver, objects = figures["peak_kb"] / 1e3, figures["object_store_kb"] / 1e3
+            print(f"  {name:>2} shards: driver {driver:.0f} MB, object store {objects:.0f} MB at most")
+
+
+def bench_datatrove(arguments: argparse.Namespace) -> None:
+    """Both engines over datatrove's two executors, the same vocabulary, two workers each; work without imports."""
+    with workspace(arguments) as folder:
+        files = corpus(arguments, folder, 1)
+        many = corpus(arguments, folder, arguments.copies)
+        vocabulary = make_vocabulary(folder, files)
+        tokenizer = vocabulary / "hf" / "tokenizer.json"
+        ours: dict[str, float] = {}
+        for engine in ("local", "ray"):
+            text_bytes, work, _ = run_ours(folder, vocabulary, many, 2, "--engine", engine)
+            ours[engine] = text_bytes / work / 1e6
+        for executor in ("local", "ray"):
+            os.environ["DATATROVE_EXECUTOR"] = executor
+            text_bytes, work, _ = run_baseline("datatrove_way", folder, tokenizer, files, 2)
+            peer = text_bytes / work / 1e6
+            print(
+                f"datatrove, {executor} executor: {peer:.1f} MB/s; genesis --engine local {ours['local']:.1f} "
+                f"({ours['local'] / peer:.1f} times), --engine ray {ours['ray']:.1f} ({ours['ray'] / peer:.1f} times); "
+                "goal 15"
+            )
+
+
+def bench_document(arguments: argparse.Namespace) -> None:
+    """A document of 200 MB: the largest checkpoints.json seen, and the seconds from SIGTERM in it to the end."""
+    import signal
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with workspace(arguments) as folder:
+        files = corpus(arguments, folder, 1)
+        vocabulary = make_vocabulary(folder, files)
+        texts = [text for file in files for text in pq.read_table(file, columns=["text"]).column(0).to_pylist()]
+        long = "\n\n".join(texts) * 2
+        long = long[: 200_000_000 * len(long) // len(long.encode())]
+        path = folder / "long.parquet"
+        pq.write_table(pa.table({"text": pa.array([texts[0], long, texts[1]], pa.large_string())}), path)
+        print(f"a document of {len(long.encode()) / 1e6:.0f} MB, two workers")
+        for after in (1, 4):
+            store = folder / f"store-{after}"
+            store.mkdir()
+            shutil.copy(vocabulary / "tokenizer.json", store)
+            command = [sys.executable, "-m", "genesis", "populate", "--source", SOURCE, "--store", str(store)]
+            process = subprocess.Popen(
+                [*command, "--workers", "2", str(path)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            largest = 0
+            while process.poll() is None and not (store / f"shard_{after}.pt").exists():
+                time.sleep(0.01)
+            asked = time.perf_counter()
+            process.send_signal(signal.SIGTERM)
+            while process.poll() is None:
+                largest = max(largest, (store / "checkpoints.json").stat().st_size)
+                time.sleep(0.01)
+            largest = max(largest, (store / "checkpoints.json").stat().st_size)
+            stop_s = time.perf_counter() - asked
+            print(f"  stopped at shard {after}: {stop_s:.2f} s, checkpoints.json {largest / 1e3:.1f} kB")
+
+
 BENCHES = {
     "speed": bench_speed,
     "peers": bench_peers,
     "commits": bench_commits,
     "memory": bench_memory,
     "packed": bench_packed,
+    "document": bench_document,
 }
+WITH_EXTRAS = {"ray": bench_ray, "datatrove": bench_datatrove}
+"""Parts that are measured only if they are named: they need what a plain installation lacks."""
 
 
 def main() -> None:
     """Runs the parts named, or all."""
+    known = {**BENCHES, **WITH_EXTRAS}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(BENCHES)}; all by default")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(known)}; by default {', '.join(BENCHES)}")
     parser.add_argument("--corpus", type=Path, default=ROOT.parent / "shared" / "corpus" / "fineweb-edu")
     parser.add_argument("--folder", default=None, help="where to write; default the system's temporary folder")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -329,11 +469,11 @@ def main() -> None:
     parser.add_argument("--store", default=None, help="for packed: measure this store's shards; default, the corpus's")
     parser.add_argument("--shards", type=int, default=6000, help="for commits")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(BENCHES)
+    unknown = set(arguments.parts) - set(known)
     if unknown:
-        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(BENCHES)}")
+        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(known)}")
     for part in arguments.parts or BENCHES:
-        BENCHES[part](arguments)
+        known[part](arguments)
 
 
 if __name__ == "__main__":

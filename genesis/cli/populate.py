@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 from urllib.parse import urlsplit
 
 import typer
@@ -33,7 +33,7 @@ from genesis.cli.sources import (
 from genesis.errors import InterruptedRunError, ObjectNotFoundError, UsageError
 from genesis.populate.commit_log import CommitLog
 from genesis.populate.lease import LEASE_S, LeaseKeeper, held
-from genesis.populate.options import LearnOptions, PopulateOptions, available_cpus
+from genesis.populate.options import EngineName, LearnOptions, PopulateOptions, available_cpus
 from genesis.populate.pipeline import PopulateResult, populate
 from genesis.populate.planning import learn_all, plan_run
 from genesis.populate.progress import counted, format_duration, format_size
@@ -83,6 +83,17 @@ def populate_command(
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     workers: Annotated[int | None, typer.Option("--workers", help="Worker processes. [default: all cores]")] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="What does the work: 'local', or 'ray' for a cluster (docs/cluster.md).")
+    ] = "local",
+    address: Annotated[
+        str,
+        typer.Option(
+            "--address",
+            envvar="RAY_ADDRESS",
+            help="With --engine ray: ray://HOST:PORT, 'auto', or 'local' for one here.",
+        ),
+    ] = "local",
     max_shards: Annotated[
         int | None,
         typer.Option("--max-shards", help="Stop when the source has this many shards. [default: its target]"),
@@ -154,6 +165,9 @@ def populate_command(
             store_url=store,
             inputs=files,
             num_workers=available_cpus() if workers is None else workers,
+            engine=cast("EngineName", engine),
+            ray_address=address,
+            max_encoding=workers,
             shard_tokens=store_shard_tokens(opened, shard_tokens),
             max_shards=max_shards,
             max_documents=max_documents,
@@ -199,7 +213,7 @@ def _populate(
     key: Ed25519PrivateKey | None,
     on_publish: Callable[[], None],
 ) -> PopulateResult:
-    workers = counted(options.num_workers, "worker")
+    workers = counted(options.num_workers, "worker") if options.engine == "local" else f"Ray at {options.ray_address}"
     logger.info("populating %s from %s with %s", store.url, options.spec.name, workers)
     commit_log = CommitLog(store, options.shard_tokens, sign_key=key, on_publish=on_publish, lease_s=options.lease_s)
     return populate(options, store, stop=stop, commit_log=commit_log)

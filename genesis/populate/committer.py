@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,8 @@ from typing_extensions import Buffer
 from genesis.errors import GenesisError, ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from genesis.populate.commit_log import CommitLog
 from genesis.populate.crashpoint import crash_point
-from genesis.populate.packer import FilledShard, Position
-from genesis.store.base import CachePolicy
+from genesis.populate.packer import FilledShard, ImageT, Position
+from genesis.store.base import CachePolicy, ObjectInfo, Store
 from manifests import (
     PackedEntry,
     ShardEntry,
@@ -68,28 +69,48 @@ class CommitGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    entry: Future[ShardEntry]
+class StoredShard:
+    """A shard that is in the store, and the position to commit with it."""
+
+    entry: ShardEntry
     position: Position
 
 
-class Committer:
+class ShardStorage(Protocol[ImageT]):
+    """Takes shards to the store; its commit log is open."""
+
+    @property
+    def commit_log(self) -> CommitLog:
+        """The store's."""
+
+    def new_image(self) -> ImageT:
+        """One more image to fill."""
+
+    def store(self, shard_id: int, shard: FilledShard[ImageT]) -> StoredShard:
+        """Stores a shard in all its forms; called from several threads. The image may be filled again afterwards.
+
+        Raises:
+            GenesisError: it cannot be stored.
+        """
+
+
+class Committer(Generic[ImageT]):
     """Stores and commits the shards of one source.
 
     Args:
-        writer: stores a shard; its commit log is open.
+        writer: stores a shard.
         commit: commits entries with the position behind them; called in the commit thread.
         num_threads: shards stored at once.
     """
 
-    def __init__(self, writer: ShardWriter, commit: Callable[[CommitGroup], None], num_threads: int) -> None:
+    def __init__(self, writer: ShardStorage[ImageT], commit: Callable[[CommitGroup], None], num_threads: int) -> None:
         self._writer = writer
         self._commit_log = writer.commit_log
         self._commit = commit
         self._next_shard_id = writer.commit_log.next_shard_id
-        self._free: queue.LifoQueue[ShardImage] = queue.LifoQueue()
+        self._free: queue.LifoQueue[ImageT] = queue.LifoQueue()
         self._images_left = num_threads + 2
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[Future[StoredShard]] = deque()
         self._closed = self._abandoned = False
         self._changed = threading.Condition()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="store")
@@ -100,7 +121,7 @@ class Committer:
         """Starts the commit thread."""
         self._thread.start()
 
-    def new_image(self) -> ShardImage:
+    def new_image(self) -> ImageT:
         """An image to fill.
 
         Raises:
@@ -108,7 +129,7 @@ class Committer:
         """
         if self._free.empty() and self._images_left:
             self._images_left -= 1
-            return ShardImage.empty(self._commit_log.shard_tokens)
+            return self._writer.new_image()
         while True:
             self.raise_failure()
             try:
@@ -116,12 +137,12 @@ class Committer:
             except queue.Empty:
                 continue
 
-    def submit(self, shard: FilledShard) -> None:
+    def submit(self, shard: FilledShard[ImageT]) -> None:
         """Takes a full image; it is stored and committed in the background."""
         shard_id, self._next_shard_id = self._next_shard_id, self._next_shard_id + 1
-        entry = self._pool.submit(self._store, shard_id, shard)
+        stored = self._pool.submit(self._store, shard_id, shard)
         with self._changed:
-            self._in_flight.append(_InFlight(entry, shard.position))
+            self._in_flight.append(stored)
             self._changed.notify()
 
     def raise_failure(self) -> None:
@@ -157,16 +178,16 @@ class Committer:
             self._closed = True
             self._changed.notify()
 
-    def _store(self, shard_id: int, shard: FilledShard) -> ShardEntry:
+    def _store(self, shard_id: int, shard: FilledShard[ImageT]) -> StoredShard:
         try:
-            return self._writer.write(shard_id, shard)
+            return self._writer.store(shard_id, shard)
         finally:
             self._free.put(shard.image)
 
     def _run(self) -> None:
         try:
             while (group := self._next_group()) and not self._abandoned:
-                self._commit(CommitGroup(tuple(each.entry.result() for each in group), group[-1].position))
+                self._commit(CommitGroup(tuple(each.entry for each in group), group[-1].position))
         except CancelledError:
             pass  # Abandoned.
         except GenesisError as error:
@@ -175,27 +196,27 @@ class Committer:
             logger.debug("commit thread", exc_info=True)
             self._failure = StoreUnavailableError(f"committing failed: {type(error).__name__}: {error}")
 
-    def _next_group(self) -> list[_InFlight]:
+    def _next_group(self) -> list[StoredShard]:
         """The next shard, once stored, and those behind it that are stored too; empty when there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._in_flight or self._closed)
             if not self._in_flight:
                 return []
             group = [self._in_flight.popleft()]
-        group[0].entry.result()
+        group[0].result()
         with self._changed:
-            while self._in_flight and len(group) < _GROUP and _stored(self._in_flight[0].entry):
+            while self._in_flight and len(group) < _GROUP and _is_stored(self._in_flight[0]):
                 group.append(self._in_flight.popleft())
-        return group
+        return [each.result() for each in group]
 
 
-def _stored(entry: Future[ShardEntry]) -> bool:
-    return entry.done() and not entry.cancelled() and entry.exception() is None
+def _is_stored(stored: Future[StoredShard]) -> bool:
+    return stored.done() and not stored.cancelled() and stored.exception() is None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardWriter:
-    """Writes the shards of one source; may be used from several threads.
+    """Writes the shards of one source from this process's memory; may be used from several threads.
 
     Attributes:
         commit_log: the store's, open.
@@ -209,7 +230,15 @@ class ShardWriter:
     next_merge_id: int
     packed: bool
 
-    def write(self, shard_id: int, shard: FilledShard) -> ShardEntry:
+    def new_image(self) -> ShardImage:
+        """One more image to fill."""
+        return ShardImage.empty(self.commit_log.shard_tokens)
+
+    def store(self, shard_id: int, shard: FilledShard[ShardImage]) -> StoredShard:
+        """Stores a shard in both forms."""
+        return StoredShard(self.write(shard_id, shard), shard.position)
+
+    def write(self, shard_id: int, shard: FilledShard[ShardImage]) -> ShardEntry:
         """Stores a shard in both forms.
 
         Returns:
@@ -218,30 +247,83 @@ class ShardWriter:
         Raises:
             GenesisError: the store cannot be written, or was taken over.
         """
-        image = shard.image
+        objects = ShardObjects(self.commit_log.store, self._may_replace)
+        return objects.write(
+            shard.image,
+            ShardFacts(
+                shard_id=shard_id,
+                source=self.source,
+                first_document=shard.first_document,
+                last_document=shard.last_document,
+                next_merge_id=self.next_merge_id,
+                packed=self.packed,
+            ),
+        )
+
+    def _may_replace(self, key: str) -> ObjectInfo | None:
+        leftover = self.commit_log.store.head(key)
+        self.commit_log.renew()
+        return leftover
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """What is said of a shard beside its ids."""
+
+    shard_id: int
+    source: str
+    first_document: int
+    last_document: int
+    next_merge_id: int
+    packed: bool
+    """Write the transfer form too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardObjects:
+    """Puts the objects of shards; on a cluster, on the machine that has the ids.
+
+    Attributes:
+        target: where to.
+        may_replace: called with the key of an uncommitted leftover of a run with other input that must be replaced.
+            Returns the leftover as it was *before* this process was found to hold the lease still; raises if it does
+            not, so that whoever was ousted replaces nothing.
+    """
+
+    target: Store
+    may_replace: Callable[[str], ObjectInfo | None]
+
+    def write(self, image: ShardImage, facts: ShardFacts) -> ShardEntry:
+        """Stores a full image in both forms.
+
+        Raises:
+            GenesisError: the store cannot be written, or what is there may not be replaced.
+        """
         image.seal()
         crash_point("shard-sealed")
-        self._put(shard_key(shard_id), image.buffer)
+        self._put(shard_key(facts.shard_id), image.buffer)
         crash_point("shard-stored")
-        packed = self._write_packed(packed_key(shard_id), image.ids) if self.packed else None
+        packed = None
+        if facts.packed:
+            packed = self._write_packed(packed_key(facts.shard_id), image.ids, facts.next_merge_id)
         return ShardEntry(
-            id=shard_id,
+            id=facts.shard_id,
             sha256=sha256_hex(image.buffer),
             size_bytes=len(image.buffer),
             tokens=len(image.ids),
-            source=self.source,
-            first_document=shard.first_document,
-            last_document=shard.last_document,
-            next_merge_id=self.next_merge_id,
+            source=facts.source,
+            first_document=facts.first_document,
+            last_document=facts.last_document,
+            next_merge_id=facts.next_merge_id,
             packed=packed,
         )
 
-    def _write_packed(self, key: str, ids: npt.NDArray[np.int64]) -> PackedEntry:
-        body = pack_ids(ids, self.next_merge_id)
+    def _write_packed(self, key: str, ids: npt.NDArray[np.int64], next_merge_id: int) -> PackedEntry:
+        body = pack_ids(ids, next_merge_id)
         try:
-            self.commit_log.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            self.target.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
         except PreconditionFailedError:
-            leftover = self._equivalent(key, ids)
+            leftover = self._equivalent(key, ids, next_merge_id)
             if leftover is None:
                 self._replace(key, body)
             else:
@@ -249,34 +331,30 @@ class ShardWriter:
         crash_point("packed-stored")
         return PackedEntry(key=key, sha256=sha256_hex(body), size_bytes=len(body))
 
-    def _equivalent(self, key: str, ids: npt.NDArray[np.int64]) -> bytes | None:
+    def _equivalent(self, key: str, ids: npt.NDArray[np.int64], next_merge_id: int) -> bytes | None:
         """The packed object an earlier run left under ``key``, if it expands to ``ids``."""
-        found = self.commit_log.store.head(key)
-        if found is None or found.size_bytes > max_packed_bytes(len(ids), self.next_merge_id):
+        found = self.target.head(key)
+        if found is None or found.size_bytes > max_packed_bytes(len(ids), next_merge_id):
             return None
         expanded = np.empty_like(ids)
         try:
-            body = self.commit_log.store.get(key).body
-            unpack_ids(body, expanded, self.next_merge_id)
+            body = self.target.get(key).body
+            unpack_ids(body, expanded, next_merge_id)
         except (ObjectNotFoundError, ShardFormatError):
             return None
         return body if np.array_equal(expanded, ids) else None
 
     def _put(self, key: str, body: Buffer) -> None:
         try:
-            self.commit_log.store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
+            self.target.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
         except PreconditionFailedError:
             self._replace(key, body)
 
     def _replace(self, key: str, body: Buffer) -> None:
-        """Replaces an uncommitted leftover of a run with other input.
-
-        Allowed only if this process still holds the lease after reading what it replaces.
-        """
-        leftover = self.commit_log.store.head(key)
-        self.commit_log.renew()
+        """Replaces an uncommitted leftover of a run with other input."""
+        leftover = self.may_replace(key)
         logger.info("%s: replacing an uncommitted leftover of an earlier run", key)
-        self.commit_log.store.put(
+        self.target.put(
             key,
             body,
             cache=CachePolicy.IMMUTABLE,

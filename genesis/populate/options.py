@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from genesis.errors import UsageError
 from genesis.populate.commit_log import SUPERSEDED_KEEP_S
 from genesis.populate.lease import LEASE_S
 from genesis.token_formats import TokenFormat
 from manifests import MAX_VOCABULARY, SHARD_TOKENS, FrozenVocabularyFile, SourceSpec, VocabularyFile
+
+EngineName = Literal["local", "ray"]
+"""What does the work: processes of this machine, or a Ray cluster."""
 
 
 def available_cpus() -> int:
@@ -70,6 +74,12 @@ class PopulateOptions:
     """Also write each shard's transfer form, ``packed/shard_{id}.zst``."""
     mended_input: bool = False
     """The file the checkpoint stands in may differ from what it was: it was damaged, and mended behind that row."""
+    engine: EngineName = "local"
+    ray_address: str = "local"
+    """For the engine ``ray``: ``local`` starts a cluster of this machine, ``auto`` finds the one that it belongs to,
+    ``ray://HOST:PORT`` one elsewhere, and ``HOST:PORT`` the one that it belongs to by name."""
+    max_encoding: int | None = None
+    """On a cluster that runs already: documents are encoded on at most this many processors; None for all."""
     lease_s: float = LEASE_S
     superseded_keep_s: float = SUPERSEDED_KEEP_S
 
@@ -80,6 +90,10 @@ class PopulateOptions:
                 raise UsageError(f"{name}: expected 1 or more, found {value}")
         if not 1 <= self.lease_s <= 86_400:
             raise UsageError(f"--lease-s: expected 1 to 86400 seconds, found {self.lease_s}")
+        if self.engine not in get_args(EngineName):
+            raise UsageError(f"--engine: expected {' or '.join(get_args(EngineName))}, found {self.engine!r}")
+        if self.max_encoding is not None and self.max_encoding < 1:
+            raise UsageError(f"--workers: expected 1 or more, found {self.max_encoding}")
         if "" in self.inputs:
             raise UsageError("--input: expected a file, a folder or a pattern, found an empty string")
         for name, limit in (("--max-shards", self.max_shards), ("--max-documents", self.max_documents)):

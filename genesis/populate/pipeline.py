@@ -2,9 +2,11 @@
 
     tasks → worker processes (read, encode) → packer (this thread) → store threads → commit thread
 
+The first and the fourth are an engine's (`engine.py`): processes and threads of this machine, or tasks of a cluster.
+
 Guarantees (each held by a test): the shards are a function of the input files in order, the vocabulary and the shard
-size, the same for any number of workers and any history of kills; every document's ids are in the store or behind
-the checkpoint exactly once; memory is bounded by workers × ring and a few shard images whatever the corpus.
+size, the same for any number of workers or machines and any history of kills; every document's ids are in the store or
+behind the checkpoint exactly once; memory is bounded by workers × ring and a few shard images whatever the corpus.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -25,29 +29,36 @@ from genesis.errors import (
     InputChangedError,
     InputNotFoundError,
     InterruptedRunError,
+    LostWorkError,
     SourceError,
     TokenizerError,
     UsageError,
     WorkerError,
 )
 from genesis.populate.commit_log import CommitLog
-from genesis.populate.committer import CommitGroup, Committer, ShardWriter
+from genesis.populate.committer import CommitGroup, Committer
 from genesis.populate.crashpoint import crash_point
+from genesis.populate.engine import PopulateEngine, make_engine
 from genesis.populate.lease import LeaseKeeper, held
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import Packer, Position
+from genesis.populate.partial import first_document
 from genesis.populate.planning import ensure_vocabulary, imported_vocabulary
-from genesis.populate.pool import WorkerPool
+from genesis.populate.pool import EncodedBlock
 from genesis.populate.progress import InputPositions, Limits, PopulateProgress
+from genesis.populate.remote_ids import RemoteIds
 from genesis.populate.stopping import unless_stopped
-from genesis.sources import InputPlan, check_repository, resolve, tasks
+from genesis.sources import InputPlan, check_repository, resolve
 from genesis.sources.base import TokenRules
 from genesis.sources.token_files import recorded_vocabularies, token_plan
-from genesis.store import FolderStore, Store, folder_of
+from genesis.store import Store, folder_of
 from genesis.tokenizer import FrozenTokenizer, StoreTokenizer, choose_encoder
 from manifests import BYTE_OFFSET, EOS_ID, Cursor, InputRead, SourceCheckpoint, format_time
 
 logger = logging.getLogger(__name__)
+
+_LOSSES_IN_A_ROW = 5
+"""How often a cluster may lose work without a commit between: whoever loses it each time will not get anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +117,8 @@ def populate(
     _check_apart(options)
     with held(commit_log), LeaseKeeper(commit_log, on_lost=stop.set) as keeper:
         try:
-            with WorkerPool(options.num_workers) as pool:
-                result = _Run(options, commit_log, stop, pool).run()
+            with make_engine(options) as engine:
+                result = _Run(options, commit_log, stop, engine).run()
         except InterruptedRunError:
             keeper.raise_failure()
             raise
@@ -119,12 +130,12 @@ class _Run:
     """One source's run; holds what its steps share."""
 
     def __init__(
-        self, options: PopulateOptions, commit_log: CommitLog, stop: threading.Event, pool: WorkerPool
+        self, options: PopulateOptions, commit_log: CommitLog, stop: threading.Event, engine: PopulateEngine
     ) -> None:
         self._options = options
         self._commit_log = commit_log
         self._stop = stop
-        self._pool = pool
+        self._engine = engine
         self._name = options.spec.name
         self._tokenizer_sha256: str | None = None
         self._encoder: str | None = None
@@ -141,14 +152,15 @@ class _Run:
             self._pin_input()
         else:
             self._check_unchanged(checkpoint)
+        self._engine.check(self._plan)
         tokenizer = self._vocabulary()
         self._tokenizer_sha256 = tokenizer.sha256
         encoder = choose_encoder(tokenizer.to_file())
         self._encoder = encoder.name if encoder.is_frozen else None
-        self._pool.load(encoder)
+        self._engine.load(encoder)
         before = self._shards()
         text_before = start.text_bytes
-        packer, ended = self._encode(tokenizer, start)
+        packer, ended = self._encode_through_losses(tokenizer, start)
         crash_point("source-finished")
         end = self._commit_log.checkpoints.sources.get(self._name) or self._checkpoint(Position(), -1)
         return PopulateResult(
@@ -194,19 +206,33 @@ class _Run:
         self._plan = replace(self._plan, token_rules=rules)
         return tokenizer
 
-    def _encode(self, tokenizer: StoreTokenizer, start: Position) -> tuple[Packer, bool]:
+    def _encode_through_losses(self, tokenizer: StoreTokenizer, start: Position) -> tuple[Packer[Any], bool]:
+        """Runs the pipeline, beginning again from the last commit where a cluster lost what was under way."""
+        losses, shards = 0, self._shards()
+        while True:
+            try:
+                return self._encode(tokenizer, start)
+            except LostWorkError as error:
+                losses, shards = (losses + 1 if self._shards() == shards else 1), self._shards()
+                if losses >= _LOSSES_IN_A_ROW or self._stop.is_set():
+                    raise
+                logger.warning("%s; going on from the last commit", error)
+            checkpoint = self._commit_log.checkpoints.sources.get(self._name)
+            start = Position.from_checkpoint(checkpoint) if checkpoint else start
+
+    def _encode(self, tokenizer: StoreTokenizer, start: Position) -> tuple[Packer[Any], bool]:
         """Runs the pipeline; returns the packer as it ended and whether the source did."""
         progress = self._progress(start)
         committer = Committer(
-            ShardWriter(self._commit_log, self._name, tokenizer.next_merge_id, packed=self._options.packed),
+            self._engine.storage(self._commit_log, self._name, tokenizer.next_merge_id, packed=self._options.packed),
             lambda commit: self._commit(commit, progress),
-            num_threads=_store_threads(self._commit_log.store, self._options.num_workers),
+            num_threads=self._engine.store_threads(self._commit_log.store),
         )
         packer = Packer(self._plan, start, committer.new_image)
         committer.start()
         try:
             with progress.shown():
-                ended = self._feed(packer, committer, progress, start.cursor)
+                ended = self._feed(packer, committer, progress, start)
                 if ended:
                     progress.ended()
                 committer.drain()
@@ -236,31 +262,33 @@ class _Run:
             shards_before=self._shards(),
             documents_before=start.documents,
             shard_tokens=self._options.shard_tokens,
-            tokens_before=len(start.leftover),
+            tokens_before=start.tokens_left,
         )
         read_bytes = max(read.read_bytes if read else 0, positions.at_cursor(start.cursor))
         return PopulateProgress(self._name, positions, limits, read_bytes)
 
     def _feed(
         self,
-        packer: Packer,
-        committer: Committer,
+        packer: Packer[Any],
+        committer: Committer[Any],
         progress: PopulateProgress,
-        cursor: Cursor | None,
+        start: Position,
     ) -> bool:
         """Feeds the packer until the source ends (True) or a limit or a stop comes first (False)."""
         limit = self._options.shard_limit
         room = limit - self._shards() if limit is not None else None
-        if (room is not None and room <= 0) or self._documents_reached(packer):
+        if room is not None and room <= 0:
             return False
         submitted = 0
         for shard in packer.start():
             progress.filled(progress.read_bytes)
             committer.submit(shard)
             submitted += 1
-            if submitted == room:
+            if submitted == room or self._stop.is_set():
                 return False
-        for block in self._pool.blocks(tasks(self._plan, cursor), self._stop):
+        if self._documents_reached(packer):
+            return False
+        for block in self._blocks(start):
             committer.raise_failure()
             documents, num_documents = packer.documents, len(block.ends)
             begin = progress.positions.before(block.task, block.first_row)
@@ -279,9 +307,23 @@ class _Run:
                 return False
         return not self._stop.is_set()
 
-    def _documents_reached(self, packer: Packer) -> bool:
+    def _blocks(self, start: Position) -> Iterator[EncodedBlock]:
+        """The documents behind ``start``; from the one on that it stands in."""
+        cursor, partial = start.cursor, start.partial
+        checkpoint = self._commit_log.checkpoints.sources.get(self._name)
+        if partial is not None and cursor is not None and checkpoint is not None:
+            encoded_with = partial.tokenizer_sha256 or checkpoint.tokenizer_sha256
+            if encoded_with is not None and encoded_with != self._tokenizer_sha256:
+                # The vocabulary has grown since: that document is encoded as it was begun.
+                block = first_document(self._plan, cursor, self._commit_log.store, encoded_with)
+                yield block
+                cursor = block.task.cursor(block.end_row, self._plan)
+        yield from self._engine.blocks(self._plan, cursor, self._stop)
+
+    def _documents_reached(self, packer: Packer[Any]) -> bool:
+        """Whether no document is to be begun; one that was begun is brought to its end."""
         limit = self._options.max_documents
-        return limit is not None and packer.documents >= limit
+        return limit is not None and packer.documents >= limit and not packer.inside_document
 
     def _shards(self) -> int:
         manifest = self._commit_log.manifest
@@ -299,7 +341,7 @@ class _Run:
         )
         progress.committed(len(commit.entries), num_tokens)
 
-    def _finish(self, packer: Packer, ended: bool, input_read: InputRead) -> None:
+    def _finish(self, packer: Packer[Any], ended: bool, input_read: InputRead) -> None:
         """Notes what fills no shard: it stays behind the cursor, neither padded nor lost."""
         if ended and packer.documents == 0:
             raise InputNotFoundError(
@@ -326,10 +368,13 @@ class _Run:
         self._commit_log.commit_shards((), self._name, self._checkpoint(Position(cursor=cursor), -1))
 
     def _checkpoint(self, position: Position, last_shard_id: int) -> SourceCheckpoint:
+        if isinstance(position.leftover, RemoteIds):
+            raise TypeError("expected a position with its ids, found the name of ids that are elsewhere")
         return SourceCheckpoint(
             documents_processed=position.documents,
             last_shard_id=last_shard_id,
             leftover_tokens=tuple(position.leftover.tolist()),
+            partial_document=position.partial,
             timestamp=_timestamp(),
             cursor=position.cursor,
             input_fingerprint=self._fingerprints[position.cursor.file] if position.cursor else None,
@@ -377,14 +422,6 @@ def _check_apart(options: PopulateOptions) -> None:
         folder = Path(pattern.partition("**")[0]).expanduser().resolve()
         if store is not None and store.is_relative_to(folder) and ("**" in pattern or folder.is_dir()):
             raise UsageError(f"the store {store} lies inside the input folder {folder}; give another --store")
-
-
-def _store_threads(store: Store, num_workers: int) -> int:
-    """A disk is kept busy by 2 threads, an uplink, each of whose requests waits, by 8.
-
-    A thread takes some 50 ms of processor time a shard, a worker 150: with many workers a disk needs more of them.
-    """
-    return min(max(2, num_workers // 2), 8) if isinstance(store, FolderStore) else 8
 
 
 def _timestamp() -> str:

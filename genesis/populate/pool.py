@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 import genesis.errors
 from genesis.errors import GenesisError, WorkerError
+from genesis.populate.remote_ids import TokenIds
 from genesis.populate.ring import (
     RING_IDS,
     Assignment,
@@ -64,12 +65,14 @@ class EncodedBlock:
     """Encoded documents of one task, in order. ``ids`` is only valid until the next block is asked for."""
 
     task: Task
-    ids: npt.NDArray[np.uint32]
+    ids: TokenIds
     ends: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
     text_bytes: npt.NDArray[np.int64]
     first_row: int
     end_row: int
+    tokenizer_sha256: str | None = None
+    """Vocabulary they are encoded with, where that is an earlier one than the run's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -242,8 +245,8 @@ class WorkerPool:
                 pending = self._pending[message.number]
                 pending.finished = True
                 if isinstance(message, Failed):
-                    pending.failure = _as_error(message, pending.task)
-                pending.task = _without_text(pending.task)
+                    pending.failure = as_error(message, pending.task)
+                pending.task = without_text(pending.task)
 
     def _take_in(self, worker: _Worker, encoded: EncodedDocuments) -> None:
         pending = self._pending[encoded.number]
@@ -289,7 +292,8 @@ class WorkerPool:
             if pending.deaths >= _DEATHS_PER_TASK:
                 pending.failure = WorkerError(
                     f"{pending.deaths} workers in a row died ({reason}) while encoding "
-                    f"{_describe(pending.task)}; free memory or use fewer --workers, then run the same command again"
+                    f"{describe_task(pending.task)}; free memory or use fewer --workers, then run the same command "
+                    "again"
                 )
         again = [number for number in worker.assigned if self._pending[number].failure is None]
         logger.warning(
@@ -415,19 +419,21 @@ def _block(task: Task, worker: _Worker, encoded: EncodedDocuments) -> EncodedBlo
     )
 
 
-def _as_error(failed: Failed, task: Task) -> GenesisError:
+def as_error(failed: Failed, task: Task) -> GenesisError:
+    """What a worker reported, as the error it was there."""
     kind = getattr(genesis.errors, failed.error, None)
     if isinstance(kind, type) and issubclass(kind, GenesisError):
         return kind(failed.message)
-    return WorkerError(f"encoding {_describe(task)} failed: {failed.error}: {failed.message}")
+    return WorkerError(f"encoding {describe_task(task)} failed: {failed.error}: {failed.message}")
 
 
-def _without_text(task: Task) -> Task:
+def without_text(task: Task) -> Task:
     """The task, for naming positions only: lines would otherwise stay in memory until their turn."""
     return replace(task, data=b"") if isinstance(task, LinesTask) else task
 
 
-def _describe(task: Task) -> str:
+def describe_task(task: Task) -> str:
+    """``row group 3 of a.parquet``."""
     if isinstance(task, RowGroupTask):
         return f"row group {task.row_group} of {task.file.name}"
     if isinstance(task, LinesTask):

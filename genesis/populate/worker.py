@@ -36,14 +36,14 @@ _Item = tuple[int, int, TextBatch | TokenBatch] | Finished | Failed | None
 
 
 def join_documents(
-    ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.NDArray[np.uint32], eos_id: int = EOS_ID
+    ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.NDArray[np.integer], eos_id: int = EOS_ID
 ) -> npt.NDArray[np.int64]:
     """Copies documents one after the other, each followed by EOS.
 
     Args:
         ids: uint32[N], all documents' ids.
         offsets: int64[D+1], where each document begins; the last is N.
-        out: uint32[N+D], filled.
+        out: uint32[N+D], filled; uint16 where every id fits.
         eos_id: the store's EOS.
 
     Returns:
@@ -158,7 +158,7 @@ def _encode(
 ) -> EncodedDocuments:
     ids, offsets = engine.encode_batch(batch.texts)
     if encoder.is_frozen:
-        _check_no_eos(ids, offsets, batch, encoder.eos_id)
+        check_no_eos(ids, offsets, batch, encoder.eos_id)
     num_ids = len(ids) + len(batch.texts)
     if ring.fits(num_ids):
         position, out = ring.reserve(num_ids)
@@ -181,7 +181,7 @@ def _encode(
     )
 
 
-def _check_no_eos(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], batch: TextBatch, eos_id: int) -> None:
+def check_no_eos(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], batch: TextBatch, eos_id: int) -> None:
     """Refuses text that gives the EOS: 0.3 ms for a million ids, so it is asked where no rule of ours excludes it.
 
     Raises:

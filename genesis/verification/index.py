@@ -146,7 +146,7 @@ def goes_on_after(checkpoints: Checkpoints | None) -> Mapping[int, bool]:
     """By the id of each source's last shard: whether its last document goes on behind it."""
     if checkpoints is None:
         return {}
-    return {source.last_shard_id: bool(source.leftover_tokens) for source in checkpoints.sources.values()}
+    return {source.last_shard_id: source.tokens_left_over > 0 for source in checkpoints.sources.values()}
 
 
 @dataclass(slots=True)

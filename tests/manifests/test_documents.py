@@ -247,6 +247,38 @@ def test_a_segments_ids_run_on_from_a_thousand():
             Segment.from_object({"shards": [{**ENTRY, "id": number} for number in ids]})
 
 
+INSIDE = {
+    "documents_processed": 3, "last_shard_id": 7, "leftover_tokens": [], "timestamp": TIME,
+    "cursor": {"file": "a.parquet", "row": 2}, "partial_document": {"tokens_in_shards": 5, "tokens": 50_000_000},
+}  # fmt: skip
+
+
+def test_a_release_that_knows_no_partial_document_is_kept_from_the_file():
+    whole = Checkpoints.from_object({"format": 2, "alpha": INSIDE})
+    assert whole.sources["alpha"].tokens_left_over == 49_999_995
+    assert json.loads(whole.to_json())["format"] == 2
+    assert Checkpoints.from_json(whole.to_json()) == whole
+    behind = whole.sources["alpha"].model_copy(update={"partial_document": None})
+    assert json.loads(whole.model_copy(update={"sources": {"alpha": behind}}).to_json())["format"] == 1
+    with pytest.raises(UnsupportedFormatError):
+        Checkpoints.from_object({"format": 3, "alpha": INSIDE})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cursor": None},
+        {"leftover_tokens": [40, 2]},
+        {"partial_document": {"tokens_in_shards": 50, "tokens": 50}},
+        {"partial_document": {"tokens_in_shards": 0, "tokens": 50}},
+        {"partial_document": {"tokens_in_shards": 5, "tokens": 50, "version": 2}},
+    ],
+)
+def test_a_partial_document_that_makes_no_sense_is_refused(change):
+    with pytest.raises(InvalidDocumentError, match="partial_document"):
+        Checkpoints.from_object({"format": 2, "alpha": {**INSIDE, **change}})
+
+
 @pytest.mark.parametrize("name", ["format", "writer", "manifest"])
 def test_a_source_may_not_take_a_reserved_name(name):
     position = {"documents_processed": 0, "last_shard_id": -1, "leftover_tokens": [], "timestamp": TIME}

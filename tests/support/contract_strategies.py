@@ -16,6 +16,7 @@ from manifests import (
     FrozenVocabularyFile,
     Manifest,
     PackedEntry,
+    PartialDocument,
     Segment,
     SegmentRef,
     ShardEntry,
@@ -43,13 +44,24 @@ TOKEN_IDS = st.integers(0, 2**32 - 1)
 TEXTS = st.text(max_size=20)
 
 CURSORS = st.builds(Cursor, repo=TEXTS, revision=TEXTS, file=TEXTS, row_group=COUNTS, row=COUNTS)
+PARTIAL_DOCUMENTS = st.builds(
+    lambda in_shards, left, digest: PartialDocument(
+        tokens_in_shards=in_shards, tokens=in_shards + left, tokenizer_sha256=digest
+    ),
+    st.integers(1, 2**40),
+    st.integers(1, 2**40),
+    st.none() | DIGESTS,
+)
+TAILS = st.fixed_dictionaries(
+    {"leftover_tokens": st.lists(TOKEN_IDS, max_size=8).map(tuple), "cursor": st.none() | CURSORS}
+) | st.fixed_dictionaries({"leftover_tokens": st.just(()), "cursor": CURSORS, "partial_document": PARTIAL_DOCUMENTS})
+"""What is left over of the document that crosses the last shard's end: written out, or where it begins."""
 POSITIONS = st.builds(
-    SourceCheckpoint,
+    lambda tail, **fields: SourceCheckpoint(**tail, **fields),
+    TAILS,
     documents_processed=COUNTS,
     last_shard_id=st.integers(-1, 2**40),
-    leftover_tokens=st.lists(TOKEN_IDS, max_size=8).map(tuple),
     timestamp=TIMES,
-    cursor=st.none() | CURSORS,
     input_fingerprint=st.none() | DIGESTS,
     tokenizer_sha256=st.none() | DIGESTS,
     rows_skipped=COUNTS,

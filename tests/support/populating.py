@@ -1,8 +1,10 @@
 """Running ``genesis`` as its user does, and looking at the store it leaves."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,20 @@ def genesis(
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr
     return done
+
+
+def run_and_kill(arguments, after_s=None, crash_at=""):
+    """One run that dies at a crash point, or has its process group killed after some seconds; True if it was killed."""
+    process = start(*arguments, GENESIS_CRASH_AT=crash_at)
+    try:
+        process.communicate(timeout=60 if after_s is None else after_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+    return process.returncode == -signal.SIGKILL
 
 
 def populate_arguments(

@@ -1,11 +1,9 @@
 """Killed, stopped, ousted, or with workers that die: the store ends as if nothing happened, and nothing runs on."""
 
-import contextlib
 import os
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from genesis.store import open_store
 from genesis.tokenizer import NeuroTokenizer, choose_encoder
 from manifests import SourceSpec
 from tests.support.documents import documents, write_json_lines, write_parquet
-from tests.support.populating import genesis, populate_arguments, snapshot, start, stray_objects
+from tests.support.populating import genesis, populate_arguments, run_and_kill, snapshot, start, stray_objects
 from tests.support.waiting import wait_until
 
 FIRST_RUN = ["vocabulary-stored:1", "tokenizer-published:1"]
@@ -34,20 +32,6 @@ ANY_RUN = ["lease-taken:1"] + [
     for point in ("shard-sealed", "shard-stored", "segment-stored", "checkpoint-stored", "manifest-published")
     for count in (1, 2, 3)
 ]
-
-
-def run_and_kill(arguments, after_s=None, crash_at=""):
-    """One run that dies at a crash point, or has its process group killed after some seconds; True if it was killed."""
-    process = start(*arguments, GENESIS_CRASH_AT=crash_at)
-    try:
-        process.communicate(timeout=60 if after_s is None else after_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
-    return process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -138,7 +122,7 @@ def test_a_stop_is_heard_while_the_source_is_silent(tmp_path, monkeypatch):
         hang.wait(60)
         yield from ()
 
-    monkeypatch.setattr("genesis.populate.pipeline.tasks", silent)
+    monkeypatch.setattr("genesis.populate.engine.tasks", silent)
     stop, results = threading.Event(), []
     store = open_store(str(tmp_path / "store"))
     run = threading.Thread(target=lambda: results.append(populate(options(tmp_path / "store", path), store, stop=stop)))

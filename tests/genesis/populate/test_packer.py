@@ -3,17 +3,20 @@
 import itertools
 import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genesis.errors import InputChangedError
 from genesis.populate.packer import FilledShard, Packer, Position
 from genesis.populate.pool import EncodedBlock
+from genesis.populate.remote_ids import RemoteIds, RemoteImage
 from genesis.populate.ring import RingReader, RingWriter, anonymous_file
 from genesis.sources.base import FileFormat, InputFile, InputPlan, RowGroupTask
-from manifests import ShardImage
+from manifests import MAX_LEFTOVER_TOKENS, PartialDocument, ShardImage
 
 FILE = InputFile("f.parquet", "f.parquet", FileFormat.PARQUET, 1, "d")
 PLAN = InputPlan("s", "text", (FILE,))
@@ -21,6 +24,8 @@ SHARD = 8
 
 # Each document: its length in ids (EOS included) and how many skipped rows stand before it.
 documents = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), max_size=30)
+leftovers = st.sampled_from([0, 1, 5, 12, MAX_LEFTOVER_TOKENS])
+"""The longest tail that a position holds itself."""
 
 
 def make_blocks(docs, cuts, first=0):
@@ -44,8 +49,8 @@ def make_blocks(docs, cuts, first=0):
         previous_row = end_row
 
 
-def pack(blocks, start=None, **limits):
-    packer = Packer(PLAN, start or Position(), lambda: ShardImage.empty(SHARD))
+def pack(blocks, start=None, max_leftover=MAX_LEFTOVER_TOKENS, **limits):
+    packer = Packer(PLAN, start or Position(), lambda: ShardImage.empty(SHARD), max_leftover)
     shards = list(packer.start())
     for block in blocks:
         shards.extend(packer.feed(block, **limits))
@@ -63,14 +68,15 @@ def facts(shard: FilledShard):
         position.rows_skipped,
         position.cursor,
         position.leftover.tolist(),
+        position.partial,
     )
 
 
 @pytest.mark.slow
-@given(documents, st.lists(st.integers(0, 30)), st.lists(st.integers(0, 30)))
-def test_blocks_do_not_matter(docs, cuts, other_cuts):
-    one, shards = pack(make_blocks(docs, cuts))
-    other, same = pack(make_blocks(docs, other_cuts))
+@given(documents, st.lists(st.integers(0, 30)), st.lists(st.integers(0, 30)), leftovers)
+def test_blocks_do_not_matter(docs, cuts, other_cuts, max_leftover):
+    one, shards = pack(make_blocks(docs, cuts), max_leftover=max_leftover)
+    other, same = pack(make_blocks(docs, other_cuts), max_leftover=max_leftover)
     assert [facts(shard) for shard in shards] == [facts(shard) for shard in same]
     assert (one.unsharded_tokens, one.unsharded_documents) == (other.unsharded_tokens, other.unsharded_documents)
 
@@ -85,17 +91,81 @@ def test_every_id_is_kept_in_order(docs):
 
 
 @pytest.mark.slow
-@given(documents, st.data())
-def test_resuming_at_any_shard_gives_the_shards_that_follow(docs, data):
-    packer, shards = pack(make_blocks(docs, []))
+@given(documents, leftovers, st.data())
+def test_resuming_at_any_shard_gives_the_shards_that_follow(docs, max_leftover, data):
+    packer, shards = pack(make_blocks(docs, []), max_leftover=max_leftover)
     if not shards:
         return
     at = data.draw(st.integers(0, len(shards) - 1))
     start = shards[at].position
-    resumed, rest = pack(make_blocks(docs, [], first=start.documents), start)
+    first = start.documents - (1 if start.partial else 0)
+    blocks = make_blocks(docs, data.draw(st.lists(st.integers(0, 30))), first=first)
+    if start.partial:
+        # A reader that begins at a document has looked at no row before it.
+        begun = next(blocks)
+        blocks = itertools.chain([replace(begun, first_row=int(begun.rows[0]))], blocks)
+    resumed, rest = pack(blocks, start, max_leftover=max_leftover)
     assert [facts(shard) for shard in rest] == [facts(shard) for shard in shards[at + 1 :]]
     assert resumed.unsharded_tokens == packer.unsharded_tokens
     assert resumed.unsharded_documents == packer.unsharded_documents
+    assert (resumed.documents, resumed.text_bytes) == (packer.documents, packer.text_bytes)
+
+
+@given(documents, leftovers)
+def test_a_position_holds_no_more_than_it_may(docs, max_leftover):
+    _, shards = pack(make_blocks(docs, []), max_leftover=max_leftover)
+    rows = np.cumsum([1 + skipped for _, skipped in docs]) - 1
+    for shard in shards:
+        position = shard.position
+        assert len(position.leftover) <= max_leftover
+        if position.partial is not None:
+            document = position.documents - 1
+            assert position.partial.tokens == docs[document][0]
+            assert position.partial.tokens_left > max_leftover
+            assert position.cursor.row == rows[document]
+
+
+@given(documents, st.lists(st.integers(0, 30)), leftovers)
+def test_pieces_of_ids_elsewhere_are_cut_as_ids_here(docs, cuts, max_leftover):
+    """What a cluster's driver does, which has counts alone, comes to the same shards and positions."""
+    _, shards = pack(make_blocks(docs, cuts), max_leftover=max_leftover)
+    arrays = {}
+
+    def elsewhere(number, block):
+        arrays[number] = block.ids
+        return replace(block, ids=RemoteIds(number, f"machine-{number % 3}", 0, len(block.ids)))
+
+    def ids_of(pieces):
+        return [token for piece in pieces for token in arrays[piece.reference][piece.start : piece.stop].tolist()]
+
+    packer = Packer(PLAN, Position(), lambda: RemoteImage.empty(SHARD), max_leftover)
+    remote = []
+    for number, block in enumerate(make_blocks(docs, cuts)):
+        remote.extend(packer.feed(elsewhere(number, block)))
+    for here, there in zip(shards, remote, strict=True):
+        assert ids_of(there.image.ids.parts) == here.image.ids.tolist()
+        tail = there.position.leftover
+        assert (ids_of([tail]) if len(tail) else []) == here.position.leftover.tolist()
+        assert replace(there.position, leftover=None) == replace(here.position, leftover=None)
+        sizes = {}
+        for piece in there.image.ids.parts:
+            sizes[piece.node_id] = sizes.get(piece.node_id, 0) + len(piece)
+        assert sizes[there.image.home] == max(sizes.values())
+
+
+@pytest.mark.parametrize("change", ["longer", "another row", "none"])
+def test_a_start_inside_a_document_that_is_no_more_is_refused(change):
+    docs = [(5, 0), (30, 0), (4, 0)]
+    _, shards = pack(make_blocks(docs, []), max_leftover=4)
+    start = shards[0].position
+    assert start.partial == PartialDocument(tokens_in_shards=3, tokens=30)
+    block = next(make_blocks([(5, 0), (31 if change == "longer" else 30, 0)], [], first=1))
+    if change == "another row":
+        block = replace(block, first_row=block.first_row - 1)
+    elif change == "none":
+        block = replace(block, ids=block.ids[:0], ends=block.ends[:0], rows=block.rows[:0])
+    with pytest.raises(InputChangedError, match=r"inside a document of 30 tokens at row 1 of f\.parquet"):
+        pack([block], start, max_leftover=4)
 
 
 @pytest.mark.slow
