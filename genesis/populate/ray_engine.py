@@ -579,7 +579,6 @@ def _environment_of_processes() -> Iterator[None]:
         "PYTHONPATH": search_path,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_raylet_start_wait_time_s": "300",  # A machine that others keep busy takes longer than Ray's own limit.
     }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)

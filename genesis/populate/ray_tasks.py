@@ -115,7 +115,7 @@ def encode(task: Task, text: bytes | None, encoder: Encoder) -> tuple[npt.NDArra
     if isinstance(task, LinesTask) and text is not None:
         task = replace(task, data=text)
     spec, engine = _engine(encoder)
-    dtype = np.dtype(np.uint16 if encoder.narrow else np.uint32)
+    dtype = _dtype(encoder.narrow)
     parts: list[npt.NDArray[np.integer]] = []
     ends: list[npt.NDArray[np.int64]] = []
     rows: list[npt.NDArray[np.int64]] = []
@@ -148,16 +148,20 @@ def encode(task: Task, text: bytes | None, encoder: Encoder) -> tuple[npt.NDArra
         complete=complete,
         failure=failure,
     )
-    return _object_of(parts, narrow=encoder.narrow), piece
+    return _object_of(parts, encoder.narrow), piece
 
 
 def _joined(arrays: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
 
 
-def _object_of(parts: list[npt.NDArray[np.integer]], *, narrow: bool) -> npt.NDArray[np.integer]:
+def _dtype(narrow: bool) -> np.dtype[np.integer]:
+    return np.dtype(np.uint16) if narrow else np.dtype(np.uint32)
+
+
+def _object_of(parts: list[npt.NDArray[np.integer]], narrow: bool) -> npt.NDArray[np.integer]:
     """The parts one after the other, never so few bytes that they would be sent to the driver."""
-    dtype = np.dtype(np.uint16 if narrow else np.uint32)
+    dtype = _dtype(narrow)
     missing = _MIN_OBJECT_BYTES // dtype.itemsize - sum(map(len, parts))
     if missing > 0:
         parts = [*parts, np.zeros(missing, dtype)]

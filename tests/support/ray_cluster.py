@@ -26,11 +26,7 @@ needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genesis-training[ray]'"
 )
 _OBJECT_STORE_BYTES = 200 << 20
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_raylet_start_wait_time_s": "300",
-}
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 class RayCluster:
