@@ -293,7 +293,7 @@ def _eta_s(
     """Time to the first of the two ends; the rest of the input is taken to hold tokens as what was read did."""
     if not shard_tokens or not tokens_per_s:
         return None
-    ends = [] if target is None else [max(target - shards, 0) * shard_tokens]
+    ends: list[float] = [] if target is None else [max(target - shards, 0) * shard_tokens]
     if read is not None and read.read_bytes and shards:
         ends.append((read.total_bytes - read.read_bytes) * shards * shard_tokens / read.read_bytes)
     return round(min(ends) / tokens_per_s, 1) if ends else None
