@@ -84,10 +84,10 @@ def test_shares_from_a_sources_file(here, tmp_path):
     ]
     path = tmp_path / "sources.json"
     path.write_text(json.dumps({"sources": [*sources, {"name": "d"}]}))
-    found = here("verify", "--node-id", "n", *STREAM, "--replay", "7", "--shares", path)
+    found = here("verify", "--node-id", "n", *STREAM, "--replay", "6", "--shares", path)
     given = ("--source", "beta=0.5", "--source", "alpha=2")
-    assert found == here("verify", "--node-id", "n", *STREAM, "--replay", "7", *given)
-    assert found != here("verify", "--node-id", "n", *STREAM, "--replay", "7", *given, "--mixture", "weyl")
+    assert found == here("verify", "--node-id", "n", *STREAM, "--replay", "6", *given)
+    assert found != here("verify", "--node-id", "n", *STREAM, "--replay", "6", *given, "--mixture", "weyl")
     store, cache_dir = os.environ["GENESIS_STORE"], tmp_path / "cache"
     dataset = GenesisDataset(store, "n", sources=path, cache_dir=cache_dir)
     assert dataset.options.sources == (("beta", 0.5), ("alpha", 2.0))
