@@ -140,7 +140,7 @@ class _Run:
         self._started_s = time.monotonic()
 
     def run(self) -> ExportResult:
-        remove_leftovers(self._folder)
+        remove_leftovers(self._folder, grace_s=0.0)
         record = self._read_record() or self._new_record()
         if record.complete:
             self._remove_spare(record)

@@ -136,8 +136,12 @@ def make_folders(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def remove_leftovers(folder: Path) -> int:
+def remove_leftovers(folder: Path, grace_s: float = _LOCK_GRACE_S) -> int:
     """Removes temporary files directly in ``folder`` whose writers are gone.
+
+    Args:
+        folder: where.
+        grace_s: younger files are left alone; 0 where the caller has locked the folder against other writers.
 
     Returns:
         How many were removed.
@@ -147,7 +151,7 @@ def remove_leftovers(folder: Path) -> int:
         names = [Path(entry.path) for entry in entries if entry.name.startswith(LEFTOVER_PREFIX)]
     for path in names:
         try:
-            removed += _remove_if_abandoned(path)
+            removed += _remove_if_abandoned(path, grace_s)
         except OSError as error:
             logger.debug("left %s alone: %s", path, error)
     if removed:
@@ -155,11 +159,11 @@ def remove_leftovers(folder: Path) -> int:
     return removed
 
 
-def _remove_if_abandoned(path: Path) -> bool:
+def _remove_if_abandoned(path: Path, grace_s: float) -> bool:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         age_s = time.time() - os.fstat(descriptor).st_mtime
-        if age_s < _LOCK_GRACE_S or not _lock_is_free(descriptor, otherwise=age_s > _UNLOCKABLE_GRACE_S):
+        if age_s < grace_s or not _lock_is_free(descriptor, otherwise=age_s > _UNLOCKABLE_GRACE_S):
             return False
         path.unlink()
     finally:
