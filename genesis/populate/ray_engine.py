@@ -27,6 +27,7 @@ import platform
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -88,6 +89,7 @@ _SILENCE_S = 3600.0
 """A result that is owed for this long is given up. Reading from the Hub may honestly take several requests of 900 s."""
 _PROBE_S = 120.0
 _NO_MACHINE_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0
 _PROBED_FILES = 16
 _STORE_BYTES_PER_SLOT = 256 << 20
 """Of the object store, in a cluster of this machine alone; memory is only taken as it is used."""
@@ -552,6 +554,7 @@ def _connected(options: PopulateOptions) -> Iterator[None]:
                 "_temp_dir": str(folder),
             }
             stack.enter_context(_environment_of_processes())
+        _check_listens(options.ray_address)
         with _own_signal_handlers():
             try:
                 ray.init(**arguments)
@@ -560,6 +563,21 @@ def _connected(options: PopulateOptions) -> Iterator[None]:
                 raise _no_cluster(options.ray_address, error) from None
         stack.callback(ray.shutdown)
         yield
+
+
+def _check_listens(address: str) -> None:
+    """Asks first whether anybody listens there: Ray itself would try for minutes.
+
+    Raises:
+        UsageError: nobody does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from None
 
 
 def _no_cluster(address: str, error: Exception) -> GenesisError:
