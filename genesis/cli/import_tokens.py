@@ -17,6 +17,7 @@ from genesis.populate.lease import LEASE_S
 from genesis.populate.options import PopulateOptions, TokenOptions, available_cpus
 from genesis.populate.pipeline import PopulateResult, populate
 from genesis.populate.progress import counted, format_duration
+from genesis.sources.naming import RESERVED_NAMES
 from genesis.store import open_store
 from genesis.token_formats import TokenFormat
 from manifests import SourceSpec, VocabularyFile, canonical_json
@@ -93,6 +94,8 @@ def import_command(
 
 
 def _spec(name: str) -> SourceSpec:
+    if name in RESERVED_NAMES:
+        raise UsageError(f"--source {name}: the name has another meaning; give another")
     try:
         return SourceSpec(name=name)
     except ValidationError:

@@ -94,6 +94,8 @@ class PopulateOptions:
             raise UsageError(f"--engine: expected {' or '.join(get_args(EngineName))}, found {self.engine!r}")
         if self.max_encoding is not None and self.max_encoding < 1:
             raise UsageError(f"--workers: expected 1 or more, found {self.max_encoding}")
+        if self.tokens is not None and self.engine != "local":
+            raise UsageError(f"--engine {self.engine}: expected text, found ids; import them with the local engine")
         if "" in self.inputs:
             raise UsageError("--input: expected a file, a folder or a pattern, found an empty string")
         for name, limit in (("--max-shards", self.max_shards), ("--max-documents", self.max_documents)):

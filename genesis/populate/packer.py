@@ -146,10 +146,11 @@ class Packer(Generic[ImageT]):
         Raises:
             InputChangedError: the start is inside a document, and the block begins with another.
         """
+        begun = 1 if self.inside_document else 0  # That one is brought to its end, whatever the limit.
         before, skipped = self._before(block)
         count = len(block.ends)
         if max_documents is not None:
-            count = min(count, max_documents - before.documents)
+            count = min(count, max(max_documents - before.documents, begun))
         if count:
             ids = block.ids[skipped : block.ends[count - 1]]
             yield from self._fill(ids, lambda consumed: self._position_at(before, block, skipped + consumed))

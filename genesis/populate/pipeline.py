@@ -50,6 +50,7 @@ from genesis.populate.remote_ids import RemoteIds
 from genesis.populate.stopping import unless_stopped
 from genesis.sources import InputPlan, check_repository, resolve
 from genesis.sources.base import TokenRules
+from genesis.sources.planning import local_path
 from genesis.sources.token_files import recorded_vocabularies, token_plan
 from genesis.store import Store, folder_of
 from genesis.tokenizer import FrozenTokenizer, StoreTokenizer, choose_encoder
@@ -419,7 +420,7 @@ def _check_apart(options: PopulateOptions) -> None:
             raise UsageError(f"the store {options.store_url} lies inside the input {pattern}; give another --store")
     store = folder_of(options.store_url)
     for pattern in options.inputs if store else ():
-        folder = Path(pattern.partition("**")[0]).expanduser().resolve()
+        folder = Path(local_path(pattern).partition("**")[0]).expanduser().resolve()
         if store is not None and store.is_relative_to(folder) and ("**" in pattern or folder.is_dir()):
             raise UsageError(f"the store {store} lies inside the input folder {folder}; give another --store")
 

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 import genesis.errors
-from genesis.errors import GenesisError, WorkerError
+from genesis.errors import GenesisError, TokenizerError, WorkerError
 from genesis.populate.remote_ids import TokenIds
 from genesis.populate.ring import (
     RING_IDS,
@@ -422,6 +422,8 @@ def _block(task: Task, worker: _Worker, encoded: EncodedDocuments) -> EncodedBlo
 def as_error(failed: Failed, task: Task) -> GenesisError:
     """What a worker reported, as the error it was there."""
     kind = getattr(genesis.errors, failed.error, None)
+    if kind is TokenizerError:  # Which only knows the text.
+        return TokenizerError(f"{describe_task(task)}: {failed.message}")
     if isinstance(kind, type) and issubclass(kind, GenesisError):
         return kind(failed.message)
     return WorkerError(f"encoding {describe_task(task)} failed: {failed.error}: {failed.message}")

@@ -275,15 +275,16 @@ class RayEngine:
         if not piece.complete and piece.failure is None:
             window.appendleft(self._start(replace(done.task, first_row=piece.end_row), done.text))
         num_ids = int(piece.ends[-1]) if len(piece.ends) else 0
-        yield EncodedBlock(
-            task=done.task,
-            ids=RemoteIds(ids, piece.node_id, 0, num_ids),
-            ends=piece.ends,
-            rows=piece.rows,
-            text_bytes=piece.text_bytes,
-            first_row=done.task.first_row,
-            end_row=piece.end_row,
-        )
+        if piece.failure is None or piece.end_row > done.task.first_row:
+            yield EncodedBlock(
+                task=done.task,
+                ids=RemoteIds(ids, piece.node_id, 0, num_ids),
+                ends=piece.ends,
+                rows=piece.rows,
+                text_bytes=piece.text_bytes,
+                first_row=done.task.first_row,
+                end_row=piece.end_row,
+            )
         if piece.failure is not None:
             raise as_error(piece.failure, done.task)
 
@@ -612,13 +613,18 @@ def _environment_of_processes() -> Iterator[None]:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Puts the caller's handlers back: Ray's would end the process without a commit."""
+    """Puts the caller's handlers back: Ray's would end the process without a commit.
+
+    What Ray starts meanwhile inherits that SIGHUP is ignored: a cluster of this machine would else die with the
+    terminal, before the commit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers: dict[int, Callable[..., Any] | int | None] = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:

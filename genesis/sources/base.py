@@ -65,7 +65,7 @@ class InputFile:
 
     name: str
     """Distinct within the plan and stable across runs; what `Cursor.file` holds."""
-    location: str
+    location: str = field(repr=False)
     """Where to open it: a local path, ``hf://datasets/{repo}@{revision}/{path}``, ``s3://{bucket}/{key}`` or a URL
     (which may hold a signature or a password, and so is shown to nobody)."""
     format: FileFormat
@@ -186,7 +186,7 @@ class LinesTask:
     file: InputFile
     text_field: str
     first_row: int
-    data: bytes
+    data: bytes = field(repr=False)
     kind: RowKind = RowKind.LINE
     column: int = 0
     """Of records: the number of the field that holds the text."""

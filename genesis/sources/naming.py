@@ -27,7 +27,8 @@ from manifests import SourcesFile, SourceSpec
 HUB = "hf://"
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?P<rest>.*)", re.DOTALL)
 _REVISION_FIRST = re.compile(r"@(?P<revision>refs/(?:convert|pr)/[^/@]+|[^/@]+)(?:/(?P<pattern>.*))?", re.DOTALL)
-_RESERVED = ("format", "writer", "manifest", "all")
+RESERVED_NAMES = ("format", "writer", "manifest", "all")
+"""No source may be called so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +127,7 @@ def _slug(spec: SourceSpec) -> str:
 
 
 def _checked(fields: dict[str, object]) -> SourceSpec:
-    if fields["name"] in _RESERVED:
+    if fields["name"] in RESERVED_NAMES:
         raise UsageError(f"--name {fields['name']}: the name has another meaning; give another")
     try:
         return SourceSpec.model_validate(fields)

@@ -115,9 +115,14 @@ def _format(candidate: Candidate) -> FileFormat:
     return kind
 
 
+def local_path(text: str) -> str:
+    """The path that an input means: its own, or that of a ``file:///`` address."""
+    return unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
+
+
 def _expand(text: str) -> list[Candidate]:
     """The local files an input means, by absolute paths (symbolic links not followed, so names stay the user's)."""
-    text = unquote(text.removeprefix("file://")) if text.startswith("file:///") else text
+    text = local_path(text)
     path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  Path.resolve would follow links
     if path.is_dir():
         return _below(path, path)

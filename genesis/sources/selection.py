@@ -13,7 +13,7 @@ a filter that changes what was already read is refused, and one that changes wha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, Self
 
@@ -32,7 +32,7 @@ class Candidate:
     """The whole path: ``/absolute/path``, ``bucket/key``, ``host/path``; its plan name is a part of it."""
     relative: str
     """The name below the folder of the input; what filters look at."""
-    location: str
+    location: str = field(repr=False)
     """As in `genesis.sources.base.InputFile`."""
     asked_for: bool
     """Read though it is a README, say."""

@@ -8,7 +8,9 @@ In a process of its own, since they need packages that this project does not. ``
 
 from __future__ import annotations
 
+import importlib
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ def without_torchvision() -> None:
 
     Only its sets of images use that, whose classes derive from one of torchvision's; reading and writing MDS do not.
     """
+    importlib.import_module("transformers")  # Which looks for torchvision, and must not find what follows.
     names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
     for name in names:
         sys.modules[name] = types.ModuleType(name)
@@ -44,13 +47,14 @@ def read(kind: str, folder: Path) -> list[Any]:
 
         dataset = IndexedDataset(str(folder / "tokens"))
         assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
-        return [dataset[number] for number in range(len(dataset))]
+        return [dataset[number].copy() for number in range(len(dataset))]  # It closes its map when it goes.
     if kind == "mds":
         without_torchvision()
-        from streaming import LocalDataset
+        from streaming import StreamingDataset
 
-        samples = LocalDataset(local=str(folder))
-        return [samples[number]["tokens"] for number in range(len(samples))]
+        with tempfile.TemporaryDirectory() as local:  # Where it puts what it unpacks.
+            samples = StreamingDataset(remote=str(folder), local=local, batch_size=1)
+            return [samples[number]["tokens"].copy() for number in range(len(samples))]
     return list(_read_datatrove(folder))
 
 

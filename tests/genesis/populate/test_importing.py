@@ -277,3 +277,11 @@ def test_wrong_usage_ends_with_two(line, said, tmp_path, capsys):
     captured = capsys.readouterr()
     assert said in captured.err + captured.out
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("name", ["manifest", "all", "no name"])
+def test_a_name_that_means_something_else_is_refused_before_anything_is_written(name, tmp_path):
+    store = tmp_path / "store"
+    arguments = ["import", "--from", "megatron", str(writers(tmp_path)["megatron"]), "--source", name]
+    assert run([*arguments, "--store", str(store)]) == 2
+    assert not store.exists()

@@ -173,12 +173,14 @@ def test_a_stop_inside_the_document_commits_what_is_stored(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_document_limit_at_the_document_lets_it_be_finished(tmp_path):
+@pytest.mark.parametrize("later_limit", [len(BEFORE) + 1, len(BEFORE), 1])
+def test_a_document_limit_at_or_before_the_document_lets_it_be_finished(later_limit, tmp_path):
     path = write_parquet(tmp_path / "a.parquet", TEXTS, 400)
     limit = len(BEFORE) + 1
     for store, steps in (("steps", (4, 7)), ("one", ())):
         url = tmp_path / store
         for shards in steps:
             populate(options(url, "a", path, max_documents=limit, max_shards=shards), open_store(str(url)))
-        populate(options(url, "a", path, max_documents=limit), open_store(str(url)))
+        last = later_limit if steps else limit
+        populate(options(url, "a", path, max_documents=last), open_store(str(url)))
     assert snapshot(tmp_path / "steps") == snapshot(tmp_path / "one")
