@@ -61,6 +61,10 @@ def import_command(
     lease_s: Annotated[
         float, typer.Option("--lease-s", help="Seconds without a sign of life after which others may take the store.")
     ] = LEASE_S,
+    mended_input: Annotated[
+        bool,
+        typer.Option("--mended-input", help="Go on in an input file that was damaged and has been mended."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Take ids that were made with the same vocabulary into a store as they are, going on where it stands."""
@@ -74,6 +78,7 @@ def import_command(
         max_shards=max_shards,
         max_documents=max_documents,
         packed=packed,
+        mended_input=mended_input,
         lease_s=lease_s,
         tokens=TokenOptions(token_format=token_format, vocabulary=_vocabulary(tokenizer), append_eos=append_eos),
     )

@@ -48,7 +48,7 @@ class GrowingFile:
         with folder_errors(path.parent, f"write {part}"):
             if size_bytes and not part.exists() and path.exists():
                 path.replace(part)
-            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             found = os.fstat(descriptor).st_size
             if found < size_bytes:
                 os.close(descriptor)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from genesis.errors import InputChangedError, UsageError
+from genesis.export.files import PART_ENDING
 from genesis.export.mds import INDEX_NAME, make_mds_writer
 from genesis.export.options import ExportFormat, ExportOptions, Ids, id_dtype
 from genesis.export.reading import read_ahead
@@ -152,6 +153,7 @@ class _Run:
             self._options.source, self._options.first_shard, self._options.end_shard,
         )  # fmt: skip
         walk.open()
+        self._save(record)  # Before anything has a name that another export would stumble over.
         make = make_mds_writer if record.request.to is ExportFormat.MDS else make_row_writer
         with closing(make(self._folder, record)) as writer:
             record = self._write(writer, walk, record)
@@ -171,7 +173,7 @@ class _Run:
     def _new_record(self) -> ExportRecord:
         request = ExportRequest.of(self._options)
         for name in _final_names(request):
-            found = next(iter(sorted(self._folder.glob(name))), None)
+            found = next(iter(sorted([*self._folder.glob(name), *self._folder.glob(name + PART_ENDING)])), None)
             if found is not None:
                 raise UsageError(
                     f"{found} is there already, and no {RECORD_NAME} says that it is of this export; give another "
@@ -315,13 +317,13 @@ class _Run:
 
 
 def _final_names(request: ExportRequest) -> list[str]:
-    """Patterns of the names that the finished files have."""
+    """Patterns of the names that its files have, some only while they are made."""
     name = request.name
     return {
-        ExportFormat.MEGATRON: [f"{name}.bin", f"{name}.idx"],
+        ExportFormat.MEGATRON: [f"{name}.bin", f"{name}.idx", f"{name}.ends"],
         ExportFormat.MDS: [INDEX_NAME, "shard.*.mds*"],
-        ExportFormat.DATATROVE: [f"{name}.ds", f"{name}.ds.index", f"{name}.ds.metadata"],
-        ExportFormat.NPY: [f"{name}.npy", f"{name}.ends.npy"],
+        ExportFormat.DATATROVE: [f"{name}.ds", f"{name}.ds.index", f"{name}.ds.metadata", f"{name}.ends"],
+        ExportFormat.NPY: [f"{name}.npy", f"{name}.ends.npy", f"{name}.ends"],
     }[request.to]
 
 

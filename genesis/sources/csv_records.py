@@ -90,6 +90,10 @@ def _column(file: InputFile, text_field: str, header: bytes) -> int:
             "with --text-field",
             tuple(names),
         )
+    if names.count(text_field) > 1:
+        raise CorruptInputError(
+            f"{file.name}: the header has {names.count(text_field)} fields {text_field!r}; rename those not to be read"
+        )
     return names.index(text_field)
 
 

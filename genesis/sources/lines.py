@@ -140,10 +140,10 @@ def line_batches(task: LinesTask) -> Iterator[TextBatch]:
     end_row = task.first_row + len(lines)
     corrupt: bytes | None = None
     for row, line in enumerate(lines, start=task.first_row):
+        if not line or line.isspace():
+            continue
         value = _parse(line)
         if type(value) is not dict:
-            if not line.strip():
-                continue
             corrupt, end_row = line, row
             break
         text = value.get(task.text_field)
@@ -166,7 +166,7 @@ def _check_field(task: LinesTask, lines: list[bytes]) -> None:
     """Refuses a file whose beginning never has the text field: all its rows would be skipped, in silence."""
     fields: dict[str, None] = {}
     for line in lines:
-        value = _parse(line)
+        value = _parse(line) if line else None
         if type(value) is not dict:
             continue
         if task.text_field in value:

@@ -166,7 +166,7 @@ def _below(folder: Path, top: Path) -> list[Candidate]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         readable = (Path(parent, name) for name in names if format_of(name) is not None)
-        files += [_local(path, top, asked_for=not left_out(path.name)) for path in readable]
+        files += [_local(path, top, asked_for=not left_out(path.name)) for path in readable if path.is_file()]
     if not files:
         raise InputNotFoundError(f"--input {str(folder)!r}: expected a folder with files of {READABLE}, found none")
     return files
@@ -181,6 +181,8 @@ def input_file(name: str, path: Path) -> InputFile:
     kind = format_of(path.name)
     if kind is None:
         raise SourceError(f"{path}: expected a file of one of {READABLE}; convert it")
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise SourceError(f"{str(path)!r}: expected a name in UTF-8, found other bytes; rename the file")
     try:
         size_bytes, digest = content_digest(path)
     except OSError as error:

@@ -90,6 +90,11 @@ class PartDownload:
         if self.remaining_s() < 0:
             raise TransientError(f"{len(self._received):,} bytes had come when the time was up")
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all bytes have come, whatever became of the answer they came in."""
+        return len(self._received) == self._end - self._start
+
     def finish(self) -> bytearray:
         """The part, once an answer's body has ended.
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from genesis.errors import InvalidTextError, UsageError
+from genesis.errors import InvalidTextError, TokenizerError, UsageError
 from genesis.tokenizer.export import hf_tokenizer_json, token_ranks
 from manifests import BYTE_OFFSET, EOS_ID, VocabularyFile
 
@@ -165,7 +165,15 @@ class HuggingFaceEngine:
             InvalidTextError: a document is not UTF-8.
         """
         encoder = self._encoder or self._build()
-        encodings = encoder.encode_batch_fast(_decoded(texts), add_special_tokens=False)
+        decoded = _decoded(texts)
+        try:
+            encodings = encoder.encode_batch_fast(decoded, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  its panics are no `Exception`
+            raise TokenizerError(
+                f"tokenizers cannot encode one of {len(texts)} documents: {error}; leave it out of the input"
+            ) from None
         parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         offsets = np.zeros(len(texts) + 1, dtype=np.int64)
         np.cumsum([len(part) for part in parts], out=offsets[1:])

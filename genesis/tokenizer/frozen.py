@@ -308,7 +308,8 @@ def _parts(value: Any, name: str) -> list[Json]:
         return []
     if value.get("type") != "Sequence":
         return [value]
-    return [part for each in value.get(name) or [] for part in _parts(each, name)]
+    each_of = value.get(name)
+    return [part for each in (each_of if isinstance(each_of, list) else []) for part in _parts(each, name)]
 
 
 def _names(parts: Sequence[Json]) -> str:

@@ -9,7 +9,7 @@ at every start (`agreement`), and each batch is looked at again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,10 @@ _CONFIGS: Final = ("tokenizer_config.json", "special_tokens_map.json")
 _OTHER_ROLES: Final = ("bos", "pad", "unk")
 
 
+_MAX_FILE_BYTES: Final = 128 << 20
+"""Of a file given; the largest vocabularies in use have 35 MB."""
+
+
 def import_vocabulary(where: str, eos: str | None = None) -> FrozenVocabularyFile:
     """The vocabulary that ``--tokenizer`` and ``--eos`` name.
 
@@ -53,6 +57,7 @@ def import_vocabulary(where: str, eos: str | None = None) -> FrozenVocabularyFil
     value = parse_form(text, where)
     check_form(value, where)
     ids = _checked_ids(value, where)
+    _check_encodable([*ids, *config.values(), *([eos] if eos is not None else [])], where)
     named = _other_roles(ids, config)
     vocabulary = FrozenVocabularyFile(
         origin=origin,
@@ -68,6 +73,14 @@ def import_vocabulary(where: str, eos: str | None = None) -> FrozenVocabularyFil
     return vocabulary
 
 
+def _check_encodable(tokens: Iterable[str], where: str) -> None:
+    for token in tokens:
+        try:
+            token.encode()
+        except UnicodeEncodeError:
+            raise TokenizerError(f"{where}: expected tokens of valid Unicode, found {token!r}") from None
+
+
 def _file_at(where: str) -> Path:
     path = Path(where).expanduser()
     if path.is_dir():
@@ -81,6 +94,9 @@ def _file_at(where: str) -> Path:
 
 def _read(path: Path) -> str:
     try:
+        size_bytes = path.stat().st_size
+        if size_bytes > _MAX_FILE_BYTES:
+            raise TokenizerError(f"{path}: expected at most {_MAX_FILE_BYTES >> 20} MiB, found {size_bytes >> 20}")
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--tokenizer {path}: {error.strerror}") from None
@@ -96,7 +112,7 @@ def _config_beside(path: Path) -> dict[str, str]:
             continue
         try:
             value = json.loads(_read(beside))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TokenizerError(f"{beside}: expected JSON, found {error}; mend it, or name the EOS by --eos") from None
         return _tokens_of(value) if isinstance(value, dict) else {}
     return {}

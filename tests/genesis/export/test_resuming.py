@@ -234,3 +234,14 @@ def test_a_signal_stops_after_a_checkpoint(tmp_path):
         assert "the same command goes on from here" in output
     genesis(*arguments_of(stored, tmp_path / "out", "npy"))
     assert same(read_export("npy", tmp_path / "out"), whole_documents(stored, documents))
+
+
+@pytest.mark.parametrize("name", ["tokens.bin.part", "tokens.idx.part", "tokens.ends.part"])
+def test_a_file_or_link_with_the_name_of_an_unfinished_one_is_left_alone(name, stored, tmp_path):
+    (tmp_path / "out").mkdir()
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    (tmp_path / "out" / name).symlink_to(precious)
+    with pytest.raises(UsageError, match="is there already"):
+        export_shards(FolderStore(stored.folder), tmp_path / "out", options_of("megatron"))
+    assert precious.read_bytes() == b"precious"

@@ -125,3 +125,9 @@ def test_a_truncated_file_gives_every_record_before_the_cut(tmp_path, suffix):
     assert count > 500
     assert reading.documents == [row[0].encode() for row in rows[1 : count + 1]]
     assert f"record {count + 1}," in str(reading.error)
+
+
+def test_a_header_with_the_field_twice_is_refused(tmp_path):
+    path = write(tmp_path / "a.csv", b"text,text\r\na,b\r\n")
+    with pytest.raises(CorruptInputError, match="the header has 2 fields 'text'"):
+        read_on(plan_of(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -235,3 +236,14 @@ def test_patterns_take_the_training_files_and_no_others(name):
         assert format_of(path) is not None
     for path in left:
         assert not any(matches(path, pattern) for pattern in spec.data_files)
+
+
+def test_a_pipe_in_a_folder_is_no_document_and_a_name_that_is_not_unicode_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    os.mkfifo(tmp_path / "f.jsonl")
+    assert [file.name for file in resolve(SourceSpec(name="s", text_field="text"), [str(tmp_path)]).files] == [
+        "a.jsonl"
+    ]
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("")
+    with pytest.raises(SourceError, match="expected a name in UTF-8"):
+        resolve(SourceSpec(name="s", text_field="text"), [str(tmp_path)])

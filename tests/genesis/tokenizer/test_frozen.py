@@ -443,3 +443,31 @@ def test_vocabulary_files_of_both_kinds_have_an_eos(vocabularies):
     assert VocabularyFile.from_pairs([], {}).eos_id == 2
     assert vocabularies["olmo"].eos_id == 0
     assert np.uint32(vocabularies["olmo"].eos_id) not in FrozenTokenizer(vocabularies["olmo"]).encode("any text")
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "message"),
+    [
+        (changed(pre_tokenizer={"type": "Sequence", "pretokenizers": 5}), None, "pre-tokenizer"),
+        (
+            with_model(vocab={**json.loads(foreign_json("gpt2"))["model"]["vocab"], "\ud800": 2000}),
+            None,
+            "valid Unicode",
+        ),
+        (foreign_json("gpt2"), '{"a":' * 100_000, "expected JSON"),
+    ],
+    ids=["no list", "surrogate", "deep"],
+)
+def test_hostile_files_are_one_line(tmp_path, text, config, message):
+    (tmp_path / "tokenizer.json").write_text(text)
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(TokenizerError, match=message):
+        import_vocabulary(str(tmp_path))
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(TokenizerError, match="expected at most 128 MiB"):
+        import_vocabulary(str(tmp_path))
