@@ -22,18 +22,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import secrets
-import shutil
-import signal
-import socket
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +47,7 @@ from genesis.populate.engine import store_threads
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import FilledShard
 from genesis.populate.pool import EncodedBlock, as_error, describe_task
+from genesis.populate.ray_cluster import connected, first_line
 from genesis.populate.ray_tasks import (
     TASKS_A_CALL,
     EncodedPiece,
@@ -89,13 +84,8 @@ _SILENCE_S = 3600.0
 """A result that is owed for this long is given up. Reading from the Hub may honestly take several requests of 900 s."""
 _PROBE_S = 120.0
 _NO_MACHINE_S = 60.0
-_CONNECT_TIMEOUT_S = 10.0
 _PROBED_FILES = 16
-_STORE_BYTES_PER_SLOT = 256 << 20
-"""Of the object store, in a cluster of this machine alone; memory is only taken as it is used."""
 _LEASE_ROUNDS = 4
-_SHORT_TEMPORARY = "/tmp" if Path("/tmp").is_dir() else None
-"""Not TMPDIR: the names of Ray's sockets, below it, may have 107 characters."""
 _NO_IDS = np.empty(0, dtype=np.uint32)
 
 
@@ -134,7 +124,7 @@ class RayEngine:
         WorkerError: none could be started here.
         """
         with ExitStack() as on_failure:
-            on_failure.enter_context(_connected(self._options))
+            on_failure.enter_context(connected(self._options))
             self._exits = on_failure.pop_all()
         self._encode = ray.remote(num_cpus=1, num_returns=2, max_retries=_RETRIES)(encode)
         self._store_shard = ray.remote(num_cpus=0, max_retries=_RETRIES)(store_shard)
@@ -230,7 +220,7 @@ class RayEngine:
         except GetTimeoutError:
             return f"does not answer within {_PROBE_S:.0f} s"
         except RayError as error:
-            return f"cannot run genesis {genesis.__version__} ({_first_line(error)})"
+            return f"cannot run genesis {genesis.__version__} ({first_line(error)})"
         return lacking
 
     def _count_slots(self) -> None:
@@ -471,18 +461,13 @@ def _as_genesis_errors() -> Iterator[None]:
     try:
         yield
     except GetTimeoutError as error:
-        raise LostWorkError(f"the cluster owes a result for {_SILENCE_S:.0f} s: {_first_line(error)}") from None
+        raise LostWorkError(f"the cluster owes a result for {_SILENCE_S:.0f} s: {first_line(error)}") from None
     except RayTaskError as error:
         if isinstance(error.cause, RayError):
-            raise LostWorkError(f"a machine went with its work ({_first_line(error.cause)})") from None
-        raise WorkerError(f"a machine of the cluster failed: {_first_line(error.cause or error)}") from None
+            raise LostWorkError(f"a machine went with its work ({first_line(error.cause)})") from None
+        raise WorkerError(f"a machine of the cluster failed: {first_line(error.cause or error)}") from None
     except RayError as error:
         raise LostWorkError(f"a machine went with its work ({type(error).__name__})") from None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def _give_up(window: deque[_Encoding]) -> None:
@@ -534,99 +519,3 @@ def _token_in(folder: Path) -> Iterator[tuple[str, str]]:
         yield str(path), content
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _connected(options: PopulateOptions) -> Iterator[None]:
-    """Joins the cluster, or one that is made for the while; where the caller has joined one, that is used."""
-    if ray.is_initialized():
-        yield
-        return
-    with ExitStack() as stack:
-        quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-        arguments: dict[str, Any] = {"address": options.ray_address, **quiet}
-        if options.ray_address == "local":
-            folder = Path(tempfile.mkdtemp(prefix="genesis-ray-", dir=_SHORT_TEMPORARY))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            arguments |= {
-                "num_cpus": options.num_workers,
-                "include_dashboard": False,
-                "object_store_memory": (options.num_workers + 2) * _STORE_BYTES_PER_SLOT,
-                "_temp_dir": str(folder),
-            }
-            stack.enter_context(_environment_of_processes())
-        _check_listens(options.ray_address)
-        with _own_signal_handlers():
-            try:
-                ray.init(**arguments)
-            except Exception as error:  # Ray raises many kinds, some of them plain exceptions.
-                logger.debug("joining the cluster", exc_info=True)
-                raise _no_cluster(options.ray_address, error) from None
-        stack.callback(ray.shutdown)
-        yield
-
-
-def _check_listens(address: str) -> None:
-    """Asks first whether anybody listens there: Ray itself would try for minutes.
-
-    Raises:
-        UsageError: nobody does.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from None
-
-
-def _no_cluster(address: str, error: Exception) -> GenesisError:
-    if address == "local":
-        return WorkerError(f"Ray did not start on this machine ({_first_line(error)}); run the same command again")
-    return UsageError(
-        f"--address {address}: expected a Ray cluster that runs, found none ({_first_line(error)}); start one with "
-        "'ray start --head', or use --address local"
-    )
-
-
-@contextmanager
-def _environment_of_processes() -> Iterator[None]:
-    """What the processes of a cluster of this machine inherit: this process's search path, and no reports to Ray."""
-    search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    ours = {
-        "PYTHONPATH": search_path,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Puts the caller's handlers back: Ray's would end the process without a commit.
-
-    What Ray starts meanwhile inherits that SIGHUP is ignored: a cluster of this machine would else die with the
-    terminal, before the commit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers: dict[int, Callable[..., Any] | int | None] = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
