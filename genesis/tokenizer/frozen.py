@@ -184,6 +184,10 @@ def parse_form(text: str, what: str) -> Json:
     return found
 
 
+_MAX_GROWTH: Final = 64
+"""Of text by its normalizers; those of tokenizers in use replace a character by three."""
+
+
 def check_form(value: Json, what: str) -> None:
     """Refuses what is not a byte-level BPE that keeps all text.
 
@@ -208,6 +212,11 @@ def check_form(value: Json, what: str) -> None:
     for part in parts:
         if part.get("type") not in _KEEPING_TEXT or str(part.get("behavior", "")).lower() == "removed":
             raise _refused(what, f"the pre-tokenizer {_names(parts)}, whose {part.get('type')} throws text away")
+    growth = 1
+    for part in _parts(value.get("normalizer"), "normalizers"):  # Each may replace what the one before it put in.
+        growth = min(growth * max(len(str(part.get("content", ""))), 1), _MAX_GROWTH + 1)
+    if growth > _MAX_GROWTH:
+        raise _refused(what, f"a normalizer that can make text over {_MAX_GROWTH} times as long")
     missing = [byte for byte, character in enumerate(PRINTABLE_BYTES) if character not in vocab]
     if missing:
         raise _refused(what, f"one in which {len(missing)} of the 256 bytes have no token (0x{missing[0]:02x} first)")

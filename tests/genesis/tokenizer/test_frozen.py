@@ -445,6 +445,10 @@ def test_vocabulary_files_of_both_kinds_have_an_eos(vocabularies):
     assert np.uint32(vocabularies["olmo"].eos_id) not in FrozenTokenizer(vocabularies["olmo"]).encode("any text")
 
 
+def replacing(content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": "e"}, "content": content}
+
+
 @pytest.mark.parametrize(
     ("text", "config", "message"),
     [
@@ -455,8 +459,10 @@ def test_vocabulary_files_of_both_kinds_have_an_eos(vocabularies):
             "valid Unicode",
         ),
         (foreign_json("gpt2"), '{"a":' * 100_000, "expected JSON"),
+        (changed(normalizer=replacing("e" * 100_000)), None, "a normalizer that can make text over 64 times as long"),
+        (changed(normalizer={"type": "Sequence", "normalizers": [replacing("ee")] * 40}), None, "over 64 times"),
     ],
-    ids=["no list", "surrogate", "deep"],
+    ids=["no list", "surrogate", "deep", "long", "doubling"],
 )
 def test_hostile_files_are_one_line(tmp_path, text, config, message):
     (tmp_path / "tokenizer.json").write_text(text)
