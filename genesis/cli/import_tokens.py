@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 
 from genesis.cli.common import JsonOption, StoreOption, count, stop_on_signals
-from genesis.cli.populate import invalidating, read_sign_key, store_shard_tokens
+from genesis.cli.populate import end_lines, invalidating, read_sign_key, store_shard_tokens
 from genesis.errors import InterruptedRunError, UsageError
 from genesis.populate.commit_log import CommitLog
 from genesis.populate.lease import LEASE_S
@@ -124,14 +124,4 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     ]
     if result.rows_skipped:
         lines.append(f"{name}: {counted(result.rows_skipped, 'document')} of no id left out")
-    if result.ended and result.unsharded_tokens:
-        lines.append(
-            f"{name}: read to its end; {counted(result.unsharded_tokens, 'id')} of "
-            f"{counted(result.unsharded_documents, 'document')} fill no shard and stay behind the checkpoint until "
-            "there are more"
-        )
-    elif result.ended:
-        lines.append(f"{name}: read to its end")
-    if result.interrupted:
-        lines.append(f"{name}: stopped as asked; the same command goes on from here")
-    return lines
+    return [*lines, *end_lines(result)]

@@ -356,6 +356,12 @@ def _lines(result: PopulateResult, url: str) -> list[str]:
     lines = [f"{name}: {added}"]
     if result.rows_skipped:
         lines.append(f"{name}: {counted(result.rows_skipped, 'row')} skipped (null, empty, or not valid text)")
+    return [*lines, *end_lines(result)]
+
+
+def end_lines(result: PopulateResult) -> list[str]:
+    """How a run ended, for people."""
+    name, lines = result.source, []
     if result.ended and result.unsharded_tokens:
         lines.append(
             f"{name}: read to its end; {counted(result.unsharded_tokens, 'token')} of "

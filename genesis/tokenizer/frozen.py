@@ -25,10 +25,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from genesis.errors import InvalidTextError, TokenizerError, UsageError, VocabularyMismatchError
+from genesis.errors import TokenizerError, UsageError, VocabularyMismatchError
 from genesis.tokenizer.engines import EncodedBatch, Engine, HuggingFaceEngine
 from genesis.tokenizer.export import PRINTABLE_BYTES
-from genesis.tokenizer.neuro import NeuroTokenizer, as_bytes
+from genesis.tokenizer.neuro import NeuroTokenizer, as_bytes, joined_bytes
 from manifests import FrozenVocabularyFile, Vocabulary, VocabularyFile, read_vocabulary_file, sha256_hex
 
 _BYTES: Final = {character: byte for byte, character in enumerate(PRINTABLE_BYTES)}
@@ -110,14 +110,7 @@ class FrozenTokenizer:
         """
         if self._token_bytes is None:
             self._token_bytes = token_bytes_of(self._vocabulary)
-        table = self._token_bytes
-        numbers: list[int] = np.asarray(ids).tolist()
-        if numbers and (min(numbers) < 0 or max(numbers) >= len(table)):
-            wrong = next(number for number in numbers if not 0 <= number < len(table))
-            raise InvalidTextError(
-                f"expected ids of 0…{len(table) - 1}, found {wrong}; load the vocabulary they were written with"
-            )
-        return b"".join([table[number] for number in numbers])
+        return joined_bytes(ids, self._token_bytes)
 
     def update_from_dict(self, value: Mapping[str, Any]) -> bool:
         """Compares with the store's newest vocabulary; it cannot have grown, so the answer is False.

@@ -171,15 +171,7 @@ class NeuroTokenizer:
         """
         if self._token_bytes is None:
             self._token_bytes = token_bytes_of(self._pairs)
-        token_bytes = self._token_bytes
-        numbers: list[int] = np.asarray(ids).tolist()
-        if numbers and (min(numbers) < 0 or max(numbers) >= len(token_bytes)):
-            wrong = next(number for number in numbers if not 0 <= number < len(token_bytes))
-            raise InvalidTextError(
-                f"expected ids of 0…{len(token_bytes) - 1}, found {wrong}; load the vocabulary they were written with "
-                "or a newer one"
-            )
-        return b"".join([token_bytes[number] for number in numbers])
+        return joined_bytes(ids, self._token_bytes)
 
     def learn_merges(
         self,
@@ -286,6 +278,22 @@ def _check_learning(num_merges: int, source: str, processes: int, min_frequency:
 
 def _extended(vocabulary: VocabularyFile, pairs: list[Pair], credit: dict[str, int]) -> VocabularyFile:
     return VocabularyFile.from_pairs(pairs, credit).model_copy(update={"vocab_size": vocabulary.vocab_size})
+
+
+def joined_bytes(ids: Sequence[int] | npt.NDArray[np.integer[Any]], token_bytes: Sequence[bytes]) -> bytes:
+    """The bytes of ids, by a table of each id's.
+
+    Raises:
+        InvalidTextError: an id is not in the table.
+    """
+    numbers: list[int] = np.asarray(ids).tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) >= len(token_bytes)):
+        wrong = next(number for number in numbers if not 0 <= number < len(token_bytes))
+        raise InvalidTextError(
+            f"expected ids of 0…{len(token_bytes) - 1}, found {wrong}; load the vocabulary they were written with or a "
+            "newer one"
+        )
+    return b"".join([token_bytes[number] for number in numbers])
 
 
 def as_bytes(text: str | bytes, order: int) -> bytes:

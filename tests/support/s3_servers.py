@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # The servers run as scripts too, without pytest.
+    import pytest
 
 ACCESS_KEY = "genesis-key"
 SECRET_KEY = "genesis-secret"
@@ -49,6 +52,14 @@ class Server:
             "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
+
+
+def point_boto3_at(server: Server, port: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has boto3 speak to the server, or to a proxy of it on ``port``, for the rest of a test."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.environment(port).items():
+        monkeypatch.setenv(name, value)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from genesis.store.s3_bucket import S3Bucket
 from manifests import SourceSpec
 from tests.support.documents import read_on
 from tests.support.fault_proxy import Fault, FaultProxy, Reply
-from tests.support.s3_servers import Server, moto_s3, rclone_http, rclone_s3, s3_client
+from tests.support.s3_servers import Server, moto_s3, point_boto3_at, rclone_http, rclone_s3, s3_client
 
 SPEC = SourceSpec(name="mine")
 QUICK = RetryPolicy(
@@ -112,13 +112,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def s3(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Points boto3 at a server, or at a proxy of it."""
 
-    def point(server: Server, port: int | None = None) -> None:
-        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in server.environment(port).items():
-            monkeypatch.setenv(name, value)
-
-    return point
+    return lambda server, port=None: point_boto3_at(server, port, monkeypatch)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from genesis.store.limits import RetryPolicy
 from genesis.store.s3 import S3Store
 from tests.support.fault_proxy import FaultProxy
 from tests.support.mounts import mounted
-from tests.support.s3_servers import Server, moto_s3, rclone_s3, serving
+from tests.support.s3_servers import Server, moto_s3, point_boto3_at, rclone_s3, serving
 
 BUCKET = "bucket"
 QUICK = RetryPolicy(
@@ -43,13 +43,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def s3_env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Points boto3 at a server, or at a proxy of it."""
 
-    def point(server: Server, port: int | None = None) -> None:
-        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in server.environment(port).items():
-            monkeypatch.setenv(name, value)
-
-    return point
+    return lambda server, port=None: point_boto3_at(server, port, monkeypatch)
 
 
 @pytest.fixture
