@@ -101,10 +101,18 @@ class Committer(Generic[ImageT]):
         writer: stores a shard.
         commit: commits entries with the position behind them; called in the commit thread.
         num_threads: shards stored at once.
+        interval_s: pause behind a commit, while shards for the next one gather.
     """
 
-    def __init__(self, writer: ShardStorage[ImageT], commit: Callable[[CommitGroup], None], num_threads: int) -> None:
+    def __init__(
+        self,
+        writer: ShardStorage[ImageT],
+        commit: Callable[[CommitGroup], None],
+        num_threads: int,
+        interval_s: float = 0.0,
+    ) -> None:
         self._writer = writer
+        self._interval_s = interval_s
         self._commit_log = writer.commit_log
         self._commit = commit
         self._next_shard_id = writer.commit_log.next_shard_id
@@ -188,6 +196,8 @@ class Committer(Generic[ImageT]):
         try:
             while (group := self._next_group()) and not self._abandoned:
                 self._commit(CommitGroup(tuple(each.entry for each in group), group[-1].position))
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, self._interval_s)
         except CancelledError:
             pass  # Abandoned.
         except GenesisError as error:

@@ -228,6 +228,7 @@ class _Run:
             self._engine.storage(self._commit_log, self._name, tokenizer.next_merge_id, packed=self._options.packed),
             lambda commit: self._commit(commit, progress),
             num_threads=self._engine.store_threads(self._commit_log.store),
+            interval_s=self._engine.commit_interval_s,
         )
         packer = Packer(self._plan, start, committer.new_image)
         committer.start()

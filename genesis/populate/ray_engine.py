@@ -8,8 +8,9 @@ What crosses the driver are names, counts and digests: some 30 kB a shard of 20 
 has most of its ids and put to the store from there. The driver is the one writer of the store: lease, ledger and
 checkpoint are those of the local engine (`pipeline.py`), and so is the order of commits.
 
-- *Bounded.* Two encode tasks for each processor and a few shards for each machine are under way, whatever the corpus; a
+- *Bounded.* Two encode calls for each processor and a few shards for each machine are under way, whatever the corpus; a
   result's memory is given back with the shards that it went into.
+- *A call costs the driver 2 to 3 ms of processor time*, most of it in Ray. So one call encodes some 32 MB of text.
 - *A machine that dies* costs its tasks. Ray does those again whose input is a file; where that is not enough (the text
   of a compressed file was in its memory), `LostWorkError` has the pipeline begin again from the last commit.
 - *A driver that dies* is started again and goes on from the checkpoint, like any run.
@@ -24,6 +25,7 @@ import json
 import logging
 import platform
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -47,17 +49,18 @@ from genesis.populate.engine import store_threads
 from genesis.populate.options import PopulateOptions
 from genesis.populate.packer import FilledShard
 from genesis.populate.pool import EncodedBlock, as_error, describe_task
+from genesis.populate.progress import InputPositions
 from genesis.populate.ray_cluster import connected, first_line
 from genesis.populate.ray_tasks import (
-    TASKS_A_CALL,
-    EncodedPiece,
+    MAX_TASKS_PER_CALL,
+    EncodedGroup,
     Encoder,
-    NamedTasks,
     Needs,
     NeedsLease,
     Part,
     ShardPlan,
     StoredOnNode,
+    TaskGroup,
     TaskReader,
     encode,
     missing,
@@ -65,7 +68,7 @@ from genesis.populate.ray_tasks import (
 )
 from genesis.populate.remote_ids import RemoteIds, RemoteImage
 from genesis.populate.ring import Failed
-from genesis.sources.base import InputPlan, LinesTask, Task
+from genesis.sources.base import InputPlan, Task, WholeFilesTask
 from genesis.sources.opening import is_remote
 from genesis.store import ObjectInfo, Store, folder_of
 from genesis.tokenizer import EncoderSpec
@@ -73,9 +76,10 @@ from manifests import Cursor, sha256_hex
 
 logger = logging.getLogger(__name__)
 
-_TASKS_PER_SLOT = 2
+_GROUPS_PER_SLOT = 2
 _CALLS_AHEAD = 2
 _MAX_SHARDS_IN_FLIGHT = 64
+_COMMIT_INTERVAL_S = 1.0
 _RETRIES = 5
 _WAKE_S = 1.0
 _COUNT_EVERY_S = 10.0
@@ -91,12 +95,14 @@ _NO_IDS = np.empty(0, dtype=np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """A task under way."""
+    """A group of tasks under way."""
 
-    task: Task
-    text: Any
+    group: tuple[Task, ...]
+    texts: Any
+    """Names the texts of the group and of what came before it in the same; None if its tasks read their own."""
+    first_text: int
     ids: Any
-    piece: Any
+    summary: Any
 
 
 class RayEngine:
@@ -192,8 +198,7 @@ class RayEngine:
                         if not window and reader.ended:
                             break
                         continue
-                    piece, ids = ready
-                    yield from self._take(window, piece, ids)
+                    yield from self._take(window, *ready)
                 if reader.failure is not None and not window and not stop.is_set():
                     raise reader.failure
             finally:
@@ -202,6 +207,11 @@ class RayEngine:
     def storage(self, commit_log: CommitLog, source: str, next_merge_id: int, *, packed: bool) -> RayShardStorage:
         """Has shards made and stored by the machines that have their ids."""
         return RayShardStorage(commit_log, source, next_merge_id, packed, self._store_url, self._store_shard)
+
+    @property
+    def commit_interval_s(self) -> float:
+        """A second: a driver commits for a whole cluster, and a commit costs it as much as naming a shard's pieces."""
+        return _COMMIT_INTERVAL_S
 
     def store_threads(self, store: Store) -> int:
         """As many for each machine as the local engine would have there; a thread here only waits."""
@@ -233,50 +243,60 @@ class RayEngine:
     def _fill(self, window: deque[_Encoding], reader: _Reader) -> None:
         """Has as many tasks under way as there is room for."""
         self._count_slots()
-        reader.ask()
-        while len(window) < _TASKS_PER_SLOT * self._slots + 1:
+        reader.ask(_GROUPS_PER_SLOT * self._slots)
+        while len(window) <= _GROUPS_PER_SLOT * self._slots:
             named = reader.take()
             if named is None:
                 return
             window.append(self._start(*named))
 
-    def _start(self, task: Task, text: Any) -> _Encoding:
-        ids, piece = self._encode.remote(task, text if isinstance(task, LinesTask) else None, self._encoder)
-        return _Encoding(task, text, ids, piece)
+    def _start(self, group: tuple[Task, ...], texts: Any, first_text: int = 0) -> _Encoding:
+        ids, summary = self._encode.remote(group, self._encoder, texts, first_text)
+        return _Encoding(group, texts, first_text, ids, summary)
 
-    def _head(self, window: deque[_Encoding], reader: _Reader) -> tuple[EncodedPiece, Any] | None:
-        """What the task in turn gave; None if that is not known yet, after waiting a while."""
-        awaited = [window[0].piece] if window else []
-        if not reader.ended and len(window) < _TASKS_PER_SLOT * self._slots + 1:
+    def _head(self, window: deque[_Encoding], reader: _Reader) -> tuple[EncodedGroup, Any] | None:
+        """What the group in turn gave; None if that is not known yet, after waiting a while."""
+        awaited = [window[0].summary] if window else []
+        if not reader.ended and len(window) <= _GROUPS_PER_SLOT * self._slots:
             awaited += reader.pending
         if not awaited:
             return None
         ready, _ = ray.wait(awaited, num_returns=1, timeout=_WAKE_S)
-        if not window or window[0].piece not in ready:
+        if not window or window[0].summary not in ready:
             if window:
-                reader.watch(describe_task(window[0].task))
+                reader.watch(describe_task(window[0].group[0]))
             return None
         reader.heard()
-        return ray.get(window[0].piece), window[0].ids
+        return ray.get(window[0].summary), window[0].ids
 
-    def _take(self, window: deque[_Encoding], piece: EncodedPiece, ids: Any) -> Iterator[EncodedBlock]:
-        """The documents of the task in turn, which goes on if it is not read to its end."""
+    def _take(self, window: deque[_Encoding], encoded: EncodedGroup, ids: Any) -> Iterator[EncodedBlock]:
+        """The documents of the group in turn, which goes on if it is not read to its end."""
         done = window.popleft()
-        if not piece.complete and piece.failure is None:
-            window.appendleft(self._start(replace(done.task, first_row=piece.end_row), done.text))
-        num_ids = int(piece.ends[-1]) if len(piece.ends) else 0
-        if piece.failure is None or piece.end_row > done.task.first_row:
+        if encoded.failure is None:
+            num_done = sum(piece.complete for piece in encoded.pieces)
+            rest = done.group[num_done:]
+            if num_done < len(encoded.pieces):
+                rest = (replace(rest[0], first_row=encoded.pieces[-1].end_row), *rest[1:])
+            if rest:
+                window.appendleft(self._start(rest, done.texts, done.first_text + num_done))
+        start = 0
+        for task, piece in zip(done.group, encoded.pieces, strict=False):
+            if encoded.failure is not None and piece.end_row == task.first_row:
+                break  # Nothing came before the failure.
+            ends = np.cumsum(piece.num_ids, dtype=np.int64)
+            stop = start + (int(ends[-1]) if len(ends) else 0)
             yield EncodedBlock(
-                task=done.task,
-                ids=RemoteIds(ids, piece.node_id, 0, num_ids),
-                ends=piece.ends,
-                rows=piece.rows,
-                text_bytes=piece.text_bytes,
-                first_row=done.task.first_row,
+                task=task,
+                ids=RemoteIds(ids, encoded.node_id, start, stop),
+                ends=ends,
+                rows=np.arange(task.first_row, task.first_row + len(ends)) if piece.rows is None else piece.rows,
+                text_bytes=np.cumsum(piece.text_bytes, dtype=np.int64),
+                first_row=task.first_row,
                 end_row=piece.end_row,
             )
-        if piece.failure is not None:
-            raise as_error(piece.failure, done.task)
+            start = stop
+        if encoded.failure is not None:
+            raise as_error(encoded.failure, done.group[len(encoded.pieces) - 1])
 
 
 class _Reader:
@@ -285,9 +305,12 @@ class _Reader:
     def __init__(self, plan: InputPlan, cursor: Cursor | None) -> None:
         self._plan = plan
         self._cursor = cursor
+        self._positions = InputPositions.of(plan)
+        self._num_tasks = 0
+        self._tasks_left = 0
         self._actor: Any = None
-        self._calls: deque[list[Any]] = deque()
-        self._named: deque[tuple[Task, Any]] = deque()
+        self._calls: deque[tuple[Any, Any]] = deque()
+        self._groups: deque[tuple[tuple[Task, ...], Any]] = deque()
         self._last_call_made = False
         self._heard_at = time.monotonic()
         self._warned_at = self._heard_at
@@ -304,7 +327,7 @@ class _Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.clear()
-        self._named.clear()
+        self._groups.clear()
         with suppress(RayError):
             ray.kill(self._actor)
 
@@ -316,18 +339,25 @@ class _Reader:
     @property
     def ended(self) -> bool:
         """Whether every task there is has been taken."""
-        return self._last_call_made and not self._calls and not self._named
+        return self._last_call_made and not self._calls and not self._groups
 
-    def ask(self) -> None:
-        """Keeps a few calls under way."""
-        while not self._last_call_made and len(self._calls) < _CALLS_AHEAD and len(self._named) < TASKS_A_CALL:
-            self._calls.append(self._actor.next.options(num_returns=1 + TASKS_A_CALL).remote())
+    def ask(self, places: int) -> None:
+        """Keeps a few calls under way, each for a group of tasks.
 
-    def take(self) -> tuple[Task, Any] | None:
-        """The next task and its text, where it has one; None if there is none yet, or (``ended``) ever."""
-        if not self._named and not self._hear():
+        Groups grow from one task, so that each of the ``places`` has work at once, and shrink again towards the end,
+        so that they end together (guided self-scheduling: Polychronopoulos and Kuck 1987).
+        """
+        share = min(self._num_tasks, self._tasks_left) // places
+        limit = min(max(share, 1), MAX_TASKS_PER_CALL)
+        while not self._last_call_made and len(self._calls) < _CALLS_AHEAD and not self._groups:
+            group, texts = self._actor.next.options(num_returns=2).remote(limit)
+            self._calls.append((group, texts))
+
+    def take(self) -> tuple[tuple[Task, ...], Any] | None:
+        """The next group and its texts, where it has some; None if there is none yet, or (``ended``) ever."""
+        if not self._groups and not self._hear():
             return None
-        return self._named.popleft() if self._named else None
+        return self._groups.popleft() if self._groups else None
 
     def heard(self) -> None:
         """Notes a sign of life."""
@@ -350,15 +380,25 @@ class _Reader:
         """Takes in the answer of the first call, if it is there."""
         if not self._calls or not ray.wait([self._calls[0][0]], timeout=0)[0]:
             return False
-        first, *texts = self._calls.popleft()
-        named: NamedTasks = ray.get(first)
-        self._named.extend(zip(named.tasks, texts, strict=False))
+        first, texts = self._calls.popleft()
+        named: TaskGroup = ray.get(first)
+        if named.tasks:
+            self._groups.append((named.tasks, texts if named.has_text else None))
+            self._num_tasks += len(named.tasks)
+            self._tasks_left = self._tasks_behind(named.tasks[-1])
         if named.ended:
             self._last_call_made = True
             self._calls.clear()
         if named.failure is not None:
             self.failure = _error_of(named.failure)
         return True
+
+    def _tasks_behind(self, task: Task) -> int:
+        """About how many tasks like this one are behind it, by stored bytes."""
+        end_row = len(task.files) if isinstance(task, WholeFilesTask) else sys.maxsize
+        end = self._positions.before(task, end_row)
+        size_bytes = max(end - self._positions.before(task, task.first_row), 1)
+        return (self._positions.total_bytes - end) // size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +514,7 @@ def _give_up(window: deque[_Encoding]) -> None:
     """Ends the tasks whose results nobody wants any more."""
     for encoding in window:
         with suppress(RayError, ValueError, TypeError):
-            ray.cancel(encoding.piece, force=True)
+            ray.cancel(encoding.summary, force=True)
     window.clear()
 
 

@@ -37,21 +37,23 @@ from manifests import Cursor, ShardEntry, ShardImage
 
 logger = logging.getLogger(__name__)
 
-PIECE_TEXT_BYTES = 64 << 20
-"""A task of more text ends after so much of it and is gone on with by another: it bounds an object (some 32 MB)."""
+CALL_TEXT_BYTES = 64 << 20
+"""An encode call ends after so much text and is gone on with by another: it bounds an object (some 32 MB)."""
 
-TASKS_A_CALL = 4
-"""Tasks that the reader of the input names at once: 16 MB of text where a task brings its text."""
+MAX_TASKS_PER_CALL = 8
+"""Tasks that one encode call does: some 32 MB of text. A call costs the driver 2 to 3 ms, whatever is in it."""
 
 _MIN_OBJECT_BYTES = 128 << 10
 """Ray sends results of under 100 KiB to the driver instead of leaving them where they were made."""
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTasks:
-    """The next tasks of the input, without their text, which comes beside."""
+class TaskGroup:
+    """The next tasks of the input, for one encode call, without their text, which comes beside."""
 
     tasks: tuple[Task, ...]
+    has_text: bool
+    """Some task brings its text: the object beside this one is needed."""
     ended: bool
     failure: Failed | None = None
     """Why there are no more, if not because the input has ended."""
@@ -63,21 +65,21 @@ class TaskReader:
     def __init__(self, plan: InputPlan, cursor: Cursor | None) -> None:
         self._tasks = tasks(plan, cursor)
 
-    def next(self) -> tuple[object, ...]:
-        """`NamedTasks`, and `TASKS_A_CALL` texts, None for a task that reads its own and where there is none."""
+    def next(self, limit: int) -> tuple[TaskGroup, list[bytes | None]]:
+        """At most ``limit`` tasks, and the text of each, None for a task that reads its own."""
         named: list[Task] = []
         texts: list[bytes | None] = []
         failure: Failed | None = None
         try:
-            for task in itertools.islice(self._tasks, TASKS_A_CALL):
+            for task in itertools.islice(self._tasks, limit):
                 named.append(without_text(task))
                 texts.append(task.data if isinstance(task, LinesTask) else None)
         except Exception as error:
             logger.debug("reading the tasks", exc_info=True)
             failure = _failed(error)
-        ended = failure is not None or len(named) < TASKS_A_CALL
-        absent = [None] * (TASKS_A_CALL - len(texts))
-        return (NamedTasks(tuple(named), ended, failure), *texts, *absent)
+        ended = failure is not None or len(named) < limit
+        has_text = any(text is not None for text in texts)
+        return TaskGroup(tuple(named), has_text, ended, failure), texts if has_text else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,66 +95,114 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPiece:
-    """What the driver learns of the documents that a task encoded; arrays as in `EncodedBlock`."""
+    """What the driver learns of the documents that were encoded of one task."""
 
-    node_id: str
-    ends: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    text_bytes: npt.NDArray[np.int64]
+    num_ids: npt.NDArray[np.integer]
+    """uint32[D] or int64[D], of each document."""
+    text_bytes: npt.NDArray[np.integer]
+    """uint32[D] or int64[D], of each document."""
+    rows: npt.NDArray[np.int64] | None
+    """int64[D], the row of each document; None for the task's ``first_row`` and those behind it, without a gap."""
     end_row: int
     complete: bool
     """The task is read to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """What the driver learns of an encode call."""
+
+    node_id: str
+    pieces: tuple[EncodedPiece, ...]
+    """One for each task that was begun; only the last one may be incomplete."""
     failure: Failed | None = None
-    """Why it is not; what came before the failure is good."""
+    """Why it went no further; what came before the failure is good."""
 
 
-def encode(task: Task, text: bytes | None, encoder: Encoder) -> tuple[npt.NDArray[np.integer], EncodedPiece]:
-    """Encodes a task, or the first `PIECE_TEXT_BYTES` of one that can be gone on with.
+def encode(
+    group: tuple[Task, ...], encoder: Encoder, texts: list[bytes | None] | None, first_text: int
+) -> tuple[npt.NDArray[np.integer], EncodedGroup]:
+    """Encodes a group of tasks, or the first `CALL_TEXT_BYTES` of it.
+
+    Args:
+        group: at least one task.
+        encoder: the vocabulary.
+        texts: the text of each task that brings it; None where none does.
+        first_text: the place in ``texts`` of the first task's.
 
     Returns:
         uint16[M] or uint32[M], the ids of the documents, each with its EOS, and behind them whatever; what they are.
     """
-    if isinstance(task, LinesTask) and text is not None:
-        task = replace(task, data=text)
     spec, engine = _engine(encoder)
-    dtype = _dtype(encoder.narrow)
     parts: list[npt.NDArray[np.integer]] = []
-    ends: list[npt.NDArray[np.int64]] = []
-    rows: list[npt.NDArray[np.int64]] = []
-    text_bytes: list[npt.NDArray[np.int64]] = []
-    total_ids = total_bytes = 0
-    end_row = task.first_row
-    complete, failure = False, None
-    try:
-        for batch in read_any_batches(task):
-            ids, batch_ends, batch_bytes = _documents(batch, spec, engine, dtype)
-            ends.append(batch_ends + total_ids)
-            text_bytes.append(batch_bytes + total_bytes)
-            parts.append(ids)
-            rows.append(batch.rows)
-            total_ids, end_row = total_ids + len(ids), batch.end_row
-            total_bytes += int(batch_bytes[-1]) if len(batch_bytes) else 0
-            if total_bytes >= PIECE_TEXT_BYTES and isinstance(task, RowGroupTask):
-                break
-        else:
-            complete = True
-    except Exception as error:
-        logger.debug("encoding %s", task.first_row, exc_info=True)
-        failure = _failed(error)
-    piece = EncodedPiece(
-        node_id=ray.get_runtime_context().get_node_id(),
-        ends=_joined(ends),
-        rows=_joined(rows),
-        text_bytes=_joined(text_bytes),
-        end_row=end_row,
-        complete=complete,
-        failure=failure,
-    )
-    return _object_of(parts, encoder.narrow), piece
+    pieces: list[EncodedPiece] = []
+    failure: Failed | None = None
+    room_bytes = CALL_TEXT_BYTES
+    for index, named in enumerate(group, first_text):
+        text = texts[index] if texts is not None else None
+        task = replace(named, data=text) if isinstance(named, LinesTask) and text is not None else named
+        batches = _EncodedTask(task)
+        try:
+            batches.encode(spec, engine, _dtype(encoder.narrow), room_bytes)
+        except Exception as error:
+            logger.debug("encoding %s", task.first_row, exc_info=True)
+            failure = _failed(error)
+        parts += batches.ids
+        pieces.append(batches.piece())
+        room_bytes -= batches.total_bytes
+        if room_bytes < CALL_TEXT_BYTES // 2 or not batches.complete:
+            break  # Rather than to end inside the next task, which is read again from its beginning to go on.
+    node_id = ray.get_runtime_context().get_node_id()
+    return _object_of(parts, encoder.narrow), EncodedGroup(node_id, tuple(pieces), failure)
+
+
+class _EncodedTask:
+    """The documents of one task, as far as they are encoded."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._num_ids: list[npt.NDArray[np.int64]] = []
+        self._text_bytes: list[npt.NDArray[np.int64]] = []
+        self._rows: list[npt.NDArray[np.int64]] = []
+        self._end_row = task.first_row
+        self.ids: list[npt.NDArray[np.integer]] = []
+        self.total_bytes = 0
+        self.complete = False
+
+    def encode(self, spec: EncoderSpec, engine: Engine, dtype: np.dtype[Any], room_bytes: int) -> None:
+        """Encodes the task to its end, or until ``room_bytes`` of text are encoded if it can be gone on with."""
+        for batch in read_any_batches(self._task):
+            ids, ends, byte_ends = _documents(batch, spec, engine, dtype)
+            self.ids.append(ids)
+            self._num_ids.append(np.diff(ends, prepend=0))
+            self._text_bytes.append(np.diff(byte_ends, prepend=0))
+            self._rows.append(batch.rows)
+            self._end_row = batch.end_row
+            self.total_bytes += int(byte_ends[-1]) if len(byte_ends) else 0
+            if self.total_bytes >= room_bytes and isinstance(self._task, RowGroupTask):
+                return
+        self.complete = True
+
+    def piece(self) -> EncodedPiece:
+        """What the driver learns of them."""
+        rows = _joined(self._rows)
+        expected = np.arange(self._task.first_row, self._task.first_row + len(rows))
+        return EncodedPiece(
+            num_ids=_narrowed(_joined(self._num_ids)),
+            text_bytes=_narrowed(_joined(self._text_bytes)),
+            rows=None if np.array_equal(rows, expected) else rows,
+            end_row=self._end_row,
+            complete=self.complete,
+        )
 
 
 def _joined(arrays: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
+
+
+def _narrowed(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.integer]:
+    """The counts in 32 bits if they fit: 8,000 documents then stay below the 100 KiB that Ray sends at once."""
+    return counts.astype(np.uint32) if counts.max(initial=0) < 1 << 32 else counts
 
 
 def _dtype(narrow: bool) -> np.dtype[np.integer]:

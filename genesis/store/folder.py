@@ -300,10 +300,10 @@ class FolderStore:
 
     def _refuse_links(self, path: Path) -> None:
         """Symbolic links below the root could lead out of the store; the root itself may be one."""
-        below = path.relative_to(self._root).parts
-        for depth in range(1, len(below) + 1):
-            part = self._root.joinpath(*below[:depth])
-            if part.is_symlink():
+        part = str(self._root)
+        for name in path.parts[len(self._root.parts) :]:
+            part = f"{part}{os.sep}{name}"
+            if os.path.islink(part):  # noqa: PTH114 - several times as fast as Path's, at every access
                 raise StoreAccessError(
                     f"expected a file or folder at {part}, found a symbolic link; links inside a store are not followed"
                 )
