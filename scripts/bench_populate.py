@@ -111,7 +111,8 @@ def run_baseline(
     out = folder / "out"
     command = [sys.executable, str(BASELINES / f"{name}.py"), str(tokenizer), str(out), str(processes), *files]
     started = time.perf_counter()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": search_path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     seconds = time.perf_counter() - started
     if done.returncode:

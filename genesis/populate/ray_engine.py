@@ -145,6 +145,8 @@ class RayEngine:
     def check(self, plan: InputPlan) -> None:
         """Asks every machine whether it sees input and store, and has this release.
 
+        A machine that is gone before it has answered is nobody's fault.
+
         Raises:
             UsageError: one does not; the message names it.
         """
@@ -160,14 +162,14 @@ class RayEngine:
                 self._store_url,
                 token,
             )
-            ask = ray.remote(num_cpus=0, max_retries=1)(missing)
+            ask = ray.remote(num_cpus=0, max_retries=_RETRIES)(missing)
             answers = {
                 node["NodeID"]: (_name_of(node), ask.options(scheduling_strategy=_on(node["NodeID"])).remote(needs))
                 for node in _machines()
             }
-            for name, answer in answers.values():
-                lacking = self._answer(answer, name)
-                if lacking is not None:
+            for node_id, (name, answer) in answers.items():
+                lacking = self._answer(answer)
+                if lacking is not None and any(node["NodeID"] == node_id for node in _machines()):
                     raise UsageError(
                         f"machine {name} of the cluster {lacking}; give every machine the same disk, or use "
                         "s3:// for the store and the Hub for the input"
@@ -224,7 +226,8 @@ class RayEngine:
         folder = folder_of(self._options.store_url)
         return self._options.store_url if folder is None else str(folder)
 
-    def _answer(self, answer: Any, name: str) -> str | None:
+    def _answer(self, answer: Any) -> str | None:
+        """What a machine lacks, as the end of a sentence; None if nothing."""
         try:
             lacking: str | None = ray.get(answer, timeout=_PROBE_S)
         except GetTimeoutError:
