@@ -120,14 +120,13 @@ class RayEngine:
         self._store_shard: Any = None
         self._slots = 0
         self._counted_at = 0.0
-        self._reader: _Reader | None = None
 
     def __enter__(self) -> Self:
         """Starts the cluster, or joins it.
 
         Raises:
             UsageError: there is no cluster at that address.
-        WorkerError: none could be started here.
+            WorkerError: none could be started here.
         """
         with ExitStack() as on_failure:
             on_failure.enter_context(connected(self._options))
