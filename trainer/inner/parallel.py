@@ -141,9 +141,6 @@ class RankExchange:
         """See `Exchange`."""
         parts = [_local(gradient) for gradient in gradients]
         square = get_total_norm(parts).to(self._device, torch.float64).square()
-            if parts
-            else torch.zeros((), device=self._device)
-        )
         tokens = torch.tensor(counts, dtype=torch.float64, device=self._device)
         weighted = torch.stack(list(losses)).to(torch.float64) * tokens
         sums = torch.cat([weighted, tokens, square.reshape(1) / self._num_replicas])
