@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.inner import choose_device
 from trainer.inner.parallel import local_part
 from trainer.inner.rank_place import RankPlace
+from trainer.network.discovery.parent import die_with_parent
 from trainer.outer.diloco import FlatLayout
 from trainer.run.config import RunConfig
 from trainer.run.node.lent_memory import Loan, borrowed, lent
@@ -199,6 +201,7 @@ def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
         )
     if config.device.startswith("cuda:"):
         raise TrainerUsageError(f"device: expected auto or cuda for a node of several ranks, found {config.device}")
+    die_with_parent(signal.SIGTERM)  # A killed torchrun can no longer end its ranks: rank 0 saves, and ends them.
     device = choose_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
