@@ -254,8 +254,9 @@ class LeadingReplica(Replica):
     def _values(self) -> dict[str, Tensor]:
         tensors = self._share.tensors()
         layout = FlatLayout.of(tensors)
-        vector = self._ranks.filled(layout, tensors)
-        return {name: vector[where].view(shape) for name, shape, where in layout.slices()}
+        # Arrays, since each tensor made of a part of one has a storage of its own: a file holds no more than is named.
+        values = self._ranks.filled(layout, tensors).numpy()
+        return {name: torch.from_numpy(values[where]).view(shape) for name, shape, where in layout.slices()}
 
     def _inner_state(self) -> dict[str, Any]:
         return _without_tensors(self.inner.state_dict())

@@ -75,7 +75,7 @@ def test_losses_batches_and_checkpoint_are_those_of_one_process(
     assert found["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
     for layer, values in whole["layers"].items():
         for name, value in values.items():
-            torch.testing.assert_close(found["layers"][layer][name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found["layers"][layer][name], value, rtol=1e-3, atol=5e-4)
     assert found["diloco"]["round_index"] == whole["diloco"]["round_index"] == 2
 
 
