@@ -7,6 +7,7 @@
     python scripts/bench_trainer.py links          # tokens/s over 10 and 100 Mbit/s: ours, DDP, hivemind.Optimizer
     python scripts/bench_trainer.py utilisation    # training time over wall time at 100 Mbit/s with the shape of 125M
     python scripts/bench_trainer.py step           # a step of `python -m trainer` against a loop written by hand
+    python scripts/bench_trainer.py ranks          # the same for a node of two ranks, with DDP and with FSDP2
     python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
     python scripts/bench_trainer.py gpu            # model FLOPs utilisation of 125M and 1B, where there is a GPU
 
@@ -25,6 +26,7 @@ from scripts.bench_parts import parts_parser, run_parts
 from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
+from scripts.trainer_bench.ranks import bench_ranks
 from scripts.trainer_bench.rounds import bench_round
 from scripts.trainer_bench.steps import bench_step
 from scripts.trainer_bench.utilisation import bench_utilisation
@@ -36,6 +38,7 @@ BENCHES = {
     "links": bench_links,
     "utilisation": bench_utilisation,
     "step": bench_step,
+    "ranks": bench_ranks,
     "liars": bench_liars,
     "gpu": bench_gpu,
 }
@@ -59,12 +62,12 @@ def main() -> None:
         "--gpu-tflops", type=float, default=312.0, help="assumed peak, for utilisation; an A100 in bf16"
     )
     parser.add_argument("--gpu-share", type=float, default=0.4, help="of the peak, assumed to be reached")
-    parser.add_argument("--step-preset", default="tiny", help="model of step")
+    parser.add_argument("--step-preset", default="tiny", help="model of step and ranks")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a row, for step")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch, for step")
     parser.add_argument("--threads", type=int, default=1, help="torch's in each process, for step")
     parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn, for step: a checkpoint each ten")
-    parser.add_argument("--step-s", type=float, default=120.0, help="how long step measures")
+    parser.add_argument("--step-s", type=float, default=120.0, help="how long step measures, and ranks each kind")
     parser.add_argument("--kept-batches", type=int, default=512, help="that the loop written by hand goes through")
     parser.add_argument("--liar-rounds", type=int, default=10, help="outer steps of a run, for liars")
     parser.add_argument("--liar-rules", nargs="+", choices=RULES, help="rules to try, for liars; all by default")

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from scripts.trainer_bench.crew import MEMBERS, ROOT, load_average
 from scripts.trainer_bench.workspace import VOCAB_ROWS, make_store
 
@@ -46,12 +48,12 @@ class Looper:
     def turn(self, steps: int, timeout_s: float = _TURN_S) -> dict[str, float]:
         """Lets it take so many steps; seconds a step, of wall and of processor time (of all its threads)."""
         cpu_s, began_s = self._cpu_s(), time.monotonic()
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.killpg(self._process.pid, signal.SIGCONT)
         deadline_s = began_s + timeout_s
         for _ in range(steps):
             self.losses.append(self._next_step(deadline_s))
         wall_s = time.monotonic() - began_s
-        os.kill(self._process.pid, signal.SIGSTOP)
+        os.killpg(self._process.pid, signal.SIGSTOP)
         return {"wall_s": wall_s / steps, "cpu_s": (self._cpu_s() - cpu_s) / steps}
 
     def _next_step(self, deadline_s: float) -> float:
@@ -77,8 +79,12 @@ class Looper:
         return chunk
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        """Of all its processes: a node of several ranks has some."""
+        total = 0
+        for pid in (self._process.pid, *(child.pid for child in psutil.Process(self._process.pid).children())):
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / _TICKS
 
 
 @contextmanager
@@ -176,7 +182,7 @@ def keep_batches(store: Path, folder: Path, arguments: argparse.Namespace) -> Pa
     return path
 
 
-def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
+def as_text(report: dict[str, Any], arguments: argparse.Namespace, asked: float = ASKED) -> str:
     """The report for people."""
     what = (
         f"{arguments.step_preset}, {arguments.batch_size} x {arguments.seq_len} tokens, {arguments.threads} thread(s)"
@@ -189,5 +195,5 @@ def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
         found = report[kind]
         low, high = found["quartiles"]
         line = f"  {kind[:-2]:12} {1e3 * found['genesis']:>18.2f} {1e3 * found['by hand']:>9.2f} {found['ratio']:>7.3f}"
-        lines.append(f"{line}   {low:.3f}-{high:.3f}   {found['sums']:.3f}   asked {ASKED}")
+        lines.append(f"{line}   {low:.3f}-{high:.3f}   {found['sums']:.3f}   asked {asked}")
     return "\n".join(lines)

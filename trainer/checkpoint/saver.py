@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
@@ -25,6 +26,13 @@ _Path = tuple[str | int, ...]
 _PLAIN = (bool, int, float, str)  # bool before int, of which it is a kind.
 
 _INT_BITS = 1024  # ``weights_only`` does not load those of more than some 2,000.
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A tensor in host memory that nobody changes any more: it is saved as it is, without another copy."""
+
+    tensor: Tensor
 
 
 class HostBuffers:
@@ -57,6 +65,8 @@ class HostBuffers:
                 devices.add(value.device)
             used[path] = buffer = self._filled(value, path)
             return buffer
+        if isinstance(value, HostCopy):
+            return value.tensor
         if isinstance(value, Mapping):
             keys = {key: _key(key, path) for key in value}
             return {keys[key]: self._copy(item, (*path, keys[key]), used, devices) for key, item in value.items()}

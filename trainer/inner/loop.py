@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from trainer.errors import CheckpointMismatchError, NonFiniteTrainingError, Trai
 from trainer.inner.config import InnerConfig
 from trainer.inner.machine import autocast_for, compiled
 from trainer.model.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from trainer.inner.parallel import Exchange
 
 Batch = Mapping[str, Tensor]
 """``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are ignored."""
@@ -56,6 +59,8 @@ class InnerLoop:
 
     ``model(input_ids, labels)`` is the mean loss over the labels that are not -100, and on ``device`` already.
     ``on_loss`` is called with the loss of every batch, in order, after its step (the loader's ``report_loss``).
+    ``exchange`` is with the other ranks that train the same model on other rows of the same batches: their losses and
+    tokens are those of all ranks.
     """
 
     def __init__(
@@ -67,9 +72,11 @@ class InnerLoop:
         device: torch.device,
         *,
         on_loss: Callable[[float], object] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._model = model
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._exchange = exchange
+        self._ddp = model if isinstance(model, DistributedDataParallel) and exchange is None else None
         self._forward = compiled(model, config.compile, device)
         self._optimizer = optimizer
         self._config = config
@@ -110,8 +117,11 @@ class InnerLoop:
         counts = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches]
         losses = self._backward(batches, counts)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        norm = get_total_norm(gradients).to(self._device)
-        *batch_losses, grad_norm = torch.stack([*losses, norm]).tolist()
+        if self._exchange is None:
+            norm = get_total_norm(gradients).to(self._device)
+            *batch_losses, grad_norm = torch.stack([*losses, norm]).tolist()
+        else:
+            batch_losses, counts, grad_norm = self._exchange.combine(losses, counts, gradients)
         num_tokens = sum(counts)
         weighted = (loss * count for loss, count in zip(batch_losses, counts, strict=True) if count)
         loss = sum(weighted) / num_tokens if num_tokens else math.nan
@@ -120,7 +130,10 @@ class InnerLoop:
         applied = self._guard.allows(decisive, grad_norm)
         if applied:
             if grad_norm + _CLIP_EPS > self._config.max_grad_norm:
-                clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
+                if self._exchange is None:
+                    clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
+                else:
+                    self._exchange.scale(gradients, self._config.max_grad_norm / (grad_norm + _CLIP_EPS))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -168,6 +181,11 @@ class InnerLoop:
 
         DDP exchanges gradients with the last one that counts; a rank without any sends zeros, since the others wait.
         """
+        if self._exchange is not None:
+            return [
+                self._ranked_backward(batch, count, self._exchange, is_last=batch is batches[-1])
+                for batch, count in zip(batches, counts, strict=True)
+            ]
         num_tokens = sum(counts)
         losses = [torch.full((), math.nan, device=self._device) for _ in batches]
         counting = [index for index, count in enumerate(counts) if count]
@@ -184,6 +202,13 @@ class InnerLoop:
             (loss if share == 1.0 else loss * share).backward()
             losses[index] = loss.detach().float()
         return losses
+
+    def _ranked_backward(self, batch: Batch, count: int, exchange: Exchange, *, is_last: bool) -> Tensor:
+        """Adds the gradients of this rank's rows, also where no label counts: ranks go through each pass together."""
+        with exchange.forward(is_last=is_last), self._autocast():
+            loss: Tensor = self._forward(*(_moved(batch[name], self._device) for name in ("input_ids", "labels")))
+        (loss * exchange.share(count)).backward()
+        return loss.detach().float()
 
     def _common_loss(self, loss: float, num_tokens: int) -> float:
         """Returns the loss that decides: under DDP the sum over ranks with labels that count, NaN if there is none."""

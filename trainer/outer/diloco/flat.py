@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,31 @@ def synchronised_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Returns the trainable parameters by name, whether or not the model, or part of it, is compiled."""
     named = model.named_parameters()
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in named if parameter.requires_grad}
+
+
+class ParameterAccess(Protocol):
+    """Where a strategy reads and writes a model's parameters, which may lie in parts at several processes."""
+
+    def gather(self, layout: FlatLayout) -> Tensor:
+        """Returns the parameters' present values as a vector of their own, as `FlatLayout.gather` does."""
+
+    def scatter(self, layout: FlatLayout, vector: Tensor) -> None:
+        """Sets the parameters to a vector's values, as `FlatLayout.scatter` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameters:
+    """The parameters of a model that lies in this process alone."""
+
+    tensors: Mapping[str, Tensor]
+
+    def gather(self, layout: FlatLayout) -> Tensor:
+        """See `ParameterAccess`."""
+        return layout.gather(self.tensors)
+
+    def scatter(self, layout: FlatLayout, vector: Tensor) -> None:
+        """See `ParameterAccess`."""
+        layout.scatter(vector, self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

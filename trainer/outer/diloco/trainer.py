@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 from trainer.outer.diloco.config import DiLoCoConfig
-from trainer.outer.diloco.flat import FragmentPlan, is_finite, synchronised_parameters
+from trainer.outer.diloco.flat import (
+    FragmentPlan,
+    ModelParameters,
+    ParameterAccess,
+    is_finite,
+    synchronised_parameters,
+)
 from trainer.outer.diloco.outer import OuterOptimizer
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
@@ -43,18 +49,28 @@ class DiLoCoTrainer:
     """Keeps one node's model in step with the others'. For the training thread alone.
 
     The anchor begins as the model's trainable parameters, which must be equal at all members that begin together, as
-    frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners.
+    frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners, and ``parameters`` is for
+    a model that does not lie in this process alone.
 
     Raises:
         TrainerUsageError: the model cannot be cut into so many fragments.
     """
 
-    def __init__(self, model: nn.Module, config: DiLoCoConfig, collective: Collective, *, vocab_rows: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DiLoCoConfig,
+        collective: Collective,
+        *,
+        vocab_rows: int = 0,
+        parameters: ParameterAccess | None = None,
+    ) -> None:
         self._config = config
         self._collective = collective
         self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
-        self._parameters = synchronised_parameters(model)
-        self.plan = FragmentPlan.of(self._parameters, config.num_fragments)
+        tensors = synchronised_parameters(model)
+        self._parameters: ParameterAccess = ModelParameters(tensors) if parameters is None else parameters
+        self.plan = FragmentPlan.of(tensors, config.num_fragments)
         """Which parameters are synchronised together, and their places in the flat vectors."""
         self._layout_digest = self.plan.digest()
         self.inner_step = 0  # Inner steps since the last round was tried.
@@ -62,7 +78,7 @@ class DiLoCoTrainer:
         self._saved_round: SavedRound | None = None
         self._background: _BackgroundRound | None = None
         self._last_call: Future[RoundResult] | None = None
-        fragments = tuple(FragmentState.start(layout.gather(self._parameters)) for layout in self.plan.layouts)
+        fragments = tuple(FragmentState.start(self._parameters.gather(layout)) for layout in self.plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
 
     @property
@@ -140,10 +156,12 @@ class DiLoCoTrainer:
         self.inner_step = 0
         self._pending = [PendingWork() for _ in self.plan.layouts]
         for layout, fragment in zip(self.plan.layouts, adopted.fragments, strict=True):
-            layout.scatter(fragment.anchor, self._parameters)
+            self._parameters.scatter(layout, fragment.anchor)
 
-    def grow(self, model: nn.Module, vocab_rows: int) -> None:
+    def grow(self, model: nn.Module, vocab_rows: int, access: ParameterAccess | None = None) -> None:
         """Continues with a model just grown to ``vocab_rows`` (`state`), and keeps the work since the last round.
+
+        ``access`` is for a model that does not lie in this process alone, of which ``model`` is a copy.
 
         Raises:
             TrainerUsageError: a round is under way (:meth:`drain` first), names differ, or a tensor shrank or changed
@@ -154,7 +172,8 @@ class DiLoCoTrainer:
         parameters = synchronised_parameters(model)
         plan = FragmentPlan.of(parameters, self._config.num_fragments)
         state = grown_state(self._state, self.plan, plan, parameters, vocab_rows)
-        self._parameters, self.plan, self._layout_digest = parameters, plan, plan.digest()
+        self._parameters = ModelParameters(parameters) if access is None else access
+        self.plan, self._layout_digest = plan, plan.digest()
         self._install(state)
 
     def state_dict(self) -> dict[str, StateValue]:
@@ -206,12 +225,12 @@ class DiLoCoTrainer:
         """
         fragment = self._state.fragment
         layout, anchor = self.plan.layouts[fragment], self._state.fragments[fragment].anchor
-        vector = layout.gather(self._parameters)
+        vector = self._parameters.gather(layout)
         torch.sub(anchor, vector, out=vector)
         if not is_finite(vector):
             logger.warning("round %d: parameters are not finite; they restart from the anchor", self._state.round_index)
             vector.zero_()
-            layout.scatter(anchor, self._parameters)
+            self._parameters.scatter(layout, anchor)
             self._pending[fragment] = PendingWork()
         work = self._pending[fragment]
         progress = min(1.0, work.num_steps / self._config.planned_steps(self._state.round_index))
@@ -305,11 +324,11 @@ class DiLoCoTrainer:
             )
         parameters = anchor
         if keep:
-            parameters = layout.gather(self._parameters).mul_(keep).add_(anchor, alpha=1.0 - keep)
+            parameters = self._parameters.gather(layout).mul_(keep).add_(anchor, alpha=1.0 - keep)
         num_inner_steps = round(progress * self._config.steps_before(fragment))
         new = FragmentState(anchor, momentum, result.vector, result.residual)
         self._install(self._state.committed(new, num_inner_steps))
-        layout.scatter(parameters, self._parameters)
+        self._parameters.scatter(layout, parameters)
         self._pending[fragment].settle(contribution.num_batches, self.inner_step)
         if progress < 1.0:
             logger.info("round %d: requested with %.0f %% of its work", contribution.round_index, 100 * progress)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SIGNAL_EXIT = 128
 
-_SAME = ("node_id", "run_id", "engine", "strategy", "pipeline", "max_steps", "seed", "device", "threads")
+_SAME = ("node_id", "run_id", "engine", "strategy", "parallel", "pipeline", "max_steps", "seed", "device", "threads")
 _PATHS = {
     **{name: name for name in _SAME},
     "store": "data.store",
@@ -80,6 +80,9 @@ def train_command(
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
     strategy: Annotated[str | None, typer.Option(help="diloco, or ddp with the torch engine.")] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="Of a node of many ranks, under torchrun: auto, ddp, fsdp, hsdp.")
+    ] = None,
     pipeline: Annotated[
         str | None, typer.Option(help="swarm: drive a pipeline of workers (docs/swarm.md), with no parameters here.")
     ] = None,
@@ -188,7 +191,8 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
 
     stop = StopRequest()
     # What the other ranks under torchrun have to log, the first one logs too.
-    is_first = config.pipeline == "swarm" or config.engine != "torch" or os.environ.get("RANK", "0") == "0"
+    under_torchrun = config.engine == "torch" or "TORCHELASTIC_RUN_ID" in os.environ
+    is_first = config.pipeline == "swarm" or not under_torchrun or os.environ.get("RANK", "0") == "0"
     if not is_first:
         logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
     with training_display(config, stop, as_json=as_json, is_first=is_first) as display:

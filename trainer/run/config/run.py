@@ -20,6 +20,7 @@ from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.collective import CollectiveConfig
 from trainer.errors import TrainerUsageError
 from trainer.inner import InnerConfig
+from trainer.inner.rank_place import Parallel
 from trainer.model.subspace.config import SubspaceConfig
 from trainer.monitor import ApiConfig
 from trainer.network.discovery import DiscoveryConfig
@@ -210,6 +211,9 @@ class RunConfig:
     strategy: Strategy = "diloco"
     """``diloco``; with the torch engine ``ddp``: gradients averaged at every step, the baseline; among the workers of a
     stage also ``async_sparta``: a slice of the parameters averaged now and then, in the background."""
+    parallel: Parallel = "auto"
+    """How the ranks that torchrun starts as one node share its model, with the engine p2p: ``ddp``, each has all of it;
+    ``fsdp``, each a shard; ``hsdp``, a shard within each of several machines. ``auto``: by memory."""
     pipeline: Pipeline = "none"
     """``swarm``: this node drives a pipeline of workers, and holds no parameters itself."""
     max_steps: int = 0
@@ -244,6 +248,11 @@ class RunConfig:
                 )
         if self.engine != "torch" and self.strategy == "ddp":
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
+        if self.engine == "torch" and self.parallel != "auto":
+            raise TrainerUsageError(
+                f"parallel {self.parallel}: expected engine p2p, whose ranks are one node, found engine torch, whose "
+                "ranks are nodes of their own; leave one of the two out"
+            )
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):

@@ -130,6 +130,9 @@ class Replica:
             num_ids=self._num_ids,
         )
 
+    def refreshed(self, loader: Mapping[str, Any]) -> None:
+        """Learns that the loader goes on from this state; a model in one process reads nothing but what it is given."""
+
     def load(self, contents: CheckpointContents) -> None:
         """Resumes from a checkpoint of the same shape and strategy, in a process that has just begun."""
         parameters = parameters_of(contents.layers)

@@ -45,6 +45,7 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.inner import batch_size_for, choose_device
+from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import PRESETS, ModelConfig, available_memory_bytes, choose_architecture, num_parameters, preset
 from trainer.monitor import MeteredIterator
 from trainer.outer.engine.collective import Collective, LocalCollective
@@ -58,6 +59,7 @@ from trainer.run.node.training import Node, TrainingDisplay, Watch
 if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
+    from trainer.run.node.node_ranks import NodeRanks
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ _AUTO = "auto"
 _BYTES_PER_PARAMETER_ALONE = 16
 _BYTES_PER_PARAMETER_SHARED = 32  # On a CPU the anchor, momentum and reference of DiLoCo lie in the same memory.
 _NO_POSITION = -1
+_ALONE = RankPlace()
 _STATE_BYTES_PER_PARAMETER = 12  # Anchor, momentum and reference, as they travel to a joiner.
 _GROWTH = 1.5  # A run's vocabulary may be larger than this node's first guess.
 _NO_MEMORY = "can't allocate memory"
@@ -79,6 +82,7 @@ def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> 
     if config.threads:
         torch.set_num_threads(config.threads)
     with _torch_errors_mapped(), ExitStack() as stack:
+        node_ranks = _joined_node(config, stack)
         ranks = stack.enter_context(joined_cluster(config))
         # The process's own generators; weights and data order have seeds of their own.
         seed_text = f"{config.seed}:{ranks.own(config).node_id}"
@@ -86,10 +90,18 @@ def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> 
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        node = _build(config, ranks, display, stop, stack)
+        if node_ranks is not None and node_ranks.place.rank:
+            from trainer.run.node.ranked import follow
+
+            with stop.on_signals():  # What they ask for, rank 0 does, at all ranks together.
+                follow(node_ranks, choose_device(config.device))
+            return
+        node = _build(config, ranks, display, stop, stack, node_ranks)
         with stop.on_signals():
             node.begin()
             node.run()
+        if node_ranks is not None:
+            node_ranks.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +142,21 @@ class Ranks:
         return not self.least(not flag)
 
 
+def _joined_node(config: RunConfig, stack: ExitStack) -> NodeRanks | None:
+    """Joins the other processes of this node; None for a node of one, or where each of torchrun's is a node."""
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not under_torchrun or config.engine == "torch":
+        return None
+    # Brings the distributed parts of torch, a second of start-up that a node of one process does not need.
+    from trainer.run.node.node_ranks import joined_node
+
+    return stack.enter_context(joined_node(config))
+
+
 @contextmanager
 def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
     """Joins the process group of the torch engine for as long as the node runs; with the other engine, none."""
     if config.engine != "torch":
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise TrainerUsageError(
-                "engine p2p: expected one process a node, found this one to be one of torchrun's; add --engine torch, "
-                "or start `python -m trainer`"
-            )
         yield Ranks()
         return
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
@@ -185,7 +203,15 @@ def _torch_errors_mapped() -> Iterator[None]:
         raise
 
 
-def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: StopRequest, stack: ExitStack) -> Node:
+def _build(
+    config: RunConfig,
+    ranks: Ranks,
+    display: TrainingDisplay,
+    stop: StopRequest,
+    stack: ExitStack,
+    node_ranks: NodeRanks | None = None,
+) -> Node:
+    place = RankPlace() if node_ranks is None else node_ranks.place
     device = choose_device(config.device)
     store = StoreWatch(open_session(config.data), config.data.refresh_s)
     wallet = wallet_id(config.checkpoint.token, config.node_id)
@@ -199,9 +225,10 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
 
     def memory_bytes() -> int:
         found = config.model.memory_bytes or available_memory_bytes(device.type)
-        return ranks.least(found // ranks.local_size if on_cpu else found)
+        return ranks.least(found // (ranks.local_size * place.local_size) if on_cpu else found)
 
-    resolved, shape = resolve(config, saved, ranks.least(store.rows()), memory_bytes, shared_memory=on_cpu)
+    rows = ranks.least(store.rows())
+    resolved, shape = resolve(config, saved, rows, memory_bytes, shared_memory=on_cpu, place=place)
     _write_config(resolved, checkpointer.path.with_suffix(".yaml"))
     resolved = ranks.own(resolved)
     dataset = open_dataset(resolved)
@@ -209,13 +236,31 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
     batches = MeteredIterator(endless(dataset))
     collective, network = _collective(resolved, shape, store, ranks, stop, stack)
     num_ids = ranks.least(store.num_ids)
-    replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss)
+    if node_ranks is None:
+        replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss)
+    else:
+        from trainer.run.node.ranked import LeadingReplica
+
+        kind = choose_parallel(config.parallel, shape, memory_bytes, place)
+        logger.info("%d ranks on %d machines share the model: %s", place.size, place.num_hosts, kind)
+        replica = LeadingReplica(
+            resolved,
+            shape,
+            collective,
+            device,
+            batches,
+            num_ids,
+            dataset.report_loss,
+            ranks=node_ranks,
+            kind=kind,
+        )
     watch = Watch(resolved, network, stop.ask)
     if saved is not None:
         replica.load(saved)
         dataset.load_state_dict(saved.loader["stream"])
         watch.tracker.load_state_dict(saved.loader["tracker"])
         logger.info("going on from step %d of %s", replica.inner.step_index, checkpointer.path)
+    replica.refreshed(dataset.state_dict())
     logger.info(
         "%s: %s parameters, %d rows of %d tokens a step, on %s",
         resolved.node_id,
@@ -280,11 +325,12 @@ def resolve(
     memory_bytes: Callable[[], int],
     *,
     shared_memory: bool,
+    place: RankPlace = _ALONE,
 ) -> tuple[RunConfig, ModelConfig]:
     """Returns the configuration with nothing left to decide, and the model's shape.
 
-    A model that begins anew has ``vocab_rows``; ``memory_bytes`` is called only where it decides. In ``shared_memory``
-    (on a CPU) lie both the model and DiLoCo's vectors.
+    A model that begins anew has ``vocab_rows``; ``memory_bytes``, what one rank has, is called only where it decides.
+    In ``shared_memory`` (on a CPU) lie both the model and DiLoCo's vectors. Rows are those of all of a node's ranks.
     """
     if saved is not None:
         shape = ModelConfig.from_dict(dict(saved.architecture))
@@ -292,7 +338,8 @@ def resolve(
         shape = preset(config.model.preset, vocab_rows)
     else:
         each = _BYTES_PER_PARAMETER_SHARED if shared_memory else _BYTES_PER_PARAMETER_ALONE
-        shape = choose_architecture(memory_bytes(), vocab_rows, bytes_per_parameter=each)
+        parts = 1 if config.parallel == "ddp" else place.local_size
+        shape = choose_architecture(parts * memory_bytes(), vocab_rows, bytes_per_parameter=each)
     inner = config.inner
     if inner.seq_len > shape.max_seq_len:
         raise TrainerUsageError(
@@ -304,8 +351,17 @@ def resolve(
         rows = saved_inner.get("micro_batch_size") if isinstance(saved_inner, dict) else None
         if not (isinstance(rows, int) and rows):
             checkpointing = inner.activation_checkpointing
-            rows = batch_size_for(memory_bytes(), shape, inner.seq_len, activation_checkpointing=checkpointing)
+            available = memory_bytes()
+            if place.size > 1:
+                kind = choose_parallel(config.parallel, shape, memory_bytes, place)
+                available = rows_memory_bytes(kind, shape, available, place)
+            rows = batch_size_for(available, shape, inner.seq_len, activation_checkpointing=checkpointing) * place.size
         inner = replace(inner, micro_batch_size=rows)
+    if inner.micro_batch_size < place.size:
+        raise TrainerUsageError(
+            f"inner.micro_batch_size: expected a row for each of the node's {place.size} ranks or more, found "
+            f"{inner.micro_batch_size}; it counts the rows of all ranks together"
+        )
     # A shape that is no preset's is ``auto``: the checkpoint decides.
     name = next((name for name in PRESETS if preset(name, shape.vocab_size) == shape), _AUTO)
     return replace(config, inner=inner, model=replace(config.model, preset=name)), shape

@@ -261,6 +261,7 @@ class Node:
                 logger.warning("the store's new shards cannot be read yet: %s", error)
             else:
                 self._store_has_grown = False
+                self.replica.refreshed(self.dataset.state_dict())
                 logger.info("the store has %d shards now", num_shards)
                 self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)

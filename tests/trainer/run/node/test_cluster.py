@@ -97,8 +97,6 @@ def test_ranks_that_were_killed_at_different_places_meet_again(cluster: TrainerC
     for path in cluster.checkpoints.glob("*rank-1*.pt"):
         path.unlink()
     assert "found some ranks without" in cluster.failing(*options, "--max-steps", "18").stderr
-    done = cluster.failing("--node-id", "pod", "--max-steps", "1")
-    assert "found this one to be one of torchrun's; add --engine torch" in done.stderr
 
 
 def test_a_rank_that_dies_ends_the_job_and_costs_no_more_than_the_last_steps(cluster: TrainerCommand) -> None:

@@ -1,0 +1,226 @@
+"""Ranks that torchrun starts as one node: one loss curve, one checkpoint, one place in rounds, back after a kill."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.support.small_store import text_store
+from tests.support.trainer_command import SMALL, TrainerCommand, differences
+from tests.support.training_swarm import TrainingSwarm, check_agreement, free_port
+from tests.trainer.run.node.test_data import check_grown, copy_text_store, grow_text_store
+from trainer.inner.rank_place import RankPlace, choose_parallel
+from trainer.model import preset
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+COMMON = tuple("4" if before == "--batch-size" else option for before, option in zip(("", *SMALL), SMALL, strict=False))
+NODE = ("--node-id", "pod", "--inner-steps", "5", "--accumulation", "2", "--set", "checkpoint.every_steps=3")
+STEPS = 13
+
+
+def ranks(num_ranks: int, *, restarts: int = 0) -> tuple[str, ...]:
+    if num_ranks == 1:
+        return (sys.executable, "-m", "trainer")
+    options = ("--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(restarts))
+    return (*TORCHRUN, *options, "-m", "trainer")
+
+
+def node_of(folder: Path, num_ranks: int = 1) -> TrainerCommand:
+    return TrainerCommand(text_store(), folder, COMMON, ranks(num_ranks))
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {event["step"]: event["loss"] for event in events if event["kind"] == "step"}
+
+
+def assert_close(found: Mapping[int, float], expected: Mapping[int, float], within: float = 1e-5) -> None:
+    assert found
+    worst = max(abs(found[step] - expected[step]) for step in found)
+    assert worst <= within, f"{worst:.3g} apart"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainerCommand, dict[int, float]]:
+    """The same run in one process, with its losses."""
+    command = node_of(tmp_path_factory.mktemp("alone"))
+    return command, losses(command(*NODE, "--json", "--max-steps", str(STEPS)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "fsdp")])
+def test_losses_batches_and_checkpoint_are_those_of_one_process(
+    alone: tuple[TrainerCommand, dict[int, float]], tmp_path: Path, num_ranks: int, kind: str
+) -> None:
+    expected, expected_losses = alone
+    command = node_of(tmp_path, num_ranks)
+    done = command(*NODE, "--parallel", kind, "--json", "--max-steps", str(STEPS))
+    assert f"{num_ranks} ranks on 1 machines share the model: {kind}" in done.stderr
+    found_losses = losses(done)
+    assert len(found_losses) == STEPS
+    assert_close(found_losses, expected_losses)
+    found, whole = command.saved("pod"), expected.saved("pod")
+    assert found["loader"]["stream"]["step"] == whole["loader"]["stream"]["step"]
+    assert found["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
+    for layer, values in whole["layers"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(found["layers"][layer][name], value, rtol=1e-3, atol=5e-4)
+    assert found["diloco"]["round_index"] == whole["diloco"]["round_index"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_stopped_and_gone_on_with_as_many_ranks_is_the_same_run_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    options = (*NODE, "--parallel", kind, "--max-steps")
+    for folder, stops in (("whole", (STEPS,)), ("parts", (4, 8, STEPS))):
+        for steps in stops:
+            node_of(tmp_path / folder, 2)(*options, str(steps))
+    assert not differences(node_of(tmp_path / "parts").saved("pod"), node_of(tmp_path / "whole").saved("pod"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_gone_on_with_on_another_number_of_ranks(
+    alone: tuple[TrainerCommand, dict[int, float]], tmp_path: Path
+) -> None:
+    """Four ranks, then one process, then two, each from what the one before has saved."""
+    _, expected = alone
+    found: dict[int, float] = {}
+    for num_ranks, kind, steps in ((4, "fsdp", 4), (1, "auto", 7), (2, "fsdp", 10), (2, "ddp", STEPS)):
+        done = node_of(tmp_path, num_ranks)(*NODE, "--parallel", kind, "--json", "--max-steps", str(steps))
+        found |= losses(done)
+    assert sorted(found) == list(range(STEPS))
+    assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_several_machines_shard_within_each(alone: tuple[TrainerCommand, dict[int, float]], tmp_path: Path) -> None:
+    """Two agents of two ranks each, as on two machines: the second's ranks hold copies of the first's."""
+    _, expected = alone
+    port = str(free_port())
+    meeting = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    options = (*NODE, "--parallel", "hsdp", "--max-steps", str(STEPS))
+    agents = [
+        replace(node_of(tmp_path), starter=(*TORCHRUN, *meeting, "--node-rank", str(index), "-m", "trainer"))
+        for index in (0, 1)
+    ]
+    with agents[1].running(*options) as second:
+        done = agents[0](*options, "--json")
+        assert second.wait() == 0
+    assert "4 ranks on 2 machines share the model: hsdp" in done.stderr
+    assert_close(losses(done), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_growing_vocabulary_is_taken_up_by_all_ranks(tmp_path: Path, kind: str) -> None:
+    store = copy_text_store(tmp_path / "store")
+    options = ("--node-id", "a", "--inner-steps", "5", "--plateau", "off", "--parallel", kind, "--max-steps")
+    grown = TrainerCommand(store, tmp_path, COMMON, ranks(2))
+    still = TrainerCommand(text_store(), tmp_path / "still", COMMON, ranks(2))
+    grown(*options, "3")
+    grow_text_store(store)
+    done = grown(*options, "5", GENESIS_CACHE_DIR=str(tmp_path / "cache of another day"))
+    assert "vocabulary: 2048 rows, before 1024" in done.stderr
+    still(*options, "5")
+    check_grown(still.saved("a"), grown.saved("a"))
+    further = losses(grown(*options, "8", "--json"))
+    assert sorted(further) == [5, 6, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rounds_with_a_node_of_one_process_end_bit_for_bit_alike(tmp_path: Path, kind: str) -> None:
+    with TrainingSwarm(tmp_path) as swarm:
+        begin(swarm, "pod", 2, "--parallel", kind)
+        swarm.begin("solo")
+        swarm.wait(lambda: len(together(swarm)) >= 3, "three rounds of both")
+        assert all(code != 0 for code in swarm.stop())  # torchrun's own is 1.
+        steps = together(swarm)
+        check_agreement([swarm["pod"], swarm["solo"]], min(steps), max(steps))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_killed_anywhere_is_back_and_current_within_two_rounds(tmp_path: Path, kind: str) -> None:
+    chance = random.Random(7)
+    with TrainingSwarm(tmp_path, checkpoint={"every_steps": 10}) as swarm:
+        begin(swarm, "pod", 2, "--parallel", kind)
+        swarm.begin("solo")
+        swarm.wait(lambda: bool(together(swarm)), "a round of both")
+        for rank in (0, 1, 1, 0, 1):
+            known, steps = len(together(swarm)), swarm["pod"].num_steps() + chance.randrange(1, 45)
+            swarm.wait(lambda at=steps: swarm["pod"].num_steps() >= at, "its place")  # type: ignore[misc]
+            adopted = len(swarm["pod"].events("adopted"))
+            processes_of(swarm["pod"])[rank].kill()
+            swarm.wait(lambda n=adopted: len(swarm["pod"].events("adopted")) > n, "to be back")  # type: ignore[misc]
+            current = int(swarm["pod"].events("adopted")[-1].number("outer_step"))
+            swarm.wait(lambda n=known, at=current: max(together(swarm)[n:], default=0) > at, "to be in rounds")  # type: ignore[misc]
+            assert min(step for step in together(swarm) if step > current) <= current + 2
+        swarm.stop()
+
+
+def begin(swarm: TrainingSwarm, name: str, num_ranks: int, *options: str) -> None:
+    swarm.begin(name, program=ranks(num_ranks, restarts=9)[1:], options=options)
+
+
+def together(swarm: TrainingSwarm) -> list[int]:
+    """The outer steps of rounds with both nodes, as the one of one process has them in its log."""
+    rounds = swarm["solo"].events("round")
+    members: Sequence[tuple[Any, int]] = [(it.fields["members"], int(it.number("outer_step"))) for it in rounds]
+    return [step for names, step in members if len(names) == 2]
+
+
+def processes_of(node: Any) -> list[psutil.Process]:
+    """The ranks of a node that torchrun started, rank 0 first."""
+    children = psutil.Process(node._running.pid).children()
+    ours = [child for child in children if "trainer" in child.cmdline()]
+    return sorted(ours, key=lambda child: int(child.environ()["RANK"]))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "size", "local_size", "memory_bytes", "expected"),
+    [
+        ("auto", 8, 8, 80 << 30, "ddp"),
+        ("auto", 8, 8, 8 << 30, "fsdp"),
+        ("auto", 16, 8, 8 << 30, "hsdp"),
+        ("auto", 16, 8, 80 << 30, "ddp"),
+        ("fsdp", 8, 8, 80 << 30, "fsdp"),
+        ("hsdp", 16, 8, 80 << 30, "hsdp"),
+    ],
+)
+def test_how_the_model_is_shared_goes_by_memory(
+    wanted: Any, size: int, local_size: int, memory_bytes: int, expected: str
+) -> None:
+    place = RankPlace(0, size, 0, local_size)
+    assert choose_parallel(wanted, preset("1b", 32_768), lambda: memory_bytes, place) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--parallel", "hsdp"), "parallel hsdp: expected several machines"),
+        (("--batch-size", "1"), "expected a row for each of the node's 2 ranks"),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_ranks_cannot_do_is_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    done = node_of(tmp_path, 2).failing(*NODE, *options, "--max-steps", "1")
+    assert said in done.stderr

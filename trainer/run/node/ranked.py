@@ -1,0 +1,316 @@
+"""One node of many GPUs: what each of its ranks holds, how rank 0 leads them, and what the others do.
+
+`RankShare` is every rank's part: the wrapped model, its optimizer, its rows of the node's batches. `LeadingReplica` is
+the node's replica as the rest of rank 0 sees it: whatever it does to the model is told to the other ranks first. So
+network, rounds, checkpoints and log are those of a node of one process, and so are the files and what peers see.
+
+Each rank reads the whole batch from the store's cache (some 20 µs) and takes its own rows: batches, rotations and
+states of the loader are those of one process, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loader import GenesisDataset
+from trainer.checkpoint.node import CheckpointContents
+from trainer.checkpoint.saver import HostCopy
+from trainer.errors import CheckpointMismatchError, TrainerError
+from trainer.inner import Batch, InnerLoop, StepResult, make_optimizer, set_rng_state
+from trainer.inner.parallel import RankExchange, parameters_on_meta, replicate_model, rows_of, shard_model
+from trainer.inner.rank_place import Wrapped
+from trainer.model import VOCAB_STEP, ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
+from trainer.outer.diloco import DiLoCoTrainer, FlatLayout, synchronised_parameters
+from trainer.outer.engine.collective import Collective
+from trainer.outer.engine.strategy import OuterStrategy
+from trainer.run.config import RunConfig, from_mapping, to_mapping
+from trainer.run.node.data import endless, open_dataset, within_vocabulary
+from trainer.run.node.node_ranks import Message, NodeRanks, RankParameters, Told
+from trainer.run.node.replica import Replica, layers_of, parameters_of
+
+_MOMENT = "optimizer/{}/{}"
+
+
+class LeadingLoop(InnerLoop):
+    """Rank 0's inner loop, which takes the others along."""
+
+    ranks: NodeRanks
+
+    def step(self) -> StepResult:
+        """See `InnerLoop`."""
+        self.ranks.tell(Told.STEP)
+        return super().step()
+
+    def set_step(self, global_step: int) -> None:
+        """See `InnerLoop`."""
+        self.ranks.tell(Told.SET_STEP, step=global_step)
+        super().set_step(global_step)
+
+
+class RankShare:
+    """What one rank holds of its node's replica; every method is called at all ranks, in one order."""
+
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    inner: InnerLoop
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: NodeRanks,
+        kind: Wrapped,
+        device: torch.device,
+        batches: Iterator[Batch],
+        on_loss: Callable[[float], object],
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._kind = kind
+        self._device = device
+        self._batches = (rows_of(dict(batch), ranks.place) for batch in batches)
+        self._on_loss = on_loss
+
+    def build(self, shape: ModelConfig, num_ids: int) -> None:
+        """Builds model, optimizer and loop anew; in shards, parameters have no values yet."""
+        inner, place = self._config.inner, self._ranks.place
+        if self._kind == "ddp":
+            checkpointing = inner.activation_checkpointing
+            self.model = build_model(
+                shape, self._config.seed, device=self._device, activation_checkpointing=checkpointing
+            )
+            limit_ids(self.model, num_ids)
+            wrapped: torch.nn.Module = replicate_model(self.model, self._device, inner.seq_len)
+        else:
+            with parameters_on_meta():
+                self.model = Transformer(shape, activation_checkpointing=inner.activation_checkpointing)
+            limit_ids(self.model, num_ids)
+            shard_model(self.model, list(self.model.layers.values()), place, self._device, inner)
+            wrapped = self.model
+        self.optimizer = make_optimizer(self.model, inner)
+        step_tokens = inner.micro_batch_size * inner.seq_len * inner.accumulation_steps
+        exchange = RankExchange(wrapped, self._kind, place, step_tokens, self._device)
+        make_loop = InnerLoop if place.rank else LeadingLoop
+        self.inner = make_loop(
+            wrapped, self.optimizer, inner, self._batches, self._device, on_loss=self._on_loss, exchange=exchange
+        )
+        if isinstance(self.inner, LeadingLoop):
+            self.inner.ranks = self._ranks
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of the training state by name: parameters, and the optimizer's of more than one value."""
+        found = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            found |= {
+                _MOMENT.format(index, key): value
+                for key, value in values.items()
+                if isinstance(value, Tensor) and value.ndim
+            }
+        return found
+
+    def load(self, inner: Mapping[str, Any]) -> None:
+        """Takes up the inner loop's state; the optimizer's tensors are zeros until `NodeRanks.take`."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = {
+            int(index): {
+                key: torch.zeros_like(parameters[int(index)]) if value is None else torch.tensor(value)
+                for key, value in values.items()
+            }
+            for index, values in inner["optimizer"]["state"].items()
+        }
+        self.inner.load_state_dict({**inner, "optimizer": {**inner["optimizer"], "state": state}})
+
+
+class LeadingReplica(Replica):
+    """The node's replica at rank 0: its parts are at all ranks, and its files and messages those of one process."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: ModelConfig,
+        collective: Collective,
+        device: torch.device,
+        batches: Iterator[Batch],
+        num_ids: int,
+        on_loss: Callable[[float], object],
+        *,
+        ranks: NodeRanks,
+        kind: Wrapped,
+    ) -> None:
+        self._ranks = ranks
+        self._kind: Wrapped = kind
+        own = within_vocabulary(batches, lambda: self.vocab_rows)
+        self._share = RankShare(config, ranks, kind, device, own, on_loss)
+        ranks.tell(Told.BEGIN, config=json.loads(json.dumps(to_mapping(config))), kind=kind)
+        super().__init__(config, model_config, collective, device, batches, num_ids, on_loss)
+
+    def _build(self, model_config: ModelConfig) -> Transformer:
+        self._build_shares(model_config)
+        if self._kind != "ddp":
+            first = build_model(model_config, self.config.seed)
+            self._set(dict(first.named_parameters()))
+        return self._share.model
+
+    def _build_shares(self, model_config: ModelConfig) -> None:
+        self._ranks.tell(Told.BUILD, shape=model_config.to_dict(), num_ids=self._num_ids)
+        self._share.build(model_config, self._num_ids)
+
+    def _assemble(self) -> None:
+        self.optimizer, self.inner = self._share.optimizer, self._share.inner
+        tensors = synchronised_parameters(self.model)
+        self.diloco = DiLoCoTrainer(
+            self.model,
+            self.config.diloco,
+            self._collective,
+            vocab_rows=self.vocab_rows,
+            parameters=RankParameters(self._ranks, tensors),
+        )
+        self.strategy: OuterStrategy = self.diloco
+
+    def grow(self, rows: int, num_ids: int) -> None:
+        """See `Replica`: the state is taken to the host, grown there, and given to ranks built anew."""
+        rows = rows // VOCAB_STEP * VOCAB_STEP
+        self._num_ids = max(self._num_ids, num_ids)
+        if rows <= self.vocab_rows or self.diloco is None:
+            self._limit_ids()
+            return
+        self.strategy.drain()
+        values, inner = self._values(), self._inner_state()
+        with torch.device("meta"):
+            grown = Transformer(self.model.config)
+        for name, _ in list(grown.named_parameters()):
+            owner, _, attribute = name.rpartition(".")
+            setattr(grown.get_submodule(owner), attribute, torch.nn.Parameter(values[name]))
+        if self.model.config.tie_embeddings:
+            grown.readout.output.weight = grown.embedding.weight
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        grown_names = set(grow_vocabulary(grown, rows, self.config.seed))
+        for index, parameter in enumerate(trained):
+            if names[id(parameter)] in grown_names:
+                keys = [key for key in values if key.startswith(_MOMENT.format(index, ""))]
+                values |= {key: grow_rows(values[key], rows) for key in keys}
+        values |= dict(grown.named_parameters())
+        self._build_shares(replace(self.model.config, vocab_size=rows))
+        self.model = self._share.model
+        self.optimizer, self.inner = self._share.optimizer, self._share.inner
+        self._load_shares(values, inner)
+        self.diloco.grow(grown, rows, RankParameters(self._ranks, synchronised_parameters(self.model)))
+
+    def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
+        """See `Replica`; the tensors are copies."""
+        contents = super().contents(loader, current_loss)
+        values = {name: HostCopy(value) for name, value in self._values().items()}
+        aliases = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        named = self.model.named_parameters(remove_duplicate=False)
+        layers: Any = layers_of({name: values[aliases[id(parameter)]] for name, parameter in named})  # type: ignore[misc]
+        state = {
+            index: {key: values.get(_MOMENT.format(index, key), value) for key, value in entry.items()}
+            for index, entry in contents.optimizer["state"].items()
+        }
+        return replace(contents, layers=layers, optimizer={**contents.optimizer, "state": state})
+
+    def load(self, contents: CheckpointContents) -> None:
+        """See `Replica`."""
+        parameters = parameters_of(contents.layers)
+        own = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        found = {name: tuple(parameters[name].shape) for name in own if name in parameters}
+        if found != own:
+            differing = next(name for name in own if found.get(name) != own[name])
+            raise CheckpointMismatchError(
+                f"expected a checkpoint of this architecture, found another: {differing} of {found.get(differing)} "
+                f"instead of {own[differing]}"
+            )
+        if contents.num_ids is not None:
+            self._num_ids = contents.num_ids
+            self._limit_ids()
+        values = {name: parameters[name] for name in own}
+        optimizer = dict(contents.optimizer)
+        for index, entry in optimizer["state"].items():
+            moments = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.ndim}
+            values |= {_MOMENT.format(index, key): value for key, value in moments.items()}
+        self._load_shares(values, _without_tensors(contents.inner_state()))
+        self.strategy.load_state_dict(dict(contents.diloco))
+        set_rng_state(contents.rng)
+
+    def refreshed(self, loader: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        self._ranks.tell(Told.READ_FROM, state=loader)
+
+    def _limit_ids(self) -> None:
+        self._ranks.tell(Told.LIMIT_IDS, num_ids=self._num_ids)
+        limit_ids(self.model, self._num_ids)
+
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        tensors = self._share.tensors()
+        layout = FlatLayout.of({name: tensors[name] for name in values})
+        self._ranks.take(layout, values, tensors)
+
+    def _values(self) -> dict[str, Tensor]:
+        tensors = self._share.tensors()
+        layout = FlatLayout.of(tensors)
+        # Arrays, since each tensor made of a part of one has a storage of its own: a file holds no more than is named.
+        values = self._ranks.filled(layout, tensors).numpy()
+        return {name: torch.from_numpy(values[where]).view(shape) for name, shape, where in layout.slices()}
+
+    def _inner_state(self) -> dict[str, Any]:
+        return _without_tensors(self.inner.state_dict())
+
+    def _load_shares(self, values: Mapping[str, Tensor], inner: dict[str, Any]) -> None:
+        self._ranks.tell(Told.LOAD, inner=inner)
+        self._share.load(inner)
+        self._set(values)
+
+
+def _without_tensors(inner: dict[str, Any]) -> dict[str, Any]:
+    """Returns the inner loop's state as JSON values: numbers for the optimizer's scalars, None for its tensors."""
+    state = {
+        index: {
+            key: (None if value.ndim else value.item()) if isinstance(value, Tensor) else value
+            for key, value in entry.items()
+        }
+        for index, entry in inner["optimizer"]["state"].items()
+    }
+    return {**inner, "optimizer": {**inner["optimizer"], "state": state}}
+
+
+def follow(ranks: NodeRanks, device: torch.device) -> None:
+    """Does what rank 0 tells until it tells to stop; raises `PeerUnavailableError` where it is gone."""
+    begin = ranks.heard()
+    if begin.told is Told.STOP:
+        return
+    config = from_mapping(RunConfig, begin.details["config"])
+    dataset = open_dataset(config)
+    try:
+        batches = within_vocabulary(endless(dataset), lambda: share.model.config.vocab_size)
+        share = RankShare(config, ranks, begin.details["kind"], device, batches, dataset.report_loss)
+        while (message := ranks.heard()).told is not Told.STOP:
+            _do(message, ranks, share, dataset)
+    finally:
+        dataset.close()
+
+
+def _do(message: Message, ranks: NodeRanks, share: RankShare, dataset: GenesisDataset) -> None:
+    details = message.details
+    match message.told:
+        case Told.STEP:
+            share.inner.step()
+        case Told.FILL | Told.TAKE:
+            ranks.follow_vector(message, share.tensors())
+        case Told.BUILD:
+            share.build(ModelConfig.from_dict(details["shape"]), details["num_ids"])
+        case Told.SET_STEP:
+            share.inner.set_step(details["step"])
+        case Told.LOAD:
+            share.load(details["inner"])
+        case Told.LIMIT_IDS:
+            limit_ids(share.model, details["num_ids"])
+        case Told.READ_FROM:
+            dataset.load_state_dict(details["state"])
+        case _:
+            raise TrainerError(f"rank {ranks.place.rank}: expected something to do, found {message.told.name}")
