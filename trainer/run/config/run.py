@@ -244,6 +244,11 @@ class RunConfig:
                 )
         if self.engine != "torch" and self.strategy == "ddp":
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
+        if (self.inner.document_mask or self.inner.fp8) and self.pipeline == "swarm":
+            raise TrainerUsageError(
+                "inner.document_mask, inner.fp8: expected false with pipeline swarm (later stages see no ids, and "
+                "workers compare what they compute), found true"
+            )
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):

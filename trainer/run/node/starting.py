@@ -45,8 +45,17 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.inner import batch_size_for, choose_device
-from trainer.model import PRESETS, ModelConfig, available_memory_bytes, choose_architecture, num_parameters, preset
-from trainer.monitor import MeteredIterator
+from trainer.inner.peak import peak_of
+from trainer.model import (
+    PRESETS,
+    ModelConfig,
+    available_memory_bytes,
+    choose_architecture,
+    flops_per_token,
+    num_parameters,
+    preset,
+)
+from trainer.monitor import MeteredIterator, SpeedMeter
 from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
 from trainer.run.config import RunConfig, changed_options, to_yaml
@@ -74,8 +83,13 @@ _NUMBER = struct.Struct("<q")
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> None:
-    """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole."""
+def run_node(
+    config: RunConfig, display: TrainingDisplay, stop: StopRequest, train: Callable[[Node], None] = Node.run
+) -> None:
+    """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole.
+
+    ``train`` does something else with the node once it has begun, such as measuring it.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     with _torch_errors_mapped(), ExitStack() as stack:
@@ -89,7 +103,7 @@ def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> 
         node = _build(config, ranks, display, stop, stack)
         with stop.on_signals():
             node.begin()
-            node.run()
+            train(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +223,25 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
     batches = MeteredIterator(endless(dataset))
     collective, network = _collective(resolved, shape, store, ranks, stop, stack)
     num_ids = ranks.least(store.num_ids)
-    replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss)
-    watch = Watch(resolved, network, stop.ask)
+    end_id = store.vocabulary.eos_id
+    replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss, end_id)
+    peak = peak_of(device, resolved.inner.precision)
+    meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak)
+    watch = Watch(resolved, network, stop.ask, speed=meter)
     if saved is not None:
         replica.load(saved)
         dataset.load_state_dict(saved.loader["stream"])
         watch.tracker.load_state_dict(saved.loader["tracker"])
         logger.info("going on from step %d of %s", replica.inner.step_index, checkpointer.path)
     logger.info(
-        "%s: %s parameters, %d rows of %d tokens a step, on %s",
+        "%s: %s parameters, %d rows of %d tokens a step, on %s (%.3g TFLOP/s, %s)",
         resolved.node_id,
         f"{num_parameters(shape):,}",
         resolved.inner.micro_batch_size * resolved.inner.accumulation_steps,
         resolved.inner.seq_len,
         device,
+        peak.flops_per_s / 1e12,
+        peak.kind,
     )
     stack.enter_context(watch)
     if network is not None:
