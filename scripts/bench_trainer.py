@@ -9,7 +9,7 @@
     python scripts/bench_trainer.py step           # a step of `python -m trainer` against a loop written by hand
     python scripts/bench_trainer.py ranks          # the same for a node of two ranks, with DDP and with FSDP2
     python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
-    python scripts/bench_trainer.py gpu            # model FLOPs utilisation of 125M and 1B, where there is a GPU
+    python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.

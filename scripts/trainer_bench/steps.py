@@ -29,7 +29,7 @@ import psutil
 from scripts.trainer_bench.crew import MEMBERS, ROOT, load_average
 from scripts.trainer_bench.workspace import VOCAB_ROWS, make_store
 
-ASKED = 1.03
+ASKED = 1.02
 _NODE_ID = "bench"
 _START_S = 60.0
 _TURN_S = 60.0

@@ -12,20 +12,29 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from trainer.errors import TrainerUsageError
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, Recomputation
 from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
+OptimizerName = Literal["adamw", "muon"]
 
-_CHOICES: Final = {"schedule": get_args(Schedule), "precision": get_args(Precision), "compile": get_args(Compile)}
+_CHOICES: Final = {
+    "schedule": get_args(Schedule),
+    "precision": get_args(Precision),
+    "compile": get_args(Compile),
+    "optimizer": get_args(OptimizerName),
+    "activation_checkpointing": get_args(Recomputation),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerConfig:
     """How a node trains between two synchronisations."""
 
+    optimizer: OptimizerName = "adamw"
+    """muon: Muon for the matrices within the blocks, AdamW for the rest, at the same rates."""
     lr: float = 1e-4
     """Highest learning rate, reached at the end of the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -54,13 +63,20 @@ class InnerConfig:
     """Of the products in the model; parameters and moments are fp32. auto: bf16 on CUDA, fp32 elsewhere."""
     compile: Compile = "auto"
     """torch.compile. auto: on CUDA only."""
-    activation_checkpointing: bool = False
-    """Compute each block's activations again in the backward pass: about a third more time, a tenth of their memory."""
+    activation_checkpointing: Recomputation | bool = "off"
+    """What blocks compute again in the backward pass. full (or true): all of it, about a third more time for a tenth of
+    the activations' memory; selective: all but products and attention, a few percent more time for two thirds."""
+    fp8: bool = False
+    """Products of the blocks in fp8 (extra ``fp8``), on GPUs that have it; models below 1B parameters stay in bf16."""
+    document_mask: bool = False
+    """No token sees one of another document of its row: FlexAttention on a GPU, a dense mask elsewhere."""
     max_skipped_in_a_row: int = 10
     """Steps in a row with a loss or gradient that is not finite, after which the run ends."""
 
     def __post_init__(self) -> None:
         """Raises TrainerUsageError, with the field and its value, if a value makes no sense."""
+        if isinstance(self.activation_checkpointing, bool):  # As earlier releases wrote it.
+            object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "off")
         valid_betas = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
         falls = self.schedule == "constant" or self.decay_end_step > self.warmup_steps
         checks = [
@@ -94,7 +110,11 @@ _FITTING_SHARE: Final = 0.7
 
 
 def batch_size_for(
-    available_memory_bytes: int, config: ModelConfig, seq_len: int, *, activation_checkpointing: bool = False
+    available_memory_bytes: int,
+    config: ModelConfig,
+    seq_len: int,
+    *,
+    activation_checkpointing: Recomputation | bool = "off",
 ) -> int:
     """Returns the rows of a micro-batch, 1 to 8, for this memory; 1 also where the model hardly fits."""
     if seq_len < 1 or available_memory_bytes < 1:
@@ -104,11 +124,17 @@ def batch_size_for(
     left_bytes = available_memory_bytes - TRAINING_BYTES_PER_PARAMETER * num_parameters(config)
     row_layers = seq_len * config.num_layers
     rows = int(left_bytes * _SPECIFIED_SHARE) // (row_layers * config.dim * _SPECIFIED_BYTES)
-    if not activation_checkpointing:
-        rows = min(rows, int(left_bytes * _FITTING_SHARE) // (row_layers * activation_bytes(config)))
+    if activation_checkpointing not in (True, "full"):
+        each = activation_bytes(config, selective=activation_checkpointing == "selective")
+        rows = min(rows, int(left_bytes * _FITTING_SHARE) // (row_layers * each))
     return max(1, min(rows, _MAX_BATCH_SIZE))
 
 
-def activation_bytes(config: ModelConfig) -> int:
-    """Returns the bytes one block keeps of one token for the backward pass, within 4 % for tiny to 125m in fp32."""
+def activation_bytes(config: ModelConfig, *, selective: bool = False) -> int:
+    """Returns the bytes one block keeps of one token for the backward pass, within 4 % for tiny to 125m in fp32.
+
+    ``selective`` activation checkpointing keeps the block's input and the outputs of products and attention.
+    """
+    if selective:
+        return 4 * (5 * config.dim + 2 * config.ffn_dim + 2 * config.kv_dim)
     return 4 * (8 * config.dim + 4 * config.ffn_dim + 3 * config.kv_dim)

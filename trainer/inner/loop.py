@@ -1,7 +1,8 @@
 """`InnerLoop`: batches in, steps of AdamW out; accumulation, clipping, the guard against NaN, and the optimizer.
 
 In a step ``accumulation_steps`` batches go forward and backward, each weighted by its tokens. Then losses and gradient
-norm go to the host in one transfer; then the step is applied, or dropped if one of them is not finite. The step index
+norm go to the host in one transfer; then the step is applied, or dropped if one of them is not finite. On a GPU the
+device itself decides that, so that it never waits for the host (`trainer.inner.queueing`). The step index
 advances with a dropped step too, since schedule, synchronisation and checkpoints go by it. Under DDP all ranks decide
 alike, or their replicas would diverge: the gradient norm is common, and losses are added up over the ranks.
 
@@ -28,7 +29,9 @@ from torch.optim import AdamW, Optimizer
 
 from trainer.errors import CheckpointMismatchError, NonFiniteTrainingError, TrainerUsageError
 from trainer.inner.config import InnerConfig
-from trainer.inner.machine import autocast_for, compiled
+from trainer.inner.machine import autocast_for, compiled, is_compiled
+from trainer.inner.muon import MuonAdamW, muon_groups
+from trainer.inner.queueing import BatchMover, Readback, StepClock, apply_if_finite, can_decide_on_device
 from trainer.model.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -52,6 +55,9 @@ class StepResult:
     num_tokens: int
     skipped: bool  # Loss or gradient was not finite, under DDP at any rank: nothing was applied.
     seconds: float  # From requesting its first batch until its last kernel was queued.
+    data_s: float = 0.0  # Of these, waiting for batches.
+    compute_s: float = 0.0  # Forward and backward passes; on a GPU its own seconds.
+    optimizer_s: float = 0.0  # Clipping and optimizer; on a GPU its own seconds of the step before.
 
 
 class InnerLoop:
@@ -85,6 +91,8 @@ class InnerLoop:
         self._on_loss = on_loss
         self._autocast = autocast_for(device, config.precision)
         self._guard = NonFiniteGuard(config.max_skipped_in_a_row)
+        self._mover = BatchMover(device, config.micro_batch_size if is_compiled(config.compile, device) else 0)
+        self._clock = StepClock(device)
         self._step_index = 0
 
     @property
@@ -111,24 +119,36 @@ class InnerLoop:
         """
         began = time.perf_counter()
         batches = [next(self._batches), *islice(self._batches, self._config.accumulation_steps - 1)]
+        data_s = time.perf_counter() - began
         if not self._model.training:
             self._model.train()
         self._optimizer.zero_grad(set_to_none=True)  # Of a step that was interrupted, or of other code.
         counts = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches]
+        num_tokens, lr = sum(counts), lr_at(self._step_index, self._config)
+        begun = self._clock.mark()
         losses = self._backward(batches, counts)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        if self._exchange is None:
-            norm = get_total_norm(gradients).to(self._device)
-            *batch_losses, grad_norm = torch.stack([*losses, norm]).tolist()
-        else:
+        on_device = False
+        if self._exchange is not None:
             batch_losses, counts, grad_norm = self._exchange.combine(losses, counts, gradients)
-        num_tokens = sum(counts)
+            num_tokens, computed = sum(counts), self._clock.mark()
+        else:
+            norm = get_total_norm(gradients).to(self._device)
+            values = torch.stack([*losses, norm])
+            computed, readback = self._clock.mark(), Readback(values)
+            on_device = self._ddp is None and can_decide_on_device(self._optimizer, self._device)
+            for group in self._optimizer.param_groups if on_device else ():
+                group["lr"] = lr
+            if on_device and num_tokens:
+                decisive = torch.stack([*(loss for loss, count in zip(losses, counts, strict=True) if count), norm])
+                apply_if_finite(self._optimizer, self._parameters(), decisive, norm, self._config.max_grad_norm)
+            *batch_losses, grad_norm = readback.wait()
         weighted = (loss * count for loss, count in zip(batch_losses, counts, strict=True) if count)
         loss = sum(weighted) / num_tokens if num_tokens else math.nan
-        index, lr = self._step_index, lr_at(self._step_index, self._config)
-        decisive = self._common_loss(loss, num_tokens)
-        applied = self._guard.allows(decisive, grad_norm)
-        if applied:
+        index = self._step_index
+        common = self._common_loss(loss, num_tokens)
+        applied = self._guard.allows(common, grad_norm)
+        if applied and not on_device:
             if grad_norm + _CLIP_EPS > self._config.max_grad_norm:
                 if self._exchange is None:
                     clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
@@ -137,13 +157,25 @@ class InnerLoop:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+        stepped = self._clock.mark()
         self._optimizer.zero_grad(set_to_none=True)
         self._step_index = index + 1
         if self._on_loss is not None:
             for each in batch_losses:
                 self._on_loss(each)
-        self._guard.raise_if_hopeless(index, decisive, grad_norm, lr)
-        return StepResult(index, loss, grad_norm, lr, num_tokens, not applied, time.perf_counter() - began)
+        self._guard.raise_if_hopeless(index, common, grad_norm, lr)
+        return StepResult(
+            index,
+            loss,
+            grad_norm,
+            lr,
+            num_tokens,
+            not applied,
+            time.perf_counter() - began,
+            data_s=data_s,
+            compute_s=self._clock.between(begun, computed),
+            optimizer_s=self._clock.optimizer_s(computed, stepped),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the loop's state; the optimizer's tensors are the live ones, not copies."""
@@ -190,14 +222,15 @@ class InnerLoop:
         losses = [torch.full((), math.nan, device=self._device) for _ in batches]
         counting = [index for index, count in enumerate(counts) if count]
         if not counting and self._ddp is not None:
-            ids = _moved(batches[-1]["input_ids"], self._device)
+            ids, _ = self._mover.moved(batches[-1])
             with self._autocast():
                 loss = self._forward(ids, torch.zeros_like(ids))
             (loss * 0.0).backward()
+        moved = {index: self._mover.moved(batches[index]) for index in counting}
         for index in counting:
             exchange = nullcontext() if self._ddp is None or index == counting[-1] else self._ddp.no_sync()
             with exchange, self._autocast():
-                loss = self._forward(*(_moved(batches[index][name], self._device) for name in ("input_ids", "labels")))
+                loss = self._forward(*moved.pop(index))
             share = counts[index] / num_tokens
             (loss if share == 1.0 else loss * share).backward()
             losses[index] = loss.detach().float()
@@ -206,7 +239,7 @@ class InnerLoop:
     def _ranked_backward(self, batch: Batch, count: int, exchange: Exchange, *, is_last: bool) -> Tensor:
         """Adds the gradients of this rank's rows, also where no label counts: ranks go through each pass together."""
         with exchange.forward(is_last=is_last), self._autocast():
-            loss: Tensor = self._forward(*(_moved(batch[name], self._device) for name in ("input_ids", "labels")))
+            loss: Tensor = self._forward(*self._mover.moved(batch))
         (loss * exchange.share(count)).backward()
         return loss.detach().float()
 
@@ -219,11 +252,6 @@ class InnerLoop:
         dist.all_reduce(summed, group=self._ddp.process_group)
         total, num_ranks = summed.tolist()
         return total if num_ranks else math.nan
-
-
-def _moved(ids: Tensor, device: torch.device) -> Tensor:
-    """Returns ids on the device; the copy to a GPU is queued, not waited for."""
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
 
 
 class NonFiniteGuard:
@@ -264,25 +292,32 @@ def lr_at(step: int, config: InnerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 
-def make_optimizer(model: nn.Module, config: InnerConfig) -> AdamW:
+def make_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
     """Builds AdamW over a model's, or a stage's, trainable parameters; first the group with decay.
 
-    The model must be on its final device: a parameter that is moved afterwards is lost to the optimizer. The fused
-    kernel (CPU and CUDA) does a step in one pass over memory instead of a dozen.
+    With ``optimizer: muon`` a group before it has the matrices within the blocks, and Muon moves them. The model must
+    be on its final device: a parameter that is moved afterwards is lost to the optimizer. The fused kernel (CPU and
+    CUDA) does a step in one pass over memory instead of a dozen.
     """
     decayed, plain = parameter_groups(model)
     parameters = decayed + plain
     if not parameters:
         raise TrainerUsageError("expected a model with trainable parameters, found none; is all of it frozen?")
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+    matrices: list[nn.Parameter] = []
+    if config.optimizer == "muon":
+        matrices, decayed = muon_groups(model, decayed)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True if fused else None,
-    )
+    groups = [group for group in groups if group["params"]]
+    of_adamw: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "fused": True if fused else None,
+    }
+    if matrices:
+        return MuonAdamW(matrices, groups, weight_decay=config.weight_decay, **of_adamw)
+    return AdamW(groups, **of_adamw)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -307,7 +342,8 @@ def state_for(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     sizes, saved_sizes = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))
     if sizes != saved_sizes:
         raise CheckpointMismatchError(
-            f"expected an optimizer of {sizes} parameters by group, found one of {saved_sizes}; is it of another model?"
+            f"expected an optimizer of {sizes} parameters by group, found one of {saved_sizes}; is it of another "
+            "model, or of another inner.optimizer?"
         )
     groups = [
         {**group, "params": list(was["params"])}

@@ -18,9 +18,12 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.errors import CheckpointMismatchError, TrainerUsageError
 from trainer.inner.config import Compile, Precision
+from trainer.model.layers import Layers
+from trainer.model.stages import Readout
 
 _VERSION: Final = 1
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -44,8 +47,10 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def autocast_for(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[object]]:
-    """Returns what makes a context for each forward pass."""
+    """Returns what makes a context for each forward pass; on a GPU fp32 products are TF32 unless fp32 is requested."""
     on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if precision == "fp32" or (precision == "auto" and not (on_cuda and torch.cuda.is_bf16_supported())):
         return nullcontext
     if on_cuda and not torch.cuda.is_bf16_supported():
@@ -53,11 +58,25 @@ def autocast_for(device: torch.device, precision: Precision) -> Callable[[], Abs
     return partial(torch.autocast, device.type, dtype=torch.bfloat16)
 
 
+def is_compiled(setting: Compile, device: torch.device) -> bool:
+    """Whether models are compiled on this device."""
+    return setting == "on" or (setting == "auto" and device.type == "cuda")
+
+
 def compiled(function: _Function, setting: Compile, device: torch.device) -> _Function:
-    """Returns a module or function that is compiled at its first call, where that pays; its parameters are the same."""
-    if setting == "off" or (setting == "auto" and device.type != "cuda"):
+    """Compiles a module or its method at its first call, where that pays; returns it.
+
+    Of our models regions are compiled and not the whole: all blocks are one code, so that 20 layers compile as fast as
+    one, and what is between them (growing tables, ids of a vocabulary) never compiles anything again.
+    """
+    if not is_compiled(setting, device):
         return function
-    return cast(_Function, torch.compile(function))
+    whole = getattr(function, "__self__", function)
+    parts = whole.modules() if isinstance(whole, nn.Module) else ()
+    regions = [part for part in parts if isinstance(part, Layers | Readout)]
+    for region in regions:
+        region.compile_regions()
+    return function if regions else cast(_Function, torch.compile(function))
 
 
 def rng_state() -> dict[str, Any]:

@@ -24,3 +24,4 @@ from .stages import grow_vocabulary as grow_vocabulary
 from .stages import limit_ids as limit_ids
 from .stages import rows_for as rows_for
 from .stages import split as split
+from .stages import within_documents as within_documents

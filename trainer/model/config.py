@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Literal
 
 from trainer.errors import TrainerUsageError
+
+Recomputation = Literal["off", "selective", "full"]
+"""What a block computes again in the backward pass: nothing, all but products and attention, all."""
 
 _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
 _NUMBERS = ("rope_theta", "norm_eps")

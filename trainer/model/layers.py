@@ -6,15 +6,18 @@ rotated by halves, as Hugging Face does, so that an export only renames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.errors import TrainerUsageError
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, Recomputation
+from trainer.model.documents import Mask, attend, block_mask, dense_mask, document_numbers
 
 
 class RMSNorm(nn.Module):
@@ -57,18 +60,13 @@ class _Attention(nn.Module):
         self.q_norm = RMSNorm(config.dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.kv_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         by_head = (*hidden.shape[:-1], -1, self.head_dim)
         value = self.v_proj(hidden).view(by_head)
         query = _rotate(self.q_norm(self.q_proj(hidden)).view(by_head), cos, sin).to(value.dtype)
         key = _rotate(self.k_norm(self.k_proj(hidden)).view(by_head), cos, sin).to(value.dtype)
-        mixed = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.is_grouped,
-        )
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = attend(query, key, value, mask, is_grouped=self.is_grouped)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -102,13 +100,13 @@ class _Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         """Maps hidden[batch, tokens, dim] to the same shape; cos and sin are the rows of the tokens' positions."""
         if self.reorder_norm:
-            hidden = hidden + self.attention_norm(self.attention(hidden, cos, sin))
+            hidden = hidden + self.attention_norm(self.attention(hidden, cos, sin, mask))
             out: Tensor = hidden + self.feed_forward_norm(self.feed_forward(hidden))
         else:
-            hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
+            hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
             out = hidden + self.feed_forward(self.feed_forward_norm(hidden))
         return out
 
@@ -118,19 +116,53 @@ def make_blocks(config: ModelConfig, numbers: Iterable[int]) -> dict[str, nn.Mod
     return {str(number): _Block(config, is_constrained=config.is_constrained(number)) for number in numbers}
 
 
+_KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""What selective activation checkpointing does not compute again: it is most of the time."""
+_selective = partial(create_selective_checkpoint_contexts, list(_KEPT))
+
+
+def _run(
+    block: nn.Module, recomputation: Recomputation, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None
+) -> Tensor:
+    """Runs one block: what is compiled, once for all blocks."""
+    out: Tensor
+    inputs = (hidden, cos, sin, mask)
+    if recomputation == "off" or not torch.is_grad_enabled():
+        out = block(*inputs)
+    elif recomputation == "full":
+        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_selective)
+    return out
+
+
 class Layers(nn.ModuleDict):
     """Consecutive blocks, by their number in the whole model, and the positions they share.
 
-    With ``activation_checkpointing`` only each block's input is kept, and the block runs again in the backward pass:
-    about a third more compute for the activations of one block instead of all.
+    With ``activation_checkpointing: full`` only each block's input is kept, and the block runs again in the backward
+    pass: about a third more compute for the activations of one block instead of all. True means full.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, numbers: Iterable[int], *, activation_checkpointing: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, numbers: Iterable[int], *, activation_checkpointing: Recomputation | bool
+    ) -> None:
         super().__init__(make_blocks(config, numbers))
-        self.activation_checkpointing = activation_checkpointing
+        if isinstance(activation_checkpointing, bool):
+            activation_checkpointing = "full" if activation_checkpointing else "off"
+        self.activation_checkpointing: Recomputation = activation_checkpointing
+        self._run: Callable[..., Any] = _run
+        self._is_compiled = False
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         positions = torch.arange(config.max_seq_len, dtype=torch.float32)
         angles = torch.outer(positions, 1.0 / (config.rope_theta**half)).repeat(1, 2).unsqueeze(1)
@@ -138,8 +170,22 @@ class Layers(nn.ModuleDict):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Maps hidden[batch, tokens, dim]. Raises `TrainerUsageError`: more tokens than the longest sequence."""
+    def compile_regions(self) -> None:
+        """Compiles a block at its first call; all blocks use the same code."""
+        if not self._is_compiled:
+            self._run = torch.compile(_run)
+            self._is_compiled = True
+
+    def document_mask(self, ids: Tensor, end_id: int) -> Mask:
+        """Returns the mask that keeps attention within documents, in the form that is fastest here."""
+        numbers = document_numbers(ids, end_id)
+        return block_mask(numbers) if self._is_compiled and ids.device.type == "cuda" else dense_mask(numbers)
+
+    def forward(self, hidden: Tensor, mask: Mask | None = None) -> Tensor:
+        """Maps hidden[batch, tokens, dim]; without a mask attention is causal.
+
+        Raises `TrainerUsageError`: more tokens than the longest sequence.
+        """
         num_tokens = hidden.shape[1]
         if num_tokens > self.cos.shape[0]:
             raise TrainerUsageError(
@@ -148,8 +194,5 @@ class Layers(nn.ModuleDict):
             )
         cos, sin = self.cos[:num_tokens], self.sin[:num_tokens]
         for block in self.values():
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(block, hidden, cos, sin, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = block(hidden, cos, sin)
+            hidden = self._run(block, self.activation_checkpointing, hidden, cos, sin, mask)
         return hidden

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from manifests import FIRST_MERGE_ID
 from trainer.errors import TrainerUsageError
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, Recomputation
 from trainer.model.init import EMBEDDING, OUTPUT, fill_seeded_, init_std, init_weights
 from trainer.model.layers import Layers, RMSNorm, make_blocks
-from trainer.model.loss import IGNORED_LABEL, sum_of_losses
+from trainer.model.loss import IGNORED_LABEL, Terms, loss_terms, sum_of_losses
 from trainer.model.plan import StagePlan, stage_ranges
 from trainer.model.subspace.constraint import SubspaceEmbedding, make_embedding, zero_writers_
 
@@ -35,6 +35,12 @@ class Readout(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.num_ids = config.vocab_size
         """Ids of the vocabulary: losses are over the first so many rows, the rest is padding (`limit_ids`)."""
+        self._terms: Terms = loss_terms
+
+    def compile_regions(self) -> None:
+        """Compiles what a chunk of logits goes through at its first call."""
+        if self._terms is loss_terms:
+            self._terms = torch.compile(loss_terms)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the scores [..., vocabulary] of every next token."""
@@ -43,7 +49,7 @@ class Readout(nn.Module):
 
     def loss_sum(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of the losses (fp32 scalar) and the number of labels that are not -100 (int64 scalar)."""
-        total = sum_of_losses(self.norm(hidden), self.output.weight, labels, self.num_ids)
+        total = sum_of_losses(self.norm(hidden), self.output.weight, labels, self.num_ids, self._terms)
         return total, (labels != IGNORED_LABEL).sum()
 
 
@@ -52,6 +58,8 @@ class _Part(nn.Module):
 
     embedding: nn.Embedding
     readout: Readout
+    document_end: int | None = None
+    """The id that ends documents, where attention is to stay within them (`within_documents`)."""
 
     def __init__(
         self,
@@ -71,9 +79,12 @@ class _Part(nn.Module):
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """Maps ids[batch, tokens] or hidden states to the hidden states [batch, tokens, dim] behind the last layer."""
+        mask = None
         if "embedding" in self._modules:
+            if self.document_end is not None:
+                mask = self.layers.document_mask(inputs, self.document_end)
             inputs = self.embedding(inputs)
-        out: Tensor = self.layers(inputs)
+        out: Tensor = self.layers(inputs, mask)
         return out
 
 
@@ -118,7 +129,7 @@ class TailStage(_WithReadout):
 class Transformer(_WithReadout):
     """The whole model: a head that is its own tail, with PyTorch's weights until others are set."""
 
-    def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, activation_checkpointing: Recomputation | bool = "off") -> None:
         embedding = make_embedding(config)
         layers = Layers(config, range(config.num_layers), activation_checkpointing=activation_checkpointing)
         super().__init__(config, layers, embedding=embedding, readout=Readout(config))
@@ -131,7 +142,11 @@ Stage = HeadStage | BodyStage | TailStage | Transformer
 
 
 def build_model(
-    config: ModelConfig, seed: int, *, device: torch.device | str = "cpu", activation_checkpointing: bool = False
+    config: ModelConfig,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    activation_checkpointing: Recomputation | bool = "off",
 ) -> Transformer:
     """Builds a whole model with its first weights."""
     with torch.device(device):
@@ -147,7 +162,7 @@ def build_stage(
     seed: int,
     *,
     device: torch.device | str = "cpu",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Recomputation | bool = "off",
 ) -> Stage:
     """Builds a stage of a cut, with the weights it has in the whole. Raises `TrainerUsageError`: no such cut."""
     _check_ranges(config, ranges)
@@ -260,6 +275,11 @@ def limit_ids(model: Stage, num_ids: int) -> None:
     readout = getattr(model, "readout", None)
     if readout is not None:
         readout.num_ids = min(num_ids, model.config.vocab_size)
+
+
+def within_documents(model: Transformer, end_id: int) -> None:
+    """Keeps attention within documents from now on; ``end_id`` ends each."""
+    model.document_end = end_id
 
 
 def _set_first_weights(stage: Stage, config: ModelConfig, seed: int) -> None:

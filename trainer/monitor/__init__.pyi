@@ -14,6 +14,8 @@ from .metrics import Observer as Observer
 from .metrics import TrainingMetrics as TrainingMetrics
 from .plot import plot as plot
 from .server import ApiServer as ApiServer
+from .speed import Peak as Peak
+from .speed import SpeedMeter as SpeedMeter
 from .status import LostShare as LostShare
 from .status import PerishedShare as PerishedShare
 from .status import PipelineView as PipelineView

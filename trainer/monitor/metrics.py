@@ -159,9 +159,17 @@ class TrainingMetrics(Collector):
         yield CounterMetricFamily(
             "genesis_training_lost_events", "Events that could not be logged.", self._sources.lost_events()
         )
-        for name, text, value in (*_gauges(self._sources.status()), *self._sources.further()):
+        status = self._sources.status()
+        for name, text, value in (*_gauges(status), *self._sources.further()):
             if value is not None:
                 yield GaugeMetricFamily(f"genesis_training_{name}", text, value)
+        if status.speed is not None:
+            shares = GaugeMetricFamily(
+                "genesis_training_time_share_ratio", "Of the latest steps' wall time, by phase.", labels=["phase"]
+            )
+            for phase, share in status.speed.time_shares.items():
+                shares.add_metric([phase], share)
+            yield shares
 
 
 def _bounded(reason: str, known: set[str]) -> str:
@@ -188,6 +196,9 @@ def _gauges(status: TrainingStatus) -> Iterator[tuple[str, str, float | None]]:
     yield "data_shards", "Different shards that the nodes train on.", status.data_shards
     yield "outer_step", "Outer steps in this node's state.", status.diloco.outer_step
     yield "inner_step", "Inner steps since the last outer step.", status.diloco.inner_step
+    speed = status.speed
+    yield "tokens_per_second", "Speed of this process over its latest 50 steps.", speed and speed.tokens_per_s
+    yield "mfu_ratio", "Model FLOPs utilisation of this process's device.", speed and speed.mfu
 
 
 class Observer:

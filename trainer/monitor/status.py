@@ -78,6 +78,20 @@ class NodeStatus(_Part):
     num_shards: int
 
 
+class SpeedStatus(_Part):
+    """How fast this process trains and what its time went to, over its latest 50 steps."""
+
+    tokens_per_s: float = Field(description="Of this process, which is that of one GPU.")
+    mfu: float = Field(description="Model FLOPs utilisation: FLOPs the model needs over the device's peak, 0 to 1.")
+    flops_per_token: int = Field(description="Forward and backward pass, attention included, nothing counted twice.")
+    peak_flops_per_s: float
+    peak_kind: str = Field(description="stated: by the device's maker; measured: the best of some matrix products.")
+    peak_device: str = Field(description="The device's name, and the type of the products.")
+    time_shares: dict[str, float] = Field(
+        description="Of wall time: data, compute, optimizer, outer_step, checkpoint, other."
+    )
+
+
 class VerifyStatus(_Part):
     """Is training working?"""
 
@@ -113,6 +127,7 @@ class TrainingStatus(VerifyStatus):
         description="Percent of all nodes, those behind included, that hold the state most hold."
     )
     tokens_per_s: float = Field(description="Tokens a second, summed over the nodes.")
+    speed: SpeedStatus | None = Field(None, description="Of this process; null before its first step.")
     diloco: DiLoCoStatus
     nodes: tuple[NodeStatus, ...] = Field(description="This node, then others by name; at most 256.")
 

@@ -15,7 +15,15 @@ from datetime import UTC, datetime
 from trainer.errors import CheckpointMismatchError
 from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
 from trainer.monitor.losses import FIRST_LOSSES, TrackedLosses, has_fallen, loss_trend
-from trainer.monitor.status import DiLoCoStatus, Health, LastRound, NodeStatus, SyncSuccess, TrainingStatus
+from trainer.monitor.status import (
+    DiLoCoStatus,
+    Health,
+    LastRound,
+    NodeStatus,
+    SpeedStatus,
+    SyncSuccess,
+    TrainingStatus,
+)
 from trainer.monitor.swarm import DigestMemory, PlausibleNode, average_loss, plausible_node
 
 _VERSION = 1
@@ -56,6 +64,16 @@ class TrainingTracker:
         self._shards: frozenset[int] = frozenset()
         self._peers: tuple[PlausibleNode, ...] = ()
         self._digests = DigestMemory()
+        self._speed: Callable[[], SpeedStatus | None] = lambda: None
+
+    def set_speed(self, speed: Callable[[], SpeedStatus | None]) -> None:
+        """Takes what measures this process's speed (`SpeedMeter.status`)."""
+        self._speed = speed
+
+    @property
+    def speed(self) -> SpeedStatus | None:
+        """This process's speed over its latest steps; None before the first."""
+        return self._speed()
 
     def add_step(self, step: StepFacts) -> None:
         """Counts an inner step, in 1 µs."""
@@ -193,6 +211,7 @@ class TrainingTracker:
             data_shards=len(frozenset[int]().union(*(node.shards for node in nodes))),
             model_convergence=_percent(agreed.num_agreeing, len(nodes)) if agreed.num_compared else None,
             tokens_per_s=round(sum(node.tokens_per_s for node in nodes), 1),
+            speed=self._speed(),
             diloco=diloco,
             nodes=tuple(_node_status(node, is_self=node is own) for node in nodes[:_MAX_NODES_SHOWN]),
         )

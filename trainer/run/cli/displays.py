@@ -8,14 +8,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Never, TextIO
 
 import typer
 
-from trainer.monitor.status import StageStatus, SwarmAccount, SwarmStages, WorkerStatus
+from trainer.monitor.speed import speed_text
+from trainer.monitor.status import SpeedStatus, StageStatus, SwarmAccount, SwarmStages, WorkerStatus
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -44,7 +45,7 @@ def training_display(
     It asks ``stop`` when the reader of the JSON lines has gone.
     """
     if not is_first:
-        yield _NoLines()
+        yield NoLines()
     elif as_json:
         yield _JsonLines(stop)
     elif sys.stderr.isatty():
@@ -61,17 +62,27 @@ def training_display(
             lines.end()
 
 
-class _NoLines:
+class _WithSpeed:
+    """Knows what to ask for the speed of training."""
+
+    _speed: Callable[[], SpeedStatus | None] = staticmethod(lambda: None)
+
+    def speed_from(self, speed: Callable[[], SpeedStatus | None]) -> None:
+        """Takes what to ask."""
+        self._speed = speed
+
+
+class NoLines(_WithSpeed):
     """Displays nothing."""
 
     def step(self, result: StepResult) -> None:
-        pass
+        """Displays nothing."""
 
     def outer(self, result: OuterResult) -> None:
-        pass
+        """Displays nothing."""
 
 
-class _PlainLines:
+class _PlainLines(_WithSpeed):
     """Prints a line every ten seconds, for the first and the last step, and for each round."""
 
     def __init__(self) -> None:
@@ -95,7 +106,9 @@ class _PlainLines:
         now_s = time.monotonic()
         since_s = self._since_s if self._since_s is not None else now_s - result.seconds
         speed = self._num_tokens / max(now_s - since_s, 1e-9)
-        typer.echo(f"step {result.step + 1}  {_figures(result)}  {speed:,.0f} tokens/s", err=True)
+        found = self._speed()
+        utilisation = f"  {speed_text(found)}" if found is not None else ""
+        typer.echo(f"step {result.step + 1}  {_figures(result)}  {speed:,.0f} tokens/s{utilisation}", err=True)
         self._latest = None
         self._next_s, self._num_tokens, self._since_s = now_s + _LINE_EVERY_S, 0, now_s
 
@@ -103,24 +116,28 @@ class _PlainLines:
         typer.echo(_round(result), err=True)
 
 
-class _Bar:
+class _Bar(_WithSpeed):
     """Shows tqdm's bar."""
 
     def __init__(self, bar: tqdm[Never]) -> None:
         self._bar = bar
+        self._utilisation = ""
 
     def step(self, result: StepResult) -> None:
         if not self._bar.n and result.step:
             self._bar.initial = result.step
         self._bar.n = result.step  # Other drivers of a pipeline do steps too.
-        self._bar.set_postfix_str(_figures(result), refresh=False)
+        found = self._speed() if result.step % 10 == 0 or not self._utilisation else None
+        if found is not None:
+            self._utilisation = f"  {speed_text(found)}"
+        self._bar.set_postfix_str(_figures(result) + self._utilisation, refresh=False)
         self._bar.update(1)
 
     def outer(self, result: OuterResult) -> None:
         self._bar.write(_round(result), file=sys.stderr)
 
 
-class _JsonLines:
+class _JsonLines(_WithSpeed):
     """Prints one object a line; when the reader closes the pipe (such as ``head``), the node saves and ends."""
 
     def __init__(self, stop: StopRequest) -> None:

@@ -253,6 +253,11 @@ class RunConfig:
                 f"parallel {self.parallel}: expected engine p2p, whose ranks are one node, found engine torch, whose "
                 "ranks are nodes of their own; leave one of the two out"
             )
+        if (self.inner.document_mask or self.inner.fp8) and self.pipeline == "swarm":
+            raise TrainerUsageError(
+                "inner.document_mask, inner.fp8: expected false with pipeline swarm (later stages see no ids, and "
+                "workers compare what they compute), found true"
+            )
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):

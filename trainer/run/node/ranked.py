@@ -21,11 +21,20 @@ from torch import Tensor
 from loader import GenesisDataset
 from trainer.checkpoint.node import CheckpointContents
 from trainer.checkpoint.saver import HostCopy
-from trainer.errors import CheckpointMismatchError, TrainerError
-from trainer.inner import Batch, InnerLoop, StepResult, make_optimizer, set_rng_state
+from trainer.errors import CheckpointMismatchError, TrainerError, TrainerUsageError
+from trainer.inner import Batch, InnerConfig, InnerLoop, StepResult, make_optimizer, set_rng_state
 from trainer.inner.parallel import RankExchange, parameters_on_meta, replicate_model, rows_of, shard_model
 from trainer.inner.rank_place import Wrapped
-from trainer.model import VOCAB_STEP, ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
+from trainer.model import (
+    VOCAB_STEP,
+    ModelConfig,
+    Transformer,
+    build_model,
+    grow_rows,
+    grow_vocabulary,
+    limit_ids,
+    within_documents,
+)
 from trainer.outer.diloco import DiLoCoTrainer, FlatLayout, synchronised_parameters
 from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.strategy import OuterStrategy
@@ -68,8 +77,10 @@ class RankShare:
         device: torch.device,
         batches: Iterator[Batch],
         on_loss: Callable[[float], object],
+        end_id: int | None,
     ) -> None:
         self._config = config
+        self._end_id = end_id
         self._ranks = ranks
         self._kind = kind
         self._device = device
@@ -92,6 +103,8 @@ class RankShare:
             limit_ids(self.model, num_ids)
             shard_model(self.model, list(self.model.layers.values()), place, self._device, inner)
             wrapped = self.model
+        if inner.document_mask and self._end_id is not None:
+            within_documents(self.model, self._end_id)
         self.optimizer = make_optimizer(self.model, inner)
         step_tokens = inner.micro_batch_size * inner.seq_len * inner.accumulation_steps
         exchange = RankExchange(wrapped, self._kind, place, step_tokens, self._device)
@@ -138,6 +151,7 @@ class LeadingReplica(Replica):
         batches: Iterator[Batch],
         num_ids: int,
         on_loss: Callable[[float], object],
+        end_id: int | None = None,
         *,
         ranks: NodeRanks,
         kind: Wrapped,
@@ -145,9 +159,10 @@ class LeadingReplica(Replica):
         self._ranks = ranks
         self._kind: Wrapped = kind
         own = within_vocabulary(batches, lambda: self.vocab_rows)
-        self._share = RankShare(config, ranks, kind, device, own, on_loss)
-        ranks.tell(Told.BEGIN, config=json.loads(json.dumps(to_mapping(config))), kind=kind)
-        super().__init__(config, model_config, collective, device, batches, num_ids, on_loss)
+        _check_kind(config.inner, kind)
+        self._share = RankShare(config, ranks, kind, device, own, on_loss, end_id)
+        ranks.tell(Told.BEGIN, config=json.loads(json.dumps(to_mapping(config))), kind=kind, end_id=end_id)
+        super().__init__(config, model_config, collective, device, batches, num_ids, on_loss, end_id)
 
     def _build(self, model_config: ModelConfig) -> Transformer:
         self._build_shares(model_config)
@@ -267,6 +282,17 @@ class LeadingReplica(Replica):
         self._set(values)
 
 
+def _check_kind(inner: InnerConfig, kind: Wrapped) -> None:
+    """Raises TrainerUsageError where an option of the inner loop cannot be had with ranks."""
+    if inner.fp8:
+        raise TrainerUsageError("inner.fp8: expected a node of one process, found several ranks; leave it out")
+    if inner.optimizer == "muon" and kind != "ddp":
+        raise TrainerUsageError(
+            f"inner.optimizer muon: expected --parallel ddp, found {kind}: Muon needs whole matrices, of which a rank "
+            "has a part; take ddp or adamw"
+        )
+
+
 def _without_tensors(inner: dict[str, Any]) -> dict[str, Any]:
     """Returns the inner loop's state as JSON values: numbers for the optimizer's scalars, None for its tensors."""
     state = {
@@ -288,7 +314,8 @@ def follow(ranks: NodeRanks, device: torch.device) -> None:
     dataset = open_dataset(config)
     try:
         batches = within_vocabulary(endless(dataset), lambda: share.model.config.vocab_size)
-        share = RankShare(config, ranks, begin.details["kind"], device, batches, dataset.report_loss)
+        details = begin.details
+        share = RankShare(config, ranks, details["kind"], device, batches, dataset.report_loss, details["end_id"])
         while (message := ranks.heard()).told is not Told.STOP:
             _do(message, ranks, share, dataset)
     finally:

@@ -13,7 +13,18 @@ from torch import Tensor
 from trainer.checkpoint.node import CheckpointContents
 from trainer.errors import CheckpointMismatchError
 from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
-from trainer.model import VOCAB_STEP, ModelConfig, Transformer, build_model, grow_rows, grow_vocabulary, limit_ids
+from trainer.inner.fp8 import use_fp8
+from trainer.model import (
+    VOCAB_STEP,
+    ModelConfig,
+    Transformer,
+    build_model,
+    grow_rows,
+    grow_vocabulary,
+    limit_ids,
+    num_parameters,
+    within_documents,
+)
 from trainer.outer.diloco import DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
@@ -28,7 +39,7 @@ class Replica:
 
     Ids of ``batches`` without a row in the model are left out. Losses leave the rows behind ``num_ids``, those of the
     newest vocabulary known, out; these change at outer steps alone, and a checkpoint brings its own. ``on_loss`` is
-    called with the loss of every batch.
+    called with the loss of every batch. ``end_id`` ends documents, for ``inner.document_mask``.
     """
 
     def __init__(
@@ -40,6 +51,7 @@ class Replica:
         batches: Iterator[Batch],
         num_ids: int,
         on_loss: Callable[[float], object],
+        end_id: int | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -47,6 +59,7 @@ class Replica:
         self._batches = within_vocabulary(batches, lambda: self.vocab_rows)
         self._num_ids = num_ids
         self._on_loss = on_loss
+        self._end_id = end_id
         self.model = self._build(model_config)
         self._assemble()
 
@@ -54,6 +67,10 @@ class Replica:
         checkpointing = self.config.inner.activation_checkpointing
         model = build_model(model_config, self.config.seed, device=self.device, activation_checkpointing=checkpointing)
         limit_ids(model, self._num_ids)
+        if self.config.inner.fp8:
+            use_fp8(model, num_parameters(model_config), self.device)
+        if self.config.inner.document_mask and self._end_id is not None:
+            within_documents(model, self._end_id)
         return model
 
     def _assemble(self) -> None:

@@ -45,9 +45,18 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.inner import batch_size_for, choose_device
+from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
-from trainer.model import PRESETS, ModelConfig, available_memory_bytes, choose_architecture, num_parameters, preset
-from trainer.monitor import MeteredIterator
+from trainer.model import (
+    PRESETS,
+    ModelConfig,
+    available_memory_bytes,
+    choose_architecture,
+    flops_per_token,
+    num_parameters,
+    preset,
+)
+from trainer.monitor import MeteredIterator, SpeedMeter
 from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
 from trainer.run.config import RunConfig, changed_options, to_yaml
@@ -77,8 +86,13 @@ _NUMBER = struct.Struct("<q")
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> None:
-    """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole."""
+def run_node(
+    config: RunConfig, display: TrainingDisplay, stop: StopRequest, train: Callable[[Node], None] = Node.run
+) -> None:
+    """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole.
+
+    ``train`` does something else with the node once it has begun, such as measuring it.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     with _torch_errors_mapped(), ExitStack() as stack:
@@ -99,7 +113,7 @@ def run_node(config: RunConfig, display: TrainingDisplay, stop: StopRequest) -> 
         node = _build(config, ranks, display, stop, stack, node_ranks)
         with stop.on_signals():
             node.begin()
-            node.run()
+            train(node)
         if node_ranks is not None:
             node_ranks.stop()
 
@@ -236,8 +250,9 @@ def _build(
     batches = MeteredIterator(endless(dataset))
     collective, network = _collective(resolved, shape, store, ranks, stop, stack)
     num_ids = ranks.least(store.num_ids)
+    end_id = store.vocabulary.eos_id
     if node_ranks is None:
-        replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss)
+        replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss, end_id)
     else:
         from trainer.run.node.ranked import LeadingReplica
 
@@ -251,10 +266,13 @@ def _build(
             batches,
             num_ids,
             dataset.report_loss,
+            end_id,
             ranks=node_ranks,
             kind=kind,
         )
-    watch = Watch(resolved, network, stop.ask)
+    peak = peak_of(device, resolved.inner.precision)
+    meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak)
+    watch = Watch(resolved, network, stop.ask, speed=meter)
     if saved is not None:
         replica.load(saved)
         dataset.load_state_dict(saved.loader["stream"])
@@ -262,12 +280,14 @@ def _build(
         logger.info("going on from step %d of %s", replica.inner.step_index, checkpointer.path)
     replica.refreshed(dataset.state_dict())
     logger.info(
-        "%s: %s parameters, %d rows of %d tokens a step, on %s",
+        "%s: %s parameters, %d rows of %d tokens a step, on %s (%.3g TFLOP/s, %s)",
         resolved.node_id,
         f"{num_parameters(shape):,}",
         resolved.inner.micro_batch_size * resolved.inner.accumulation_steps,
         resolved.inner.seq_len,
         device,
+        peak.flops_per_s / 1e12,
+        peak.kind,
     )
     stack.enter_context(watch)
     if network is not None:

@@ -25,13 +25,15 @@ from trainer.monitor import (
     MeteredIterator,
     Observer,
     ShutdownHook,
+    SpeedMeter,
     TrainingMetrics,
     TrainingTracker,
     create_app,
 )
 from trainer.monitor.app import add_pipeline_pages
 from trainer.monitor.metrics import CheckpointOutcome, Sources
-from trainer.monitor.status import PipelineView
+from trainer.monitor.speed import Phase
+from trainer.monitor.status import PipelineView, SpeedStatus
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
 from trainer.run.node.data import StoreWatch
@@ -61,9 +63,15 @@ class TrainingDisplay(Protocol):
     def outer(self, result: OuterResult) -> None:
         """Shows an attempt at a round."""
 
+    def speed_from(self, speed: Callable[[], SpeedStatus | None]) -> None:
+        """Takes what tells how fast training is, to be shown with steps."""
+
 
 class Watch:
-    """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value)."""
+    """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
+
+    ``speed`` measures the node's own training; drivers of a pipeline have none.
+    """
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class Watch:
         network: Network[Any] | None,
         stop: Callable[[], None],
         further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
+        speed: SpeedMeter | None = None,
     ) -> None:
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
         peer_id = network.peer_id if network is not None else ""
@@ -86,6 +95,9 @@ class Watch:
         )
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
         self.observer = Observer(self.tracker, metrics, self.log)
+        self._speed = speed
+        if speed is not None:
+            self.tracker.set_speed(speed.status)
         self._shards: tuple[int, ...] = ()
         self.server: ApiServer | None = None
         if config.api.enabled:
@@ -98,6 +110,21 @@ class Watch:
         if self.server is not None:
             add_pipeline_pages(self._app, view)
         return self
+
+    def spend(self, phase: Phase, seconds: float) -> None:
+        """Adds to what the step under way spends its time on."""
+        if self._speed is not None:
+            self._speed.add(phase, seconds)
+
+    def end_step(self, num_tokens: int) -> None:
+        """Ends a step of so many tokens; with none, begins the first."""
+        if self._speed is not None:
+            self._speed.end_step(num_tokens)
+
+    def restart_speed(self) -> None:
+        """Forgets the steps so far when speed is asked for."""
+        if self._speed is not None:
+            self._speed.restart()
 
     def set_shards(self, shards: tuple[int, ...]) -> None:
         """Records which shards the node reads."""
@@ -169,6 +196,8 @@ class Node:
 
     def run(self) -> None:
         """Trains until asked to stop, or for ``max_steps``, and saves; after an error the last checkpoint is whole."""
+        self.display.speed_from(lambda: self.watch.tracker.speed)
+        self.watch.end_step(0)
         try:
             while not (self._has_all_steps() or self._is_stopped()):
                 self._step()
@@ -203,6 +232,13 @@ class Node:
         finally:
             seconds = time.perf_counter() - began_s
             self.watch.observer.checkpoint(outcome, step=self.replica.inner.step_index, seconds=seconds)
+            self.watch.spend("checkpoint", seconds)
+
+    def take_steps(self, count: int) -> None:
+        """Takes so many steps as `run` does, for measurements."""
+        self.watch.end_step(0)
+        for _ in range(count):
+            self._step()
 
     def _is_stopped(self) -> bool:
         # Under DDP no rank may wait for the gradients of one that has left.
@@ -216,13 +252,19 @@ class Node:
         if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
         self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
+        self.watch.spend("data", result.data_s)
+        self.watch.spend("compute", result.compute_s)
+        self.watch.spend("optimizer", result.optimizer_s)
         self.display.step(result)
         self._store_has_grown |= self.store.look()
+        began_s = time.perf_counter()
         outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
         self._after_round(outcome)
+        self.watch.spend("outer_step", time.perf_counter() - began_s)
         committed = outcome is not None and outcome.committed
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
             self.save()
+        self.watch.end_step(result.num_tokens)
 
     def _after_round(self, outcome: OuterResult | None) -> None:
         if outcome is None:

@@ -1,0 +1,68 @@
+"""The model of memory against the bytes of tensors that real steps hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from tests.support.tensor_bytes import TensorBytes
+from trainer.inner import InnerConfig, InnerLoop, batch_size_for, make_optimizer
+from trainer.inner.memory import peak_bytes, state_bytes
+from trainer.model import ModelConfig, build_model, num_parameters, preset
+
+TINY, MIDDLE = preset("tiny", 4096), preset("15m", 8192)
+
+
+def _measured(config: ModelConfig, inner: InnerConfig) -> int:
+    """The peak of the third step: parameters and moments are there, and counted."""
+    model = build_model(config, 0, activation_checkpointing=inner.activation_checkpointing)
+    ids = torch.randint(0, config.vocab_size, (inner.micro_batch_size, inner.seq_len + 1))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    optimizer = make_optimizer(model, inner)
+    loop = InnerLoop(model, optimizer, inner, islice(iter(lambda: batch, None), 12), torch.device("cpu"))
+    loop.step(), loop.step()
+    with TensorBytes() as counted:
+        for parameter in model.parameters():
+            counted.add(parameter)
+            for moment in optimizer.state[parameter].values():
+                counted.add(moment)
+        loop.step()
+    return counted.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (TINY, {}),
+        (TINY, {"activation_checkpointing": "selective"}),
+        (TINY, {"activation_checkpointing": "full"}),
+        (TINY, {"accumulation_steps": 2, "micro_batch_size": 2}),
+        (MIDDLE, {"micro_batch_size": 2}),
+        (MIDDLE, {"micro_batch_size": 1, "optimizer": "muon"}),
+        (replace(TINY, tie_embeddings=True), {}),
+    ],
+)
+def test_the_peak_of_a_step_is_what_is_planned_with(config, options):
+    inner = InnerConfig(**{"micro_batch_size": 4, "seq_len": 256, **options})
+    assert peak_bytes(config, inner, inner.micro_batch_size) == pytest.approx(_measured(config, inner), rel=0.1)
+
+
+def test_a_parameter_takes_sixteen_bytes_and_twelve_where_muon_moves_it():
+    tables = 2 * TINY.vocab_size * TINY.dim
+    assert state_bytes(TINY, InnerConfig()) == 16 * num_parameters(TINY)
+    found = state_bytes(TINY, InnerConfig(optimizer="muon"))
+    norms = (2 * TINY.num_layers + 1) * TINY.dim
+    assert found == 12 * num_parameters(TINY) + 4 * (tables + norms)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+def test_the_rows_that_are_chosen_fit_the_memory_they_are_chosen_for(checkpointing):
+    for memory_mb in (100, 200, 400, 1_000, 4_000):
+        memory = memory_mb * 10**6
+        rows = batch_size_for(memory, TINY, 512, activation_checkpointing=checkpointing)
+        inner = InnerConfig(seq_len=512, activation_checkpointing=checkpointing)
+        assert rows == 1 or peak_bytes(TINY, inner, rows) <= memory

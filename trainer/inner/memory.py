@@ -1,0 +1,50 @@
+"""A model of the memory that a step takes at its peak, for planning; `tests/trainer/inner/test_memory.py` measures it.
+
+Weights, gradients and moments are fp32. What blocks keep for the backward pass is counted a token and layer
+(`activation_bytes`), and so is what the loss holds of one chunk of logits. The peak is either in the loss, when
+everything is kept and (unless batches are accumulated) no gradient is there, or at the end of the backward pass.
+Within 10 % of what fp32 steps of 2 to 32 million parameters were measured to hold on a CPU; in bf16 on a GPU blocks
+keep about half, so that this is an upper bound there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from trainer.inner.config import InnerConfig, activation_bytes
+from trainer.model.config import ModelConfig
+from trainer.model.sizing import layer_parameters, num_parameters
+
+_BYTES: Final = 4
+_CHUNK_LOGITS: Final = 1 << 24
+
+
+def peak_bytes(config: ModelConfig, inner: InnerConfig, rows: int) -> int:
+    """Returns the bytes of tensors that training on micro-batches of so many rows holds at its peak, in fp32."""
+    weights = _BYTES * num_parameters(config)
+    tokens = rows * inner.seq_len
+    if inner.activation_checkpointing == "full":
+        # The inputs of all blocks, and everything of the one that is computed again.
+        kept = tokens * (_BYTES * config.dim * config.num_layers + activation_bytes(config))
+    else:
+        selective = inner.activation_checkpointing == "selective"
+        kept = tokens * config.num_layers * activation_bytes(config, selective=selective)
+    table = _BYTES * config.vocab_size * config.dim
+    chunk = min(max(128, _CHUNK_LOGITS // config.vocab_size), tokens)
+    loss = table + 3 * _BYTES * tokens * config.dim + 2 * _BYTES * chunk * config.vocab_size
+    accumulated = weights if inner.accumulation_steps > 1 else 0
+    return weights + moments_bytes(config, inner) + max(kept + loss + accumulated, weights + table)
+
+
+def moments_bytes(config: ModelConfig, inner: InnerConfig) -> int:
+    """Returns the bytes of the optimizer's moments: two of each parameter, one of a matrix that Muon moves."""
+    twice = 2 * num_parameters(config)
+    if inner.optimizer == "muon":
+        norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
+        twice -= config.num_layers * (layer_parameters(config) - norms)
+    return _BYTES * twice
+
+
+def state_bytes(config: ModelConfig, inner: InnerConfig) -> int:
+    """Returns the bytes of weights, gradients and moments, whatever the batch."""
+    return 2 * _BYTES * num_parameters(config) + moments_bytes(config, inner)
