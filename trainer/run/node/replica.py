@@ -28,7 +28,7 @@ class Replica:
 
     Ids of ``batches`` without a row in the model are left out. Losses leave the rows behind ``num_ids``, those of the
     newest vocabulary known, out; these change at outer steps alone, and a checkpoint brings its own. ``on_loss`` is
-    called with the loss of every batch.
+    called with the loss of every batch. ``set_first_weights`` may change the seeded weights, before they are used.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class Replica:
         batches: Iterator[Batch],
         num_ids: int,
         on_loss: Callable[[float], object],
+        *,
+        set_first_weights: Callable[[Transformer], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.device = device
@@ -48,6 +50,7 @@ class Replica:
         self._num_ids = num_ids
         self._on_loss = on_loss
         self.model = self._build(model_config)
+        set_first_weights(self.model)
         self._assemble()
 
     def _build(self, model_config: ModelConfig) -> Transformer:
