@@ -24,6 +24,8 @@ from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
 
+INIT_DIGEST = "model.init_digest"
+"""Of the weights that a run began with, among its settings; runs that began with weights by their seed have none."""
 MAX_ROUND_MEMBERS = 48  # An agreement of so many, with certificates, just fits a message.
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -88,6 +90,13 @@ class Terms(BaseModel):
                 "vocabulary",
                 f"{who}: expected the vocabulary {self.tokenizer_lineage[:12]}, found {other.tokenizer_lineage[:12]}; "
                 "train from the same store, or in a run of its own (--run-id)",
+            )
+        began, theirs = (str(terms.synchronisation.get(INIT_DIGEST, ""))[:12] for terms in (self, other))
+        if began != theirs:
+            raise RefusedError(
+                "settings",
+                f"{who}: this run began with the weights {began or 'of its seed'}, the node with "
+                f"{theirs or 'those of its seed'}; give it the same --init-from, or a run of its own (--run-id)",
             )
         _check_fields("settings", self.synchronisation, other.synchronisation, who)
 

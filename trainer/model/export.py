@@ -1,9 +1,9 @@
 """A trained model in Hugging Face's form: a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
 
 transformers gives the same logits for the same ids, which are exactly the tokenizer's: rows that only pad the
-vocabulary are left out, so nothing can be generated that cannot be decoded. Plain models become ``LlamaForCausalLM``;
-with ``qk_norm`` and ``reorder_norm`` both, ``Olmo2ForCausalLM``. transformers itself is not needed. A vocabulary made
-elsewhere leaves as the file its maker published, with its own EOS.
+vocabulary are left out, so nothing can be generated that cannot be decoded. The class is that of `huggingface`: the one
+a model came from, or the one that computes the same. transformers itself is not needed. A vocabulary made elsewhere
+leaves as the file its maker published, with its own EOS.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from manifests import EOS_ID, SPECIAL_TOKENS, Vocabulary, VocabularyFile, read_v
 from manifests.errors import ContractError
 from trainer.errors import ExportError
 from trainer.model.config import ModelConfig
+from trainer.model.huggingface import hf_config, hf_names
 from trainer.model.init import EMBEDDING, OUTPUT
 from trainer.model.stages import Transformer, model_shapes
 from trainer.model.subspace.constraint import plain_config, plain_state
@@ -66,7 +67,7 @@ def export_hf(
     files |= {
         "tokenizer_config.json": _json(tokenizer_config),
         "generation_config.json": _json(_special_ids(vocabulary)),
-        "config.json": _json(_hf_config(config, num_ids, dtype, _special_ids(vocabulary))),
+        "config.json": _json(hf_config(config, num_ids, dtype, _special_ids(vocabulary))),
     }
     weights = exported_weights(state, config, hf_names(config), num_ids, getattr(torch, dtype))
     with new_folder(out_dir) as folder:
@@ -78,67 +79,12 @@ def export_hf(
     return sorted(out_dir.iterdir())
 
 
-def _hf_config(
-    config: ModelConfig, num_ids: int, dtype: ExportType, special_ids: Mapping[str, int | None]
-) -> dict[str, object]:
-    """Returns the content of config.json, as transformers 4 and 5 read it."""
-    is_olmo2 = _is_olmo2(config)
-    fields: dict[str, object] = {
-        "architectures": ["Olmo2ForCausalLM" if is_olmo2 else "LlamaForCausalLM"],
-        "model_type": "olmo2" if is_olmo2 else "llama",
-        "vocab_size": num_ids,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": config.tie_embeddings,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **special_ids,
-    }
-    return fields if is_olmo2 else fields | {"head_dim": config.head_dim, "mlp_bias": False}
-
-
 def _special_ids(vocabulary: Vocabulary) -> dict[str, int | None]:
     """Returns the ids by their names in a config; null, where its maker names none, keeps out a class's default."""
     if isinstance(vocabulary, VocabularyFile):
         return dict(_OUR_SPECIAL_IDS)
     roles = {"pad_token_id": vocabulary.pad, "bos_token_id": vocabulary.bos, "eos_token_id": vocabulary.eos}
     return {name: token.id if token is not None else None for name, token in roles.items()}
-
-
-def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Maps our names to Hugging Face's, in the model's order. Raises `ExportError`: it has no class for the model."""
-    if _is_olmo2(config):
-        norms = {"attention_norm": "post_attention_layernorm", "feed_forward_norm": "post_feedforward_layernorm"}
-        norms |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-    else:
-        norms = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
-    matrices = {f"attention.{part}_proj": f"self_attn.{part}_proj" for part in "qkvo"}
-    matrices |= {f"feed_forward.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-    names = {EMBEDDING: "model.embed_tokens.weight"}
-    for number in range(config.num_layers):
-        for ours, theirs in (matrices | norms).items():
-            names[f"layers.{number}.{ours}.weight"] = f"model.layers.{number}.{theirs}.weight"
-    names["readout.norm.weight"] = "model.norm.weight"
-    return names if config.tie_embeddings else names | {OUTPUT: "lm_head.weight"}
-
-
-def _is_olmo2(config: ModelConfig) -> bool:
-    if config.qk_norm != config.reorder_norm:
-        raise ExportError(
-            "expected a model with both qk_norm and reorder_norm (OLMo-2) or neither (Llama), found "
-            f"qk_norm={config.qk_norm}, reorder_norm={config.reorder_norm}; no class of transformers reads it"
-        )
-    return config.qk_norm
 
 
 def read_vocabulary(path: Path) -> Vocabulary:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig, Recomputation
 from trainer.model.documents import Mask, attend, block_mask, dense_mask, document_numbers
+from trainer.model.rope import rotary_tables
 
 
 class RMSNorm(nn.Module):
@@ -53,22 +54,34 @@ class _Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.is_grouped = config.num_kv_heads != config.num_heads
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, config.kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, config.kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.kv_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.norm_per_head = config.qk_norm_per_head
+        self.sliding_window = config.sliding_window
+        self.q_proj = nn.Linear(config.dim, config.query_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.query_dim, config.dim, bias=config.o_bias)
+        of_query, of_key = (config.head_dim,) * 2 if config.qk_norm_per_head else (config.query_dim, config.kv_dim)
+        self.q_norm = RMSNorm(of_query, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(of_key, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         by_head = (*hidden.shape[:-1], -1, self.head_dim)
+        normed = by_head if self.norm_per_head else (*hidden.shape[:-1], -1)
         value = self.v_proj(hidden).view(by_head)
-        query = _rotate(self.q_norm(self.q_proj(hidden)).view(by_head), cos, sin).to(value.dtype)
-        key = _rotate(self.k_norm(self.k_proj(hidden)).view(by_head), cos, sin).to(value.dtype)
+        query = _rotate(self.q_norm(self.q_proj(hidden).view(normed)).view(by_head), cos, sin).to(value.dtype)
+        key = _rotate(self.k_norm(self.k_proj(hidden).view(normed)).view(by_head), cos, sin).to(value.dtype)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        if 0 < self.sliding_window < hidden.shape[1]:
+            mask = _window(hidden.shape[1], self.sliding_window, hidden.device)
         mixed = attend(query, key, value, mask, is_grouped=self.is_grouped)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+def _window(num_tokens: int, width: int, device: torch.device) -> Tensor:
+    """Returns which tokens (columns) each token attends to: itself and those before it, ``width`` in all."""
+    everything = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device)
+    return everything.tril() & everything.triu(1 - width)
 
 
 class _FeedForward(nn.Module):
@@ -163,12 +176,9 @@ class Layers(nn.ModuleDict):
         self.activation_checkpointing: Recomputation = activation_checkpointing
         self._run: Callable[..., Any] = _run
         self._is_compiled = False
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        positions = torch.arange(config.max_seq_len, dtype=torch.float32)
-        angles = torch.outer(positions, 1.0 / (config.rope_theta**half)).repeat(1, 2).unsqueeze(1)
-        # fp32[max_seq_len, 1, head_dim]; halves repeat.
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        cos, sin = rotary_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def compile_regions(self) -> None:
         """Compiles a block at its first call; all blocks use the same code."""

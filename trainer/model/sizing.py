@@ -69,9 +69,11 @@ def preset(name: str, vocab_size: int) -> ModelConfig:
 
 def layer_parameters(config: ModelConfig) -> int:
     """Counts the parameters of one layer whose norms are all learned."""
-    norms = 2 * config.dim + (config.dim + config.kv_dim if config.qk_norm else 0)
-    attention = 2 * config.dim * config.dim + 2 * config.dim * config.kv_dim
-    return norms + attention + 3 * config.dim * config.ffn_dim
+    of_heads = 2 * config.head_dim if config.qk_norm_per_head else config.query_dim + config.kv_dim
+    norms = 2 * config.dim + (of_heads if config.qk_norm else 0)
+    attention = 2 * config.dim * config.query_dim + 2 * config.dim * config.kv_dim
+    biases = (config.query_dim + 2 * config.kv_dim if config.qkv_bias else 0) + (config.dim if config.o_bias else 0)
+    return norms + attention + biases + 3 * config.dim * config.ffn_dim
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -90,10 +92,10 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Counts the floating-point operations of the forward and backward pass for one token of such a sequence.
 
     By the usual convention of model FLOPs utilisation: 6 for each weight a token is multiplied with, plus 12 · layers ·
-    dim · seq_len for attention, counted as if it were not causal. Recomputation does not count.
+    values of all heads · seq_len for attention, counted as if it were not causal. Recomputation does not count.
     """
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    return 6 * (num_parameters(config) - looked_up) + 12 * config.num_layers * config.dim * seq_len
+    return 6 * (num_parameters(config) - looked_up) + 12 * config.num_layers * config.query_dim * seq_len
 
 
 def memory_bytes(config: ModelConfig, *, bytes_per_parameter: int = TRAINING_BYTES_PER_PARAMETER) -> int:

@@ -278,7 +278,15 @@ def limit_ids(model: Stage, num_ids: int) -> None:
 
 
 def within_documents(model: Transformer, end_id: int) -> None:
-    """Keeps attention within documents from now on; ``end_id`` ends each."""
+    """Keeps attention within documents from now on; ``end_id`` ends each.
+
+    Raises `TrainerUsageError`: the model attends within a window.
+    """
+    if model.config.sliding_window:
+        raise TrainerUsageError(
+            f"inner.document_mask: expected a model without a sliding window, found one of "
+            f"{model.config.sliding_window} tokens; leave document_mask out"
+        )
     model.document_end = end_id
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from trainer.model import ModelConfig
-from trainer.model.export import hf_names
+from trainer.model.huggingface import config_from_hf, differences, hf_names
 from trainer.model.init import EMBEDDING, OUTPUT
 
 CONFIG_NAME: Final = "config.json"
@@ -27,8 +27,10 @@ _NUM_BLOCKS: Final = 256
 _BLOCK_BYTES: Final = 1 << 16
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
-_CLASSES: Final = {"LlamaForCausalLM": False, "Olmo2ForCausalLM": True}
-"""Whether queries, keys and outputs are normalised."""
+_SUFFIX: Final = ".safetensors"
+_PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+_LARGEST_CONFIG_BYTES: Final = 1 << 20
+_LARGEST_INDEX_BYTES: Final = 32 << 20
 
 
 class HfFolder:
@@ -36,23 +38,22 @@ class HfFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._config = _object(path / CONFIG_NAME)
+        self._values = _object(path / CONFIG_NAME, _LARGEST_CONFIG_BYTES)
         self._files = self._places()
 
     def require(self, config: ModelConfig) -> None:
         """Checks all but the vocabulary. Raises `CheckpointMismatchError`: the architecture differs, by its fields."""
-        classes = self._config.get("architectures") or ["none"]
-        named = str(classes[0] if isinstance(classes, list) else classes)
-        if named not in _CLASSES:
-            raise CheckpointMismatchError(f"{self._path}: expected one of {', '.join(_CLASSES)}, found {named[:60]}")
-        expected = _fields(config)
-        found = self._stated(_CLASSES[named], expected)
-        wrong = [f"{name} {found[name]!r} (here {value!r})" for name, value in expected.items() if found[name] != value]
+        wrong = differences(self.config, config)
         if wrong:
             raise CheckpointMismatchError(
                 f"{self._path}: expected the run's architecture, found {', '.join(wrong)}; change the run's model or "
                 "take another checkpoint"
             )
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape it states, with its own rows. Raises `CheckpointMismatchError`: it is of no family read here."""
+        return config_from_hf(self._values, str(self._path / CONFIG_NAME))
 
     @property
     def files(self) -> list[Path]:
@@ -62,7 +63,7 @@ class HfFolder:
     def names(self, config: ModelConfig) -> dict[str, str]:
         """The tensors' names by our names of parameters."""
         names = hf_names(config)
-        if self._config.get("tie_word_embeddings") and OUTPUT in names:
+        if self._values.get("tie_word_embeddings") and OUTPUT in names:
             # Stages have an output matrix of their own, which begins as the embedding's.
             names[OUTPUT] = names[EMBEDDING]
         return names
@@ -71,6 +72,30 @@ class HfFolder:
         """The shape of a tensor, without reading it. Raises `CheckpointError`: it is missing or unreadable."""
         with self._opened(name) as opened:
             return tuple(opened.get_slice(name).get_shape())
+
+    def stated(self, names: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of these tensors by name, each file opened once. Raises `CheckpointError`: see `shape`."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._file_of(name), []).append(name)
+        found = {}
+        for group in by_file.values():
+            with self._opened(group[0]) as opened:
+                there = set(opened.keys())
+                for name in group:
+                    if name not in there:
+                        raise CheckpointMismatchError(f"{self._path}: expected a tensor {name}, found none")
+                    part = opened.get_slice(name)
+                    found[name] = (str(part.get_dtype()), tuple(part.get_shape()))
+        return found
+
+    def all_names(self) -> set[str]:
+        """The names of all tensors of all files. Raises `CheckpointError`: a file is missing or unreadable."""
+        names: set[str] = set()
+        for file in self.files:
+            with self._reading(file, "header") as opened:
+                names |= set(opened.keys())
+        return names
 
     def read(self, name: str) -> Tensor:
         """Reads a tensor. Raises `CheckpointError`: it is missing or unreadable."""
@@ -82,72 +107,49 @@ class HfFolder:
         """The file of each tensor; empty if there is one file for all."""
         if not (self._path / _INDEX).is_file():
             if not (self._path / _WEIGHTS).is_file():
-                raise CheckpointError(f"{self._path}: expected {_WEIGHTS} or {_INDEX}, found neither")
+                pickled = next((name for name in _PICKLES if (self._path / name).exists()), "neither")
+                raise CheckpointError(
+                    f"{self._path}: expected {_WEIGHTS} or {_INDEX}, found {pickled}"
+                    + ("" if pickled == "neither" else "; pickles can run code and are not read: convert it first")
+                )
             return {}
-        found = _object(self._path / _INDEX).get("weight_map")
-        if not isinstance(found, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in found.values()
+        found = _object(self._path / _INDEX, _LARGEST_INDEX_BYTES).get("weight_map")
+        if (
+            not isinstance(found, dict)
+            or not found
+            or not all(
+                isinstance(file, str) and Path(file).name == file and file.endswith(_SUFFIX) for file in found.values()
+            )
         ):
-            raise CorruptCheckpointError(f"{self._path / _INDEX}: expected a weight_map of files in this folder")
+            raise CorruptCheckpointError(f"{self._path / _INDEX}: expected a weight_map of {_SUFFIX} files beside it")
         return found
+
+    def _file_of(self, name: str) -> str:
+        if self._files and name not in self._files:
+            raise CheckpointMismatchError(f"{self._path}: expected a tensor {name}, found none in {_INDEX}")
+        return self._files.get(name, _WEIGHTS)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
         """The file of a tensor, whose errors become ours."""
-        if self._files and name not in self._files:
-            raise CheckpointMismatchError(f"{self._path}: expected a tensor {name}, found none in {_INDEX}")
+        with self._reading(self._path / self._file_of(name), f"tensor {name}") as opened:
+            yield opened
+
+    @contextmanager
+    def _reading(self, file: Path, what: str) -> Iterator[Any]:
         try:
-            with safe_open(self._path / self._files.get(name, _WEIGHTS), framework="pt") as opened:
+            if not file.is_file():  # A pipe would be waited for.
+                raise FileNotFoundError(f"no file {file.name}")
+            with safe_open(file, framework="pt") as opened:
                 yield opened
         except (OSError, SafetensorError) as error:
-            raise CorruptCheckpointError(
-                f"{self._path}: expected a whole tensor {name}, found: {str(error)[:120]}"
-            ) from error
-
-    def _stated(self, is_olmo2: bool, expected: Mapping[str, object]) -> dict[str, object]:
-        """The same fields in the folder's config, with transformers' defaults."""
-        config = self._config
-        # transformers 5 has it in rope_parameters, 4 beside it.
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope = rope if isinstance(rope, dict) else {}
-        heads, dim = config.get("num_attention_heads"), config.get("hidden_size")
-        fallback = dim // heads if isinstance(heads, int) and isinstance(dim, int) and heads > 0 else None
-        found: dict[str, object] = {name: config.get(name) for name in expected}
-        return found | {
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or fallback,
-            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-            "rope_type": rope.get("rope_type") or rope.get("type") or "default",
-            "hidden_act": config.get("hidden_act", "silu"),
-            "attention_bias": bool(config.get("attention_bias")),
-            "mlp_bias": bool(config.get("mlp_bias")),
-            "qk_norm": is_olmo2,
-            "reorder_norm": is_olmo2,
-        }
+            raise CorruptCheckpointError(f"{self._path}: expected a whole {what}, found: {str(error)[:120]}") from error
 
 
-def _fields(config: ModelConfig) -> dict[str, object]:
-    """The fields that must agree, by the config's names."""
-    return {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_dim,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": float(config.rope_theta),
-        "rope_type": "default",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "qk_norm": config.qk_norm,
-        "reorder_norm": config.reorder_norm,
-    }
-
-
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path, largest_bytes: int) -> dict[str, Any]:
     try:
+        if path.stat().st_size > largest_bytes or not path.is_file():
+            raise CorruptCheckpointError(f"{path}: expected a file of at most {largest_bytes} bytes, found another")
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: expected JSON, found: {str(error)[:120]}") from error

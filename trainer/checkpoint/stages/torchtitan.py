@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainer.checkpoint.stages.dcp import without_process_group
 from trainer.errors import ExportError
 from trainer.model import ModelConfig
+from trainer.model.config import RopeScaling
 from trainer.model.export import ExportType, exported_weights, new_folder, read_vocabulary, tokenizer_files
 from trainer.model.init import EMBEDDING, OUTPUT
 from trainer.model.subspace.constraint import plain_config, plain_state
@@ -47,6 +48,14 @@ def torchtitan_names(config: ModelConfig) -> dict[str, str]:
         raise ExportError(
             "expected a model of the Llama form for torchtitan, found qk_norm or reorder_norm (OLMo-2), which its "
             "Llama 3 has not; export it --to hf"
+        )
+    variants = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias, "sliding_window": config.sliding_window}
+    variants |= {"head_dim": config.query_dim != config.dim, "rope_scaling": config.rope_scaling != RopeScaling()}
+    found = [name for name, is_used in variants.items() if is_used]
+    if found:
+        raise ExportError(
+            f"expected a model of the Llama form for torchtitan, found {', '.join(found)}, which is not written in its "
+            "form; export it --to hf"
         )
     if config.tie_embeddings:
         raise ExportError("expected a model whose output is not its embedding for torchtitan, found tie_embeddings")

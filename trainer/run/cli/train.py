@@ -22,6 +22,7 @@ _PATHS = {
     **{name: name for name in _SAME},
     "store": "data.store",
     "preset": "model.preset",
+    "init_from": "model.init_from",
     "initial_peers": "discovery.initial_peers",
     "port": "rpc.port",
     "public_address": "rpc.public_address",
@@ -74,6 +75,9 @@ def train_command(
     ] = None,
     set_: _Set = None,
     preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b; else by memory.")] = None,
+    init_from: Annotated[
+        str | None, typer.Option(help="Hugging Face folder to begin with: Llama, Mistral, Qwen 2 and 3, OLMo 2.")
+    ] = None,
     run_id: _RunId = None,
     initial_peers: _InitialPeers = None,
     port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,

@@ -21,6 +21,7 @@ from trainer.collective import CollectiveConfig
 from trainer.errors import TrainerUsageError
 from trainer.inner import InnerConfig
 from trainer.inner.rank_place import Parallel
+from trainer.model.choice import ModelChoice
 from trainer.model.subspace.config import SubspaceConfig
 from trainer.monitor import ApiConfig
 from trainer.network.discovery import DiscoveryConfig
@@ -58,16 +59,6 @@ def _require_least(config: Any, section: str, **least: int) -> None:
 def keeper_option(key: str) -> str:
     """The lines of a run file that name a swarm's keeper."""
     return f"swarm: {{ledger: {{keeper: {key}}}}}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelChoice:
-    """Which model is trained."""
-
-    preset: str = "auto"
-    """A preset's name; ``auto``: that of the checkpoint, else by the memory this machine has."""
-    memory_bytes: int = 0
-    """For ``auto``: memory to plan with; 0: what the machine has available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from manifests import Vocabulary
 from trainer.collective import Terms
+from trainer.collective.messages import INIT_DIGEST
 from trainer.errors import IncompatiblePeerError, RefusedError, RpcError
 from trainer.model import ModelConfig
 from trainer.network.discovery import Announcement
@@ -81,7 +82,8 @@ def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, stats: 
 
 
 def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> Terms:
-    """Returns architecture, vocabulary, and every option that changes the result of a round."""
+    """Returns architecture, vocabulary, the weights it began with, and every option that changes a round's result."""
+    digest = config.model.init_digest
     return Terms(
         architecture={name: value for name, value in shape.to_dict().items() if name != "vocab_size"},
         tokenizer_lineage=lineage_of(vocabulary),
@@ -91,6 +93,7 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> T
             "compression": config.collective.compression,
             **{f"diloco.{name}": value for name, value in to_mapping(config.diloco).items()},
             **{f"rule.{name}": value for name, value in to_mapping(config.rule).items()},
+            **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs.
         },
     )
 

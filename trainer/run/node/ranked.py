@@ -153,6 +153,7 @@ class LeadingReplica(Replica):
         on_loss: Callable[[float], object],
         end_id: int | None = None,
         *,
+        set_first_weights: Callable[[Transformer], None] | None = None,
         ranks: NodeRanks,
         kind: Wrapped,
     ) -> None:
@@ -162,12 +163,24 @@ class LeadingReplica(Replica):
         _check_kind(config.inner, kind)
         self._share = RankShare(config, ranks, kind, device, own, on_loss, end_id)
         ranks.tell(Told.BEGIN, config=json.loads(json.dumps(to_mapping(config))), kind=kind, end_id=end_id)
-        super().__init__(config, model_config, collective, device, batches, num_ids, on_loss, end_id)
+        super().__init__(
+            config,
+            model_config,
+            collective,
+            device,
+            batches,
+            num_ids,
+            on_loss,
+            end_id,
+            set_first_weights=set_first_weights,
+        )
 
     def _build(self, model_config: ModelConfig) -> Transformer:
         self._build_shares(model_config)
-        if self._kind != "ddp":
+        if self._kind != "ddp" or self._set_first_weights is not None:
             first = build_model(model_config, self.config.seed)
+            if self._set_first_weights is not None:
+                self._set_first_weights(first)
             self._set(dict(first.named_parameters()))
         return self._share.model
 

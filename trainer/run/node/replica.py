@@ -40,6 +40,7 @@ class Replica:
     Ids of ``batches`` without a row in the model are left out. Losses leave the rows behind ``num_ids``, those of the
     newest vocabulary known, out; these change at outer steps alone, and a checkpoint brings its own. ``on_loss`` is
     called with the loss of every batch. ``end_id`` ends documents, for ``inner.document_mask``.
+    ``set_first_weights`` changes the seeded weights, before they are used.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Replica:
         num_ids: int,
         on_loss: Callable[[float], object],
         end_id: int | None = None,
+        *,
+        set_first_weights: Callable[[Transformer], None] | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -60,6 +63,7 @@ class Replica:
         self._num_ids = num_ids
         self._on_loss = on_loss
         self._end_id = end_id
+        self._set_first_weights = set_first_weights
         self.model = self._build(model_config)
         self._assemble()
 
@@ -71,6 +75,8 @@ class Replica:
             use_fp8(model, num_parameters(model_config), self.device)
         if self.config.inner.document_mask and self._end_id is not None:
             within_documents(model, self._end_id)
+        if self._set_first_weights is not None:
+            self._set_first_weights(model)
         return model
 
     def _assemble(self) -> None:

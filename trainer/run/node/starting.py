@@ -1,9 +1,10 @@
 """From a configuration to a node that trains: everything that can go wrong is tried before anything is changed.
 
-The architecture is a preset that was named; else what the checkpoint was trained with; else what this machine's memory
-has room for (spec T-27). The newest whole checkpoint is resumed if it is of this run; one of another preset than was
-named is put aside. Under torchrun, what ranks read of their machines is agreed first, as the least of what they found,
-over a process group of its own (gloo); ranks that a kill left at different rounds go back to the slowest's.
+The architecture is a preset or shape that was named, or that of the model to begin with; else what the checkpoint was
+trained with; else what this machine's memory has room for (spec T-27). The newest whole checkpoint is resumed if it is
+of this run; one of another model than was named is put aside. Under torchrun, what ranks read of their machines is
+agreed first, as the least of what they found, over a process group of its own (gloo); ranks that a kill left at
+different rounds go back to the slowest's.
 """
 
 from __future__ import annotations
@@ -47,20 +48,13 @@ from trainer.errors import (
 from trainer.inner import batch_size_for, choose_device
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
-from trainer.model import (
-    PRESETS,
-    ModelConfig,
-    available_memory_bytes,
-    choose_architecture,
-    flops_per_token,
-    num_parameters,
-    preset,
-)
+from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
 from trainer.monitor import MeteredIterator, SpeedMeter
 from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
 from trainer.run.config import RunConfig, changed_options, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
+from trainer.run.node.origin import Origin, origin_of
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay, Watch
@@ -72,9 +66,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AUTO = "auto"
 _BYTES_PER_PARAMETER_ALONE = 16
 _BYTES_PER_PARAMETER_SHARED = 32  # On a CPU the anchor, momentum and reference of DiLoCo lie in the same memory.
+_WEIGHT_BYTES = 4
 _NO_POSITION = -1
 _ALONE = RankPlace()
 _STATE_BYTES_PER_PARAMETER = 12  # Anchor, momentum and reference, as they travel to a joiner.
@@ -241,8 +235,12 @@ def _build(
         found = config.model.memory_bytes or available_memory_bytes(device.type)
         return ranks.least(found // (ranks.local_size * place.local_size) if on_cpu else found)
 
-    rows = ranks.least(store.rows())
-    resolved, shape = resolve(config, saved, rows, memory_bytes, shared_memory=on_cpu, place=place)
+    origin = origin_of(config, saved, store.vocabulary)
+    _check_ranks(ranks, origin)
+    vocab_rows = ranks.least(store.rows())
+    config = replace(config, model=origin.choice)
+    first = origin.shape(vocab_rows)
+    resolved, shape = resolve(config, saved, vocab_rows, memory_bytes, shared_memory=on_cpu, place=place, first=first)
     _write_config(resolved, checkpointer.path.with_suffix(".yaml"))
     resolved = ranks.own(resolved)
     dataset = open_dataset(resolved)
@@ -251,8 +249,19 @@ def _build(
     collective, network = _collective(resolved, shape, store, ranks, stop, stack)
     num_ids = ranks.least(store.num_ids)
     end_id = store.vocabulary.eos_id
+    fill_ = origin.fill_ if origin.pretrained is not None else None
     if node_ranks is None:
-        replica = Replica(resolved, shape, collective, device, batches, num_ids, dataset.report_loss, end_id)
+        replica = Replica(
+            resolved,
+            shape,
+            collective,
+            device,
+            batches,
+            num_ids,
+            dataset.report_loss,
+            end_id,
+            set_first_weights=fill_,
+        )
     else:
         from trainer.run.node.ranked import LeadingReplica
 
@@ -267,6 +276,7 @@ def _build(
             num_ids,
             dataset.report_loss,
             end_id,
+            set_first_weights=fill_,
             ranks=node_ranks,
             kind=kind,
         )
@@ -305,7 +315,18 @@ def _build(
         display=display,
         stop=stop,
         current_loss=float("nan") if saved is None else saved.current_loss,
+        awaits_state=origin.awaits_state,
     )
+
+
+def _check_ranks(ranks: Ranks, origin: Origin) -> None:
+    """Raises `CheckpointMismatchError` where ranks begin with different weights."""
+    number = int(origin.choice.init_digest[:12] or "0", 16)
+    if ranks.least(number) != number or -ranks.least(-number) != number:
+        raise CheckpointMismatchError(
+            "expected every rank to begin with the same weights, found different ones; give all machines the same "
+            "--init-from"
+        )
 
 
 def cluster_collective(config: RunConfig) -> Collective:
@@ -346,20 +367,28 @@ def resolve(
     *,
     shared_memory: bool,
     place: RankPlace = _ALONE,
+    first: ModelConfig | None = None,
 ) -> tuple[RunConfig, ModelConfig]:
     """Returns the configuration with nothing left to decide, and the model's shape.
 
-    A model that begins anew has ``vocab_rows``; ``memory_bytes``, what one rank has, is called only where it decides.
-    In ``shared_memory`` (on a CPU) lie both the model and DiLoCo's vectors. Rows are those of all of a node's ranks.
+    A model that begins anew has ``vocab_rows``, or the shape ``first`` of the model it begins with; ``memory_bytes``,
+    what one rank has, is called only where it decides. In ``shared_memory`` (on a CPU) lie both the model and DiLoCo's
+    vectors. Rows are those of all of a node's ranks.
     """
+    chosen = None if saved is not None else first or config.model.shape(vocab_rows)
     if saved is not None:
         shape = ModelConfig.from_dict(dict(saved.architecture))
-    elif config.model.preset != _AUTO:
-        shape = preset(config.model.preset, vocab_rows)
+    elif chosen is not None:
+        shape = chosen
     else:
         each = _BYTES_PER_PARAMETER_SHARED if shared_memory else _BYTES_PER_PARAMETER_ALONE
         parts = 1 if config.parallel == "ddp" else place.local_size
         shape = choose_architecture(parts * memory_bytes(), vocab_rows, bytes_per_parameter=each)
+    if first is not None and shared_memory and (free_bytes := memory_bytes()) < _WEIGHT_BYTES * num_parameters(shape):
+        raise TrainerUsageError(
+            f"--init-from: expected {_WEIGHT_BYTES * num_parameters(shape):,} bytes of memory for the weights alone, "
+            f"found {free_bytes:,}; take a smaller model"
+        )
     inner = config.inner
     if inner.seq_len > shape.max_seq_len:
         raise TrainerUsageError(
@@ -382,9 +411,7 @@ def resolve(
             f"inner.micro_batch_size: expected a row for each of the node's {place.size} ranks or more, found "
             f"{inner.micro_batch_size}; it counts the rows of all ranks together"
         )
-    # A shape that is no preset's is ``auto``: the checkpoint decides.
-    name = next((name for name in PRESETS if preset(name, shape.vocab_size) == shape), _AUTO)
-    return replace(config, inner=inner, model=replace(config.model, preset=name)), shape
+    return replace(config, inner=inner, model=config.model.resolved(shape, config.model.init_digest)), shape
 
 
 def _write_config(config: RunConfig, path: Path) -> None:
@@ -412,20 +439,20 @@ def _checkpoint_to_resume(config: RunConfig, wallet: str, ranks: Ranks) -> Check
                     f"expected a checkpoint of {name} {expected}, found one of {value}; name another folder "
                     f"(--checkpoint-dir), or --{name.replace('_', '-')} {value} to go on with it"
                 )
-        shape = ModelConfig.from_dict(dict(saved.architecture))
-        if config.model.preset != _AUTO and shape != preset(config.model.preset, shape.vocab_size):
-            _put_aside(config, newest, saved)
+        wrong = config.model.contradicts(ModelConfig.from_dict(dict(saved.architecture)))
+        if wrong:
+            _put_aside(newest, saved, wrong)
             saved = None
     return _in_step(config, newest, ranks, saved) if ranks.in_cluster else saved
 
 
-def _put_aside(config: RunConfig, newest: Path, saved: CheckpointContents) -> None:
+def _put_aside(newest: Path, saved: CheckpointContents, wrong: str) -> None:
     prefix = f"replaced-{int(saved.timestamp)}-"
     for path in (*kept_paths(newest), newest):
         path.rename(path.with_name(prefix + path.name))
     logger.warning(
-        "the checkpoint is not of the preset %s: it was put aside as %s, and training begins anew",
-        config.model.preset,
+        "the checkpoint is of another model than was chosen (%s): it was put aside as %s, and training begins anew",
+        wrong,
         newest.with_name(prefix + newest.name),
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from loader import GenesisDataset, LoaderError
 from trainer.checkpoint.node import Checkpointer
-from trainer.errors import CheckpointError, PeerUnavailableError
+from trainer.errors import CheckpointError, PeerUnavailableError, TrainerError
 from trainer.inner import Batch, StepResult
 from trainer.model import rows_for
 from trainer.monitor import (
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 _MOST_STATES = 5
 """Taken up one after the other: the others may have gone on while their state was on its way, and a node that begins
 to train on an old one comes too late to the next round, and to each one after that."""
+_FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
 class TrainingDisplay(Protocol):
@@ -181,6 +182,8 @@ class Node:
     display: TrainingDisplay
     stop: StopRequest
     current_loss: float = math.nan
+    awaits_state: bool = False
+    """Whether its weights are nobody's: it trains and saves nothing before it has taken up the others' state."""
     _store_has_grown: bool = False
 
     def begin(self) -> None:
@@ -191,11 +194,17 @@ class Node:
         self.watch.set_shards(self.dataset.shards)
         if self.network is not None and self.replica.diloco is not None:
             self.network.publish(self.replica.diloco.shared_state())
-            self._catch_up(wait_s=0.0)
+            if self.awaits_state:
+                self._await_state(self.network)
+            else:
+                self._catch_up(wait_s=0.0)
         self._record_state()
 
     def run(self) -> None:
         """Trains until asked to stop, or for ``max_steps``, and saves; after an error the last checkpoint is whole."""
+        if self.awaits_state:
+            logger.info("stopped before the state of the run was there: nothing to save")
+            return
         self.display.speed_from(lambda: self.watch.tracker.speed)
         self.watch.end_step(0)
         try:
@@ -323,6 +332,22 @@ class Node:
             wait_s = 0.0
         self.network.collective.move_to(self.replica.diloco.round_index)
         self._record_state()
+
+    def _await_state(self, network: Network[SharedState]) -> None:
+        """Takes up the others' state, which they hand out after their first outer step; raises `TrainerError`."""
+        if not network.alike():
+            raise TrainerError(
+                f"expected a node of run {self.config.run_id} that began with the weights "
+                f"{self.config.model.init_digest[:12]} to take the state from, found none; start this one again when "
+                "there is one, or give it --init-from"
+            )
+        logger.info("waiting for the state of the run: others hand it out after their next outer step")
+        self._catch_up(wait_s=_FIRST_STATE_S)
+        self.awaits_state = self.replica.diloco is not None and self.replica.diloco.round_index == 0
+        if self.awaits_state and not self.stop():
+            raise TrainerError(
+                f"expected the others to hand out a state within {_FIRST_STATE_S:.0f} s, found none; are they training?"
+            )
 
     def _record_state(self) -> None:
         """Records which state the node holds: that of the snapshot others can fetch; alone, the state itself."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from pydantic import JsonValue
 
 from genesis.file_lock import FileLock, FileLockedError
 from trainer.collective import Terms
 from trainer.errors import CheckpointError, LedgerError, TrainerUsageError
-from trainer.model import ModelConfig, preset, rows_for
+from trainer.model import VOCAB_STEP, ModelConfig, rows_for
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.network.rpc.envelope import PROTOCOL_VERSION
@@ -70,7 +71,12 @@ class SwarmShape:
 def shape_of(config: RunConfig) -> SwarmShape:
     """Plans the model and its cut; reads the store's vocabulary if the run file does not give its rows."""
     swarm = config.swarm
-    if config.model.preset == "auto":
+    if config.model.init_from or config.model.init_digest:
+        raise TrainerUsageError(
+            "model.init_from: expected none for a swarm, whose workers begin with the folder of swarm.start_from, "
+            f"found {config.model.init_from or config.model.init_digest[:12]}"
+        )
+    if config.model.shape(VOCAB_STEP) is None:
         raise TrainerUsageError(
             "model.preset: expected a preset in the run file, since no single machine's memory decides for a swarm; "
             "found auto"
@@ -80,7 +86,7 @@ def shape_of(config: RunConfig) -> SwarmShape:
         vocabulary = open_session(config.data).catalog.vocabulary()
         num_ids, lineage = vocabulary.next_merge_id, lineage_of(vocabulary)
         rows = rows_for(num_ids)
-    whole = preset(config.model.preset, rows)
+    whole = cast("ModelConfig", config.model.shape(rows))
     plan = StagePlan.of(whole, swarm.num_stages, swarm.layers, swarm.cut)
     plan = StagePlan(swarm.subspace.applied_to(whole, len(plan.ranges[-1])), plan.names, plan.ranges)
     if config.inner.seq_len > whole.max_seq_len:

@@ -165,7 +165,7 @@ def test_what_only_the_config_says_is_looked_at_and_a_subspace_cannot_begin_with
     whole = json.loads(path.read_text())
     for name, value, said in (
         ("architectures", ["MistralForCausalLM"], "found MistralForCausalLM"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 500_000.0}, "rope_type 'llama3'"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 2.0}, "rope_type='linear'"),
         *(("attention_bias", True, "attention_bias True"), ("head_dim", 8, "head_dim 8")),
         ("hidden_act", "gelu", "hidden_act 'gelu'"),
     ):
