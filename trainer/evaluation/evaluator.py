@@ -80,6 +80,7 @@ class Evaluator:
             self._tokenizer[1],
             self.config.sample_prompts,
             self.device,
+            eos_id=vocabulary.eos_id,
             num_tokens=self.config.sample_tokens,
             temperature=self.config.temperature,
             seed=f"{self.seed}:{step}",

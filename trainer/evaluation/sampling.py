@@ -35,6 +35,7 @@ def sample_text(
     prompts: Sequence[str],
     device: torch.device,
     *,
+    eos_id: int,
     num_tokens: int,
     temperature: float,
     seed: str,
@@ -42,25 +43,28 @@ def sample_text(
 ) -> tuple[Sample, ...]:
     """Returns what the model writes behind each prompt, of at most ``num_tokens`` tokens.
 
-    A prompt that leaves no room within the model's longest sequence is cut at its beginning. ``seed`` is any text.
+    ``eos_id`` ends a document, and stands before each prompt. A prompt that leaves no room within the model's longest
+    sequence is cut at its beginning. ``seed`` is any text.
     """
     longest = model.config.max_seq_len
     num_tokens = min(num_tokens, longest - 1)
     num_ids = min(model.readout.num_ids, tokenizer.next_merge_id)
-    begun = [[tokenizer.eos_id, *tokenizer.encode(prompt).tolist()][-(longest - num_tokens) :] for prompt in prompts]
+    begun = [[eos_id, *tokenizer.encode(prompt).tolist()][-(longest - num_tokens) :] for prompt in prompts]
     length = max(map(len, begun)) + num_tokens
     samples = []
     with evaluating(model):
         for number, (prompt, known) in enumerate(zip(prompts, begun, strict=True)):
             digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            ids = torch.full((1, length), tokenizer.eos_id, dtype=torch.int64)
+            ids = torch.full((1, length), eos_id, dtype=torch.int64)
             ids[0, : len(known)] = torch.tensor(known)
             for place in range(len(known), len(known) + num_tokens):
                 with autocast():
                     scores = model(ids.to(device))[0, place - 1, :num_ids]
                 ids[0, place] = _drawn(scores.float().cpu(), temperature, generator)
-            samples.append(Sample(prompt, _decoded(ids[0, len(known) : len(known) + num_tokens].tolist(), tokenizer)))
+            samples.append(
+                Sample(prompt, _decoded(ids[0, len(known) : len(known) + num_tokens].tolist(), eos_id, tokenizer))
+            )
     return tuple(samples)
 
 
@@ -71,6 +75,6 @@ def _drawn(scores: torch.Tensor, temperature: float, generator: torch.Generator)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _decoded(ids: list[int], tokenizer: StoreTokenizer) -> str:
-    end = ids.index(tokenizer.eos_id) if tokenizer.eos_id in ids else len(ids)
+def _decoded(ids: list[int], eos_id: int, tokenizer: StoreTokenizer) -> str:
+    end = ids.index(eos_id) if eos_id in ids else len(ids)
     return tokenizer.decode(ids[:end])

@@ -248,7 +248,7 @@ class CurveLog:
 
     def round(self, step: int, report: RoundFacts, *, outer_step: int) -> None:
         """Adds an outer step, after so many inner ones."""
-        values = {"round/outer_step": outer_step, "round/members": len(report.members)}
+        values = {"round/outer_step": float(outer_step), "round/members": float(len(report.members))}
         values |= {"round/seconds": report.seconds, "round/completeness": report.completeness}
         self._put(step, values)
 

@@ -16,6 +16,7 @@ from genesis.tokenizer import tokenizer_of
 from loader import LoaderError, LoaderUsageError
 from loader.options import StoreOptions
 from loader.session import Session
+from manifests import EOS_ID
 from tests.support.small_store import copy_small_store, segment_of, text_store
 from trainer.errors import TrainerUsageError
 from trainer.evaluation import EvalConfig, HeldOut, sample_text
@@ -162,21 +163,25 @@ def test_samples_are_what_the_model_finds_probable_and_the_same_for_a_seed(tmp_p
     state = torch.get_rng_state()
 
     def drawn(seed: str, temperature: float = 1.0) -> list[str]:
-        found = sample_text(model, tokenizer, prompts, CPU, num_tokens=12, temperature=temperature, seed=seed)
+        found = sample_text(
+            model, tokenizer, prompts, CPU, eos_id=EOS_ID, num_tokens=12, temperature=temperature, seed=seed
+        )
         assert [sample.prompt for sample in found] == list(prompts)
         return [sample.text for sample in found]
 
     assert drawn("a") == drawn("a") != drawn("b")
     assert torch.equal(torch.get_rng_state(), state)
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompts[1]).tolist()]
+    ids = [EOS_ID, *tokenizer.encode(prompts[1]).tolist()]
     length = len(ids)
     with torch.no_grad():
         while len(ids) < length + 12:
             ids.append(int(model(torch.tensor([ids]))[0, -1, : model.readout.num_ids].argmax()))
     own = ids[length:]
-    own = own[: own.index(tokenizer.eos_id)] if tokenizer.eos_id in own else own
+    own = own[: own.index(EOS_ID)] if EOS_ID in own else own
     assert drawn("a", 0.0)[1] == tokenizer.decode(own)
-    long = sample_text(model, tokenizer, ["word " * 500], CPU, num_tokens=2000, temperature=1.0, seed="x")
+    long = sample_text(
+        model, tokenizer, ["word " * 500], CPU, eos_id=EOS_ID, num_tokens=2000, temperature=1.0, seed="x"
+    )
     assert len(long) == 1
 
 
@@ -186,10 +191,10 @@ def test_an_end_of_document_ends_the_text(tmp_path: Path) -> None:
     with torch.no_grad():
         model.readout.norm.weight.zero_()
         model.readout.output.weight.zero_()
-    found = sample_text(model, tokenizer, [""], CPU, num_tokens=5, temperature=0.0, seed="x")
+    found = sample_text(model, tokenizer, [""], CPU, eos_id=EOS_ID, num_tokens=5, temperature=0.0, seed="x")
     assert found[0].text == tokenizer.decode([0] * 5), "all alike, so the first id each time"
-    model.readout.num_ids = tokenizer.eos_id + 1
-    found = sample_text(model, tokenizer, [""], CPU, num_tokens=20, temperature=1.0, seed="y")
+    model.readout.num_ids = EOS_ID + 1
+    found = sample_text(model, tokenizer, [""], CPU, eos_id=EOS_ID, num_tokens=20, temperature=1.0, seed="y")
     assert found[0].text == "", "only special tokens, which spell nothing"
 
 
