@@ -1,7 +1,7 @@
 """What of the dependencies is optional, and what to install where something is missing.
 
 The base populates, verifies and serves without torch (some 230 MB less, 2 s less to start). What reads shards into
-tensors, trains, meets through a DHT or draws curves is an extra each, as pyproject.toml lists them.
+tensors, trains, meets through a DHT, draws curves or evaluates is an extra each, as pyproject.toml lists them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ EXTRA_OF = {
     "safetensors": "train",
     "yaml": "train",
     "hivemind": "dht",
+    "lm_eval": "eval",
     "matplotlib": "plot",
     "ray": "ray",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 """By the name of a module: the least extra that brings it."""
 

@@ -42,7 +42,7 @@ def _drains(ranks: Ranks, *, asked: bool) -> bool:
     replica = SimpleNamespace(
         inner=SimpleNamespace(step_index=5), strategy=SimpleNamespace(drain=lambda: drained.append(True)), diloco=None
     )
-    parts: dict[str, Any] = dict.fromkeys(("dataset", "batches", "store", "watch", "network", "display"))
+    parts: dict[str, Any] = dict.fromkeys(("dataset", "batches", "store", "watch", "network", "display", "evaluator"))
     parts["checkpointer"] = SimpleNamespace(path="nowhere")
     config = RunConfig(node_id="pod", engine="torch", max_steps=5)
     _Unsaved(config=config, ranks=ranks, replica=cast(Any, replica), stop=stop, **parts).run()

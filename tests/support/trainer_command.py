@@ -61,8 +61,9 @@ class TrainerCommand:
         """Trains until torchrun says, with a traceback of its own, that its ranks failed."""
         return finished(self.line(*arguments), self.environment(), 1, WAIT_S, ours=f"{ROOT}/trainer/")
 
-    def other(self, *arguments: str | Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        return finished([sys.executable, "-m", "trainer", *map(str, arguments)], self.environment(), expect, WAIT_S)
+    def other(self, *arguments: str | Path, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "trainer", *map(str, arguments)]
+        return finished(line, self.environment(**environment), expect, WAIT_S)
 
     @contextmanager
     def running(self, *arguments: str | Path, **environment: str) -> Iterator[RunningTrainer]:

@@ -7,8 +7,9 @@ result = loop.step()
 from __future__ import annotations
 
 from trainer.inner.config import InnerConfig, batch_size_for
-from trainer.inner.loop import Batch, InnerLoop, NonFiniteGuard, StepResult, lr_at, make_optimizer, parameter_groups
-from trainer.inner.machine import autocast_for, choose_device, compiled, rng_state, set_rng_state
+from trainer.inner.loop import Batch, InnerLoop, NonFiniteGuard, StepResult, make_optimizer, parameter_groups
+from trainer.inner.machine import autocast_for, choose_device, compiled, rng_state, set_rng_state, undisturbed_rng
+from trainer.inner.schedule import lr_at
 
 __all__ = [
     "Batch",
@@ -25,4 +26,5 @@ __all__ = [
     "parameter_groups",
     "rng_state",
     "set_rng_state",
+    "undisturbed_rng",
 ]

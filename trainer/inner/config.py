@@ -15,11 +15,12 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import ModelConfig, Recomputation
 from trainer.model.sizing import TRAINING_BYTES_PER_PARAMETER, num_parameters
 
-Schedule = Literal["cosine", "linear", "constant"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
 OptimizerName = Literal["adamw", "muon"]
 
+_WITH_TOKENS: Final = "0, or more with decay_end_tokens"
 _CHOICES: Final = {
     "schedule": get_args(Schedule),
     "precision": get_args(Precision),
@@ -46,13 +47,26 @@ class InnerConfig:
     max_grad_norm: float = 1.0
     """The gradient of the whole model is scaled down to this Euclidean norm."""
     schedule: Schedule = "cosine"
-    """How the learning rate falls behind the warm-up."""
+    """How the learning rate falls behind the warm-up; wsd: not until ``decay_steps`` before the end, then in a line."""
     warmup_steps: int = 1000
     """Steps over which the learning rate rises in a line from 0."""
     decay_end_step: int = 50_000
     """Step, counted from the beginning of the run, at which the learning rate has reached its lowest."""
+    decay_steps: int = 0
+    """Of wsd: steps of the fall; 0: a fifth of those between the warm-up and the end."""
+    decay_end_tokens: int = 0
+    """Given, warm-up and fall are in tokens: where the learning rate has reached its lowest; 0: they are in steps."""
+    warmup_tokens: int = 0
+    """With ``decay_end_tokens``: tokens over which the learning rate rises from 0."""
+    decay_tokens: int = 0
+    """With ``decay_end_tokens``, of wsd: tokens of the fall; 0: a fifth."""
     min_lr_ratio: float = 0.1
     """Lowest learning rate as a share of ``lr``."""
+    rewarm_steps: int = 100
+    """Steps over which the learning rate rises again at a node that was away for long; 0: it does not."""
+    rewarm_after_steps: int = 1000
+    """How many steps of the others a node must have missed for that: by default two rounds, since one is missed by
+    accident and AdamW's moments of 500 steps ago still nearly fit."""
     micro_batch_size: int = 0
     """Rows of a batch that goes through the model at once; 0: by available memory, 1 to 8."""
     accumulation_steps: int = 1
@@ -78,7 +92,11 @@ class InnerConfig:
         if isinstance(self.activation_checkpointing, bool):  # As earlier releases wrote it.
             object.__setattr__(self, "activation_checkpointing", "full" if self.activation_checkpointing else "off")
         valid_betas = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
-        falls = self.schedule == "constant" or self.decay_end_step > self.warmup_steps
+        in_tokens, is_constant = self.decay_end_tokens > 0, self.schedule == "constant"
+        falls = is_constant or in_tokens or self.decay_end_step > self.warmup_steps
+        falls_in_tokens = is_constant or not in_tokens or self.decay_end_tokens > self.warmup_tokens
+        fits = self.schedule != "wsd" or in_tokens or self.decay_steps <= self.decay_end_step - self.warmup_steps
+        fits_tokens = not in_tokens or self.decay_tokens <= self.decay_end_tokens - self.warmup_tokens
         checks = [
             *((name, getattr(self, name) in names, f"one of {', '.join(names)}") for name, names in _CHOICES.items()),
             ("lr", self.lr > 0, "a learning rate above 0"),
@@ -88,6 +106,13 @@ class InnerConfig:
             ("max_grad_norm", self.max_grad_norm > 0, "a norm above 0"),
             ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
             ("decay_end_step", falls, f"more than warmup_steps ({self.warmup_steps})"),
+            ("decay_steps", self.decay_steps >= 0 and fits, "0, or steps that fit between warm-up and decay_end_step"),
+            ("decay_end_tokens", self.decay_end_tokens >= 0 and falls_in_tokens, "0, or more than warmup_tokens"),
+            ("warmup_tokens", self.warmup_tokens >= 0 and (in_tokens or not self.warmup_tokens), _WITH_TOKENS),
+            ("decay_tokens", self.decay_tokens >= 0 and (in_tokens or not self.decay_tokens), _WITH_TOKENS),
+            ("decay_tokens", fits_tokens, "0, or tokens that fit between warmup_tokens and decay_end_tokens"),
+            ("rewarm_steps", self.rewarm_steps >= 0, "0 (off) or more"),
+            ("rewarm_after_steps", self.rewarm_after_steps >= 1, "1 or more"),
             ("min_lr_ratio", 0.0 <= self.min_lr_ratio <= 1.0, "a share between 0 and 1"),
             ("micro_batch_size", self.micro_batch_size >= 0, "0 (by memory) or more"),
             ("accumulation_steps", self.accumulation_steps >= 1, "1 or more"),
@@ -100,6 +125,11 @@ class InnerConfig:
                 raise TrainerUsageError(f"{name}: expected a finite number, found {found}")
             if not holds:
                 raise TrainerUsageError(f"{name}: expected {expected}, found {found!r}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a whole step; 0 while the rows of a micro-batch are still to be chosen."""
+        return self.micro_batch_size * self.accumulation_steps * self.seq_len
 
 
 _MAX_BATCH_SIZE: Final = 8  # Spec T-8; more rows a step come from accumulation.

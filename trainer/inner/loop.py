@@ -6,8 +6,8 @@ device itself decides that, so that it never waits for the host (`trainer.inner.
 advances with a dropped step too, since schedule, synchronisation and checkpoints go by it. Under DDP all ranks decide
 alike, or their replicas would diverge: the gradient norm is common, and losses are added up over the ranks.
 
-The learning rate's fall ends AT ``decay_end_step``, counted from the beginning of the run (spec T-7). At step 0 it is
-0, so the first step changes nothing but the moments.
+The learning rate is that of `trainer.inner.schedule`. At step 0 it is 0, so the first step changes nothing but the
+moments.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from trainer.inner.config import InnerConfig
 from trainer.inner.machine import autocast_for, compiled, is_compiled
 from trainer.inner.muon import MuonAdamW, muon_groups
 from trainer.inner.queueing import BatchMover, Readback, StepClock, apply_if_finite, can_decide_on_device
+from trainer.inner.schedule import ScheduleClock
 from trainer.model.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -93,12 +94,17 @@ class InnerLoop:
         self._guard = NonFiniteGuard(config.max_skipped_in_a_row)
         self._mover = BatchMover(device, config.micro_batch_size if is_compiled(config.compile, device) else 0)
         self._clock = StepClock(device)
-        self._step_index = 0
+        self._schedule = ScheduleClock(config)
 
     @property
     def step_index(self) -> int:
         """Index of the step to come; as many were taken, dropped ones counted."""
-        return self._step_index
+        return self._schedule.step_index
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all steps so far, under DDP of all ranks; those of dropped steps are counted."""
+        return self._schedule.num_tokens
 
     @property
     def skipped_steps(self) -> int:
@@ -106,10 +112,10 @@ class InnerLoop:
         return self._guard.skipped
 
     def set_step(self, global_step: int) -> None:
-        """Moves to another place of the schedule: a late joiner takes up the others' step."""
+        """Moves to another place of the schedule: a late joiner takes up the others' step (`ScheduleClock.move_to`)."""
         if global_step < 0:
             raise TrainerUsageError(f"global_step: expected 0 or more, found {global_step}")
-        self._step_index = global_step
+        self._schedule.move_to(global_step)
 
     def step(self) -> StepResult:
         """Trains on the next batches; the last step may have fewer.
@@ -124,7 +130,7 @@ class InnerLoop:
             self._model.train()
         self._optimizer.zero_grad(set_to_none=True)  # Of a step that was interrupted, or of other code.
         counts = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches]
-        num_tokens, lr = sum(counts), lr_at(self._step_index, self._config)
+        num_tokens, lr = sum(counts), self._schedule.lr
         begun = self._clock.mark()
         losses = self._backward(batches, counts)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
@@ -145,8 +151,8 @@ class InnerLoop:
             *batch_losses, grad_norm = readback.wait()
         weighted = (loss * count for loss, count in zip(batch_losses, counts, strict=True) if count)
         loss = sum(weighted) / num_tokens if num_tokens else math.nan
-        index = self._step_index
-        common = self._common_loss(loss, num_tokens)
+        index = self._schedule.step_index
+        common, all_tokens = self._common_loss(loss, num_tokens)
         applied = self._guard.allows(common, grad_norm)
         if applied and not on_device:
             if grad_norm + _CLIP_EPS > self._config.max_grad_norm:
@@ -159,7 +165,7 @@ class InnerLoop:
             self._optimizer.step()
         stepped = self._clock.mark()
         self._optimizer.zero_grad(set_to_none=True)
-        self._step_index = index + 1
+        self._schedule.count(all_tokens)
         if self._on_loss is not None:
             for each in batch_losses:
                 self._on_loss(each)
@@ -181,7 +187,7 @@ class InnerLoop:
         """Returns the loop's state; the optimizer's tensors are the live ones, not copies."""
         return {
             "version": _VERSION,
-            "step_index": self._step_index,
+            **self._schedule.state_dict(),
             "skipped_steps": self._guard.skipped,
             "skipped_in_a_row": self._guard.skipped_in_a_row,
             "optimizer": self._optimizer.state_dict(),
@@ -195,7 +201,8 @@ class InnerLoop:
                 "use the release that wrote it"
             )
         try:
-            counters = [int(state[name]) for name in ("step_index", "skipped_steps", "skipped_in_a_row")]
+            clock = ScheduleClock.of(self._config, state)
+            counters = [int(state[name]) for name in ("skipped_steps", "skipped_in_a_row")]
             restored = state_for(self._optimizer, state["optimizer"])
             # Until the next step, the rate of the last one: a node that saves before it has the state it was given.
             for group, saved in zip(restored["param_groups"], state["optimizer"]["param_groups"], strict=True):
@@ -203,7 +210,8 @@ class InnerLoop:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatchError(f"expected the state of an inner loop, found another: {error!r}") from error
         self._optimizer.load_state_dict(restored)
-        self._step_index, self._guard.skipped, self._guard.skipped_in_a_row = counters
+        self._schedule = clock
+        self._guard.skipped, self._guard.skipped_in_a_row = counters
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -243,15 +251,15 @@ class InnerLoop:
         (loss * exchange.share(count)).backward()
         return loss.detach().float()
 
-    def _common_loss(self, loss: float, num_tokens: int) -> float:
-        """Returns the loss that decides: under DDP the sum over ranks with labels that count, NaN if there is none."""
+    def _common_loss(self, loss: float, num_tokens: int) -> tuple[float, int]:
+        """Returns the loss that decides, under DDP the sum over ranks with labels that count, and the tokens of all."""
         if self._ddp is None:
-            return loss
-        own = [loss, 1.0] if num_tokens else [0.0, 0.0]
-        summed = torch.tensor(own, dtype=torch.float32, device=self._device)
+            return loss, num_tokens
+        own = [loss, 1.0, num_tokens] if num_tokens else [0.0, 0.0, 0.0]
+        summed = torch.tensor(own, dtype=torch.float64, device=self._device)  # Counts above 2**24 have no fp32.
         dist.all_reduce(summed, group=self._ddp.process_group)
-        total, num_ranks = summed.tolist()
-        return total if num_ranks else math.nan
+        total, num_ranks, all_tokens = summed.tolist()
+        return (total if num_ranks else math.nan), int(all_tokens)
 
 
 class NonFiniteGuard:
@@ -279,17 +287,6 @@ class NonFiniteGuard:
                 f"{step}, the last of {self.skipped_in_a_row} such steps in a row (none was applied); go back to an "
                 f"earlier checkpoint with a lower lr (now {lr:.3g}), or set precision to fp32"
             )
-
-
-def lr_at(step: int, config: InnerConfig) -> float:
-    """Returns the learning rate of a step, counted from 0."""
-    if step < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min((step - config.warmup_steps) / (config.decay_end_step - config.warmup_steps), 1.0)
-    remaining = (1.0 + math.cos(math.pi * progress)) / 2.0 if config.schedule == "cosine" else 1.0 - progress
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 
 def make_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
@@ -127,3 +127,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         logger.warning("random state was saved with %d GPUs and there are %d: not resumed to the bit", len(cuda), count)
     for index, cuda_state in enumerate(cuda[:count]):
         torch.cuda.set_rng_state(cuda_state, index)
+
+
+@contextmanager
+def undisturbed_rng() -> Iterator[None]:
+    """Encloses other people's code in the middle of a run: every generator goes on as if it had not been."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)

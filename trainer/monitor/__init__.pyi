@@ -3,10 +3,15 @@
 from .app import ShutdownHook as ShutdownHook
 from .app import create_app as create_app
 from .config import ApiConfig as ApiConfig
+from .curves import Curve as Curve
+from .curves import CurveLog as CurveLog
+from .curves import LoggerName as LoggerName
+from .curves import require_loggers as require_loggers
 from .event_log import Event as Event
 from .event_log import EventLog as EventLog
 from .event_log import read_events as read_events
 from .facts import AnnouncedNode as AnnouncedNode
+from .facts import EvaluationFacts as EvaluationFacts
 from .facts import RoundFacts as RoundFacts
 from .facts import StepFacts as StepFacts
 from .metrics import MeteredIterator as MeteredIterator

@@ -8,7 +8,7 @@ once they are passed on; the log writes them in another thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 
@@ -66,6 +66,50 @@ class RoundFacts(Protocol):
     def validation(self) -> Sequence[object]: ...
     @property
     def note(self) -> str: ...
+
+
+class LossFacts(Protocol):
+    """The loss on some tokens that are not trained on; NaN where there are none."""
+
+    @property
+    def nats_per_token(self) -> float: ...
+    @property
+    def bits_per_byte(self) -> float: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class HeldOutFacts(Protocol):
+    """One measurement of the loss on held-out shards, of all and by source."""
+
+    @property
+    def whole(self) -> LossFacts: ...
+    @property
+    def by_source(self) -> Mapping[str, LossFacts]: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class SampleFacts(Protocol):
+    """What a model wrote behind a prompt."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class EvaluationFacts(Protocol):
+    """What was measured of the model that ``step`` steps made."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def held_out(self) -> HeldOutFacts | None: ...
+    @property
+    def samples(self) -> Sequence[SampleFacts]: ...
 
 
 class AnnouncedNode(Protocol):

@@ -29,8 +29,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from trainer.monitor.curves import CurveLog
 from trainer.monitor.event_log import EventLog
-from trainer.monitor.facts import AnnouncedNode, RoundFacts, StepFacts
+from trainer.monitor.facts import AnnouncedNode, EvaluationFacts, LossFacts, RoundFacts, StepFacts
 from trainer.monitor.status import TrainingStatus
 from trainer.monitor.tracker import TrainingTracker
 
@@ -91,6 +92,7 @@ class TrainingMetrics(Collector):
         self._checkpoints = Counter("checkpoints", text, ["outcome"], **own)
         text = "Seconds the training thread gave to checkpoints."
         self._checkpoint_seconds = Counter("checkpoint_seconds", text, **own)
+        self._held_out: LossFacts | None = None
         self._reasons: set[str] = set()
         self._refusal_reasons: set[str] = set()
         self._sources = sources
@@ -133,6 +135,10 @@ class TrainingMetrics(Collector):
         self._checkpoints.labels(outcome).inc()
         self._checkpoint_seconds.inc(max(0.0, seconds))
 
+    def held_out(self, loss: LossFacts) -> None:
+        """Records the latest loss on held-out shards."""
+        self._held_out = loss
+
     def page(self) -> bytes:
         """Returns the metrics in Prometheus' text form."""
         return generate_latest(self._registry)
@@ -160,7 +166,8 @@ class TrainingMetrics(Collector):
             "genesis_training_lost_events", "Events that could not be logged.", self._sources.lost_events()
         )
         status = self._sources.status()
-        for name, text, value in (*_gauges(status), *self._sources.further()):
+        own = (*_gauges(status), *_held_out_gauges(self._held_out))
+        for name, text, value in (*own, *self._sources.further()):
             if value is not None:
                 yield GaugeMetricFamily(f"genesis_training_{name}", text, value)
         if status.speed is not None:
@@ -201,20 +208,55 @@ def _gauges(status: TrainingStatus) -> Iterator[tuple[str, str, float | None]]:
     yield "mfu_ratio", "Model FLOPs utilisation of this process's device.", speed and speed.mfu
 
 
+def _held_out_gauges(loss: LossFacts | None) -> Iterator[tuple[str, str, float | None]]:
+    """Yields the loss on held-out shards, once it was measured."""
+    if loss is not None:
+        yield "held_out_loss_nats", "Latest loss on held-out shards, nats a token.", loss.nats_per_token
+        yield "held_out_bits_per_byte", "Latest loss on held-out shards, bits a byte of text.", loss.bits_per_byte
+
+
 class Observer:
     """Passes on what happens. Any thread may call it; nothing here waits."""
 
-    def __init__(self, tracker: TrainingTracker, metrics: TrainingMetrics, log: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        tracker: TrainingTracker,
+        metrics: TrainingMetrics,
+        log: EventLog | None = None,
+        curves: CurveLog | None = None,
+    ) -> None:
         self._tracker = tracker
         self._metrics = metrics
         self._log = log
+        self._curves = curves
+        self._steps_taken = self._num_tokens = 0  # As of the latest step.
 
-    def step(self, step: StepFacts, *, loader_wait_s: float = 0.0) -> None:
-        """Reports an inner step that waited so long for batches (`MeteredIterator.take_wait_s`)."""
+    def step(self, step: StepFacts, *, loader_wait_s: float = 0.0, num_tokens: int = 0) -> None:
+        """Reports an inner step that waited so long for batches (`MeteredIterator.take_wait_s`).
+
+        ``num_tokens`` are those of the run so far.
+        """
+        self._steps_taken, self._num_tokens = step.step + 1, num_tokens
         self._tracker.add_step(step)
         self._metrics.step(step, loader_wait_s=loader_wait_s)
         if self._log:
             self._log.step(step, loader_wait_s=loader_wait_s)
+        if self._curves:
+            self._curves.step(step, num_tokens=num_tokens, loader_wait_s=loader_wait_s)
+
+    def evaluation(self, found: EvaluationFacts) -> None:
+        """Reports a measurement of the model on text that is not trained on."""
+        if found.held_out is not None:
+            parts = {"": found.held_out.whole, **found.held_out.by_source}
+            spelled = {name: _spelled(part) for name, part in parts.items()}
+            self._metrics.held_out(parts[""])
+            by_source = {name: part for name, part in spelled.items() if name}
+            seconds = round(found.held_out.seconds, 6)
+            self.event("held_out", step=found.step, **spelled[""], by_source=by_source, seconds=seconds)
+        for sample in found.samples:
+            self.event("sample", step=found.step, prompt=sample.prompt, text=sample.text)
+        if self._curves:
+            self._curves.evaluation(found, num_tokens=self._num_tokens)
 
     def round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
         """Reports a round that ended with an outer step; step and digest are those of the state after it."""
@@ -222,6 +264,8 @@ class Observer:
         self._metrics.round(report)
         if self._log:
             self._log.round(report, outer_step=outer_step, state_digest=state_digest)
+        if self._curves and self._steps_taken:
+            self._curves.round(self._steps_taken, report, outer_step=outer_step)
 
     def round_failed(self, round_index: int, reason: str) -> None:
         """Reports a round without a result; its work goes into the next."""
@@ -242,6 +286,16 @@ class Observer:
         """Logs any other event."""
         if self._log:
             self._log.event(kind, **fields)
+
+
+def _spelled(loss: LossFacts) -> dict[str, object]:
+    """Returns a loss's fields as a line of the log has them: 7 digits, as of a step's loss."""
+    figures = {"loss": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte}
+    return {
+        **{name: float(f"{value:.7g}") for name, value in figures.items()},
+        "num_tokens": loss.num_tokens,
+        "num_bytes": loss.num_bytes,
+    }
 
 
 T = TypeVar("T")

@@ -229,7 +229,7 @@ def test_rates_at_steps_of_note(options: dict[str, Any], rates: dict[int, float]
 
 
 @given(
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+    schedule=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
     warmup=st.integers(0, 2000),
     length=st.integers(1, 5000),
     ratio=st.floats(0, 1),

@@ -21,6 +21,7 @@ from trainer.monitor.status import SpeedStatus, StageStatus, SwarmAccount, Swarm
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from trainer.evaluation import Evaluation, HeldOutLoss, SourceLoss
     from trainer.inner import StepResult
     from trainer.outer.engine.strategy import OuterResult
     from trainer.run.config import RunConfig
@@ -81,6 +82,9 @@ class NoLines(_WithSpeed):
     def outer(self, result: OuterResult) -> None:
         """Displays nothing."""
 
+    def evaluation(self, found: Evaluation) -> None:
+        """Displays nothing."""
+
 
 class _PlainLines(_WithSpeed):
     """Prints a line every ten seconds, for the first and the last step, and for each round."""
@@ -115,6 +119,10 @@ class _PlainLines(_WithSpeed):
     def outer(self, result: OuterResult) -> None:
         typer.echo(_round(result), err=True)
 
+    def evaluation(self, found: Evaluation) -> None:
+        for line in evaluation_lines(found):
+            typer.echo(line, err=True)
+
 
 class _Bar(_WithSpeed):
     """Shows tqdm's bar."""
@@ -135,6 +143,10 @@ class _Bar(_WithSpeed):
 
     def outer(self, result: OuterResult) -> None:
         self._bar.write(_round(result), file=sys.stderr)
+
+    def evaluation(self, found: Evaluation) -> None:
+        for line in evaluation_lines(found):
+            self._bar.write(line, file=sys.stderr)
 
 
 class _JsonLines(_WithSpeed):
@@ -169,6 +181,12 @@ class _JsonLines(_WithSpeed):
             seconds=round(report.seconds if report is not None else result.waited_s, 6),
         )
 
+    def evaluation(self, found: Evaluation) -> None:
+        if found.held_out is not None:
+            self._put(kind="held_out", step=found.step, **held_out_json(found.held_out))
+        for sample in found.samples:
+            self._put(kind="sample", step=found.step, prompt=sample.prompt, text=sample.text)
+
     def _put(self, **fields: object) -> None:
         try:
             typer.echo(json.dumps(fields, separators=(",", ":")))
@@ -193,6 +211,42 @@ def _round(result: OuterResult) -> str:
         f"{report.sent_bytes / 1e6:.1f} MB out, {report.received_bytes / 1e6:.1f} MB in"
     )
     return "; ".join((text, *report.remarks()))
+
+
+def evaluation_lines(found: Evaluation) -> list[str]:
+    """Returns a measurement, a line each; sampled text is spelt as Python does, without what moves a cursor."""
+    lines = []
+    if found.held_out is not None:
+        lines.append(f"after step {found.step}: {held_out_text(found.held_out)}")
+    for sample in found.samples:
+        behind = f" behind {sample.prompt!r}" if sample.prompt else ""
+        lines.append(f"after step {found.step} it writes{behind}: {sample.text!r}")
+    return lines
+
+
+def held_out_text(found: HeldOutLoss) -> str:
+    """Returns the loss on held-out shards in one line, that of each source too where there are several."""
+    whole = found.whole
+    text = f"held out {_loss_text(whole)} ({whole.num_tokens:,} tokens, {found.seconds:.1f} s)"
+    if len(found.by_source) > 1:
+        text += "; " + ", ".join(f"{name} {_loss_text(part)}" for name, part in found.by_source.items())
+    return text
+
+
+def held_out_json(found: HeldOutLoss) -> dict[str, object]:
+    """Returns the loss on held-out shards as fields of an object."""
+    by_source = {name: _loss_json(part) for name, part in found.by_source.items()}
+    return {**_loss_json(found.whole), "by_source": by_source, "seconds": round(found.seconds, 6)}
+
+
+def _loss_text(loss: SourceLoss) -> str:
+    return f"{loss.nats_per_token:.4f} nats a token, {loss.bits_per_byte:.4f} bits a byte"
+
+
+def _loss_json(loss: SourceLoss) -> dict[str, object]:
+    figures = {"loss": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte}
+    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    return {**finite, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
 
 
 def swarm_display(*, as_json: bool) -> Display:

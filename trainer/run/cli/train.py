@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _SIGNAL_EXIT = 128
 
-_SAME = ("node_id", "run_id", "engine", "strategy", "parallel", "pipeline", "max_steps", "seed", "device", "threads")
+_SAME = (
+    *("node_id", "run_id", "engine", "strategy", "parallel", "pipeline", "max_steps", "max_tokens"),
+    *("seed", "device", "threads"),
+)
 _PATHS = {
     **{name: name for name in _SAME},
     "store": "data.store",
@@ -40,6 +43,9 @@ _PATHS = {
     "checkpoint_dir": "checkpoint.directory",
     "token": "checkpoint.token",
     "log_dir": "log.directory",
+    "log_to": "log.to",
+    "eval_every": "eval.every_steps",
+    "sample_every": "eval.sample_every_steps",
     "api_host": "api.host",
     "api_port": "api.port",
     "api": "api.enabled",
@@ -108,17 +114,25 @@ def train_command(
             help="Stop after so many inner steps; 0: go on. Of a pipeline: of the whole run, as the keeper is told."
         ),
     ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens; 0: go on.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order; one for all nodes of a run.")] = None,
     device: _Device = None,
     threads: Annotated[int | None, typer.Option(help="Threads on a CPU; fixed, a run repeats bit for bit.")] = None,
     plateau: Annotated[str | None, typer.Option(help="When a shard is left early: absolute, relative, off.")] = None,
-    holdout: Annotated[int | None, typer.Option(help="First shards of every source not to train on.")] = None,
+    holdout: Annotated[
+        int | None, typer.Option(help="First shards of every source not to train on; the loss on them is measured.")
+    ] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between measurements of it; 0: at rounds only.")] = None,
+    sample_every: Annotated[int | None, typer.Option(help="Steps between samples of text in the log.")] = None,
     public_key: Annotated[str | None, typer.Option(help="Key that must have signed the store's manifest.")] = None,
     checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints.")] = None,
     token: Annotated[
         str | None, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names the checkpoint; else the node id.")
     ] = None,
     log_dir: _LogDir = None,
+    log_to: Annotated[
+        list[str] | None, typer.Option(help="Curves in tensorboard, wandb, trackio; may be given again.")
+    ] = None,
     api_host: _ApiHost = None,
     api_port: _ApiPort = None,
     api: _Api = None,

@@ -19,11 +19,12 @@ from trainer.aggregation import RuleConfig
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.collective import CollectiveConfig
 from trainer.errors import TrainerUsageError
+from trainer.evaluation.config import EvalConfig
 from trainer.inner import InnerConfig
 from trainer.inner.rank_place import Parallel
 from trainer.model.choice import ModelChoice
 from trainer.model.subspace.config import SubspaceConfig
-from trainer.monitor import ApiConfig
+from trainer.monitor import ApiConfig, LoggerName
 from trainer.network.discovery import DiscoveryConfig
 from trainer.network.rpc import RpcConfig
 from trainer.network.rpc.config import has_port, split_address
@@ -78,7 +79,7 @@ class DataConfig:
     sources: dict[str, float] = field(default_factory=dict)
     """Weights by source; empty: all shards alike."""
     holdout: int = 0
-    """The first so many shards of every source are not trained on."""
+    """The first so many shards of every source are not trained on; the loss on them is measured (`eval`)."""
     plateau: PlateauKind = "absolute"
     """When a shard is left early: ``absolute`` (spec L-14), ``relative`` or ``off``."""
     cache_dir: str = ""
@@ -119,10 +120,26 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Where events of a run are logged, for programs to read."""
+    """Where events of a run are logged, for programs to read, and curves, for people."""
 
     directory: str = ""
     """Folder for one JSON-lines file a node; empty: none is written."""
+    to: tuple[LoggerName, ...] = ()
+    """Libraries that draw curves: ``tensorboard``, ``wandb``, ``trackio``; each is an extra of its own."""
+    project: str = "genesis"
+    """What wandb and trackio file the run under."""
+    curves_dir: str = ""
+    """Folder for the files of these libraries; empty: ``curves`` in ``directory``, or else in ``state_dir``."""
+    every_steps: int = 10
+    """Steps between two points of a curve."""
+
+    def __post_init__(self) -> None:
+        _require_least(self, "log.", every_steps=1)
+        if len(set(self.to)) != len(self.to) or not self.project:
+            raise TrainerUsageError(
+                f"log.to, log.project: expected each library once and a name, found {', '.join(self.to) or 'none'} and "
+                f"{self.project!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +226,8 @@ class RunConfig:
     """``swarm``: this node drives a pipeline of workers, and holds no parameters itself."""
     max_steps: int = 0
     """Inner steps after which the node stops; 0: goes on."""
+    max_tokens: int = 0
+    """Tokens of its steps after which the node stops, those of the run before it joined counted too; 0: goes on."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: int = 0
@@ -227,10 +246,11 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:
-        _require_least(self, "", max_steps=0, threads=0)
+        _require_least(self, "", max_steps=0, max_tokens=0, threads=0)
         for name in ("node_id", "run_id"):
             value = getattr(self, name)
             if not _NAME.fullmatch(value) and (value or name == "run_id"):
@@ -248,6 +268,11 @@ class RunConfig:
             raise TrainerUsageError(
                 "inner.document_mask, inner.fp8: expected false with pipeline swarm (later stages see no ids, and "
                 "workers compare what they compute), found true"
+            )
+        if self.pipeline == "swarm" and (self.max_tokens or self.log.to):
+            raise TrainerUsageError(
+                "pipeline swarm: expected neither max_tokens nor log.to, found one of them; its steps have "
+                "swarm.stage.target_tokens tokens each: give max_steps, and log_dir for events"
             )
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")

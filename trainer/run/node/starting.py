@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import random
+import secrets
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,14 +46,15 @@ from trainer.errors import (
     TrainerError,
     TrainerUsageError,
 )
-from trainer.inner import batch_size_for, choose_device
+from trainer.evaluation import Evaluator, HeldOut
+from trainer.inner import autocast_for, batch_size_for, choose_device
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
-from trainer.monitor import MeteredIterator, SpeedMeter
+from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
-from trainer.run.config import RunConfig, changed_options, to_yaml
+from trainer.run.config import RunConfig, changed_options, to_mapping, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.origin import Origin, origin_of
 from trainer.run.node.replica import Replica
@@ -60,6 +62,7 @@ from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay, Watch
 
 if TYPE_CHECKING:
+    from loader.session import Session
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
     from trainer.run.node.node_ranks import NodeRanks
@@ -221,7 +224,9 @@ def _build(
 ) -> Node:
     place = RankPlace() if node_ranks is None else node_ranks.place
     device = choose_device(config.device)
-    store = StoreWatch(open_session(config.data), config.data.refresh_s)
+    require_loggers(config.log.to)
+    session = open_session(config.data)
+    store = StoreWatch(session, config.data.refresh_s)
     wallet = wallet_id(config.checkpoint.token, config.node_id)
     if config.checkpoint.token:
         take_over_former_names(config.checkpoint.directory, config.checkpoint.token, ranks.instance)
@@ -282,7 +287,10 @@ def _build(
         )
     peak = peak_of(device, resolved.inner.precision)
     meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak)
-    watch = Watch(resolved, network, stop.ask, speed=meter)
+    curve_id = _curve_id(resolved, ranks, saved)
+    first_step = saved.training_rounds if saved is not None else 0
+    curves = _curves(resolved, curve_id, first_step) if ranks.rank == 0 else None
+    watch = Watch(resolved, network, stop.ask, speed=meter, curves=curves)
     if saved is not None:
         replica.load(saved)
         dataset.load_state_dict(saved.loader["stream"])
@@ -299,6 +307,9 @@ def _build(
         peak.flops_per_s / 1e12,
         peak.kind,
     )
+    evaluator = _evaluator(resolved, session, store, device)
+    if ranks.in_cluster:
+        evaluator.prepare()
     stack.enter_context(watch)
     if network is not None:
         stack.callback(network.stop)
@@ -314,6 +325,8 @@ def _build(
         network=network,
         display=display,
         stop=stop,
+        evaluator=evaluator,
+        curve_id=curve_id,
         current_loss=float("nan") if saved is None else saved.current_loss,
         awaits_state=origin.awaits_state,
     )
@@ -327,6 +340,49 @@ def _check_ranks(ranks: Ranks, origin: Origin) -> None:
             "expected every rank to begin with the same weights, found different ones; give all machines the same "
             "--init-from"
         )
+
+
+def _evaluator(config: RunConfig, session: Session, store: StoreWatch, device: torch.device) -> Evaluator:
+    def read() -> HeldOut:
+        return HeldOut.of(
+            session,
+            holdout=config.data.holdout,
+            seq_len=config.inner.seq_len,
+            num_tokens=config.eval.tokens,
+            sources=tuple(config.data.sources),
+        )
+
+    return Evaluator(
+        config=config.eval,
+        read=read if config.data.holdout else None,
+        vocabulary=lambda: store.vocabulary,
+        device=device,
+        rows=config.inner.micro_batch_size,
+        autocast=autocast_for(device, config.inner.precision),
+        seed=config.seed,
+    )
+
+
+def _curve_id(config: RunConfig, ranks: Ranks, saved: CheckpointContents | None) -> str:
+    """Returns what the node's curves are known by: that of its checkpoint, else a new one if it is to draw any."""
+    known = saved.loader.get("curve_id", "") if saved is not None else ""
+    return str(known) or (secrets.token_hex(4) if config.log.to and ranks.rank == 0 else "")
+
+
+def _curves(config: RunConfig, curve_id: str, first_step: int) -> CurveLog | None:
+    if not config.log.to:
+        return None
+    folder = config.log.curves_dir or Path(config.log.directory or config.state_dir) / "curves"
+    curve = Curve(
+        id=curve_id,
+        name=config.node_id,
+        group=config.run_id,
+        project=config.log.project,
+        folder=Path(folder).expanduser().absolute(),
+        first_step=first_step,
+        options=to_mapping(config),
+    )
+    return CurveLog(config.log.to, curve, config.log.every_steps)
 
 
 def cluster_collective(config: RunConfig) -> Collective:

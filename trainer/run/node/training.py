@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from loader import GenesisDataset, LoaderError
 from trainer.checkpoint.node import Checkpointer
 from trainer.errors import CheckpointError, PeerUnavailableError, TrainerError
-from trainer.inner import Batch, StepResult
+from trainer.evaluation import Evaluation, Evaluator
+from trainer.inner import Batch, StepResult, undisturbed_rng
 from trainer.model import rows_for
 from trainer.monitor import (
     ApiServer,
+    CurveLog,
     EventLog,
     MeteredIterator,
     Observer,
@@ -67,6 +69,9 @@ class TrainingDisplay(Protocol):
     def speed_from(self, speed: Callable[[], SpeedStatus | None]) -> None:
         """Takes what tells how fast training is, to be shown with steps."""
 
+    def evaluation(self, found: Evaluation) -> None:
+        """Shows a measurement of the model."""
+
 
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
@@ -81,6 +86,7 @@ class Watch:
         stop: Callable[[], None],
         further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
         speed: SpeedMeter | None = None,
+        curves: CurveLog | None = None,
     ) -> None:
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
         peer_id = network.peer_id if network is not None else ""
@@ -95,7 +101,8 @@ class Watch:
             further=further,
         )
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
-        self.observer = Observer(self.tracker, metrics, self.log)
+        self.curves = curves
+        self.observer = Observer(self.tracker, metrics, self.log, curves)
         self._speed = speed
         if speed is not None:
             self.tracker.set_speed(speed.status)
@@ -155,11 +162,16 @@ class Watch:
     def __enter__(self) -> Self:
         if self.log is not None:
             self.log.start()
+        if self.curves is not None:
+            with undisturbed_rng():
+                self.curves.start()
         if self.server is not None:
             self.server.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.curves is not None:
+            self.curves.close()
         if self.log is not None:
             self.log.close()
         if self.server is not None:
@@ -181,6 +193,9 @@ class Node:
     network: Network[SharedState] | None
     display: TrainingDisplay
     stop: StopRequest
+    evaluator: Evaluator
+    curve_id: str = ""
+    """What the node's curves are known by, from its first start with any on; empty: it had none."""
     current_loss: float = math.nan
     awaits_state: bool = False
     """Whether its weights are nobody's: it trains and saves nothing before it has taken up the others' state."""
@@ -231,6 +246,7 @@ class Node:
         began_s = time.perf_counter()
         outcome: CheckpointOutcome = "failed"
         loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
+        loader |= {"curve_id": self.curve_id} if self.curve_id else {}
         try:
             taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
             outcome = "saved" if taken else "skipped"
@@ -254,13 +270,17 @@ class Node:
         return self.ranks.any(self.stop()) if self.config.strategy == "ddp" else self.stop()
 
     def _has_all_steps(self) -> bool:
-        return 0 < self.config.max_steps <= self.replica.inner.step_index
+        has_read = 0 < self.config.max_tokens <= self.replica.inner.num_tokens
+        if self.config.max_tokens:  # Ranks may have read unequally, and none can go on without the others.
+            has_read = self.ranks.any(has_read)
+        return has_read or 0 < self.config.max_steps <= self.replica.inner.step_index
 
     def _step(self) -> None:
         result = self.replica.inner.step()
         if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
-        self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s())
+        num_tokens = self.replica.inner.num_tokens
+        self.watch.observer.step(result, loader_wait_s=self.batches.take_wait_s(), num_tokens=num_tokens)
         self.watch.spend("data", result.data_s)
         self.watch.spend("compute", result.compute_s)
         self.watch.spend("optimizer", result.optimizer_s)
@@ -271,9 +291,17 @@ class Node:
         self._after_round(outcome)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
         committed = outcome is not None and outcome.committed
+        self._evaluate(after_round=committed)
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
             self.save()
         self.watch.end_step(result.num_tokens)
+
+    def _evaluate(self, *, after_round: bool) -> None:
+        step = self.replica.inner.step_index
+        found = self.evaluator.after_step(self.replica.model, step, after_round=after_round)
+        if found is not None:
+            self.watch.observer.evaluation(found)
+            self.display.evaluation(found)
 
     def _after_round(self, outcome: OuterResult | None) -> None:
         if outcome is None:

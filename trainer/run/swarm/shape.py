@@ -81,6 +81,11 @@ def shape_of(config: RunConfig) -> SwarmShape:
             "model.preset: expected a preset in the run file, since no single machine's memory decides for a swarm; "
             "found auto"
         )
+    if config.inner.decay_end_tokens:
+        raise TrainerUsageError(
+            "inner.decay_end_tokens: expected 0 for a swarm, whose steps have swarm.stage.target_tokens tokens each; "
+            f"found {config.inner.decay_end_tokens}: give inner.decay_end_step"
+        )
     rows, num_ids, lineage = swarm.vocab_rows, swarm.vocab_rows, ""
     if not rows:
         vocabulary = open_session(config.data).catalog.vocabulary()

@@ -30,9 +30,17 @@ def test_a_store_of_anothers_vocabulary_trains_and_exports_with_it(name: str, tm
     num_ids = manifest.tokenizer.next_merge_id if manifest.tokenizer else 0
 
     command = TrainerCommand(store, tmp_path / "run", SMALL)
-    done = command("--node-id", "a", "--max-steps", "60", "--json")
+    measured = ("--holdout", "1", "--eval-every", "30", "--sample-every", "30", "--set", "eval.tokens=2000")
+    done = command("--node-id", "a", "--max-steps", "60", "--json", *measured)
     losses = [line["loss"] for line in map(json.loads, done.stdout.splitlines()) if line["kind"] == "step"]
     assert sum(losses[-10:]) / 10 < losses[0] - 0.5
+    found = [line for line in map(json.loads, done.stdout.splitlines()) if line["kind"] in ("held_out", "sample")]
+    assert [(line["kind"], line["step"]) for line in found] == [
+        *(("held_out", 30), ("sample", 30)),
+        *(("held_out", 60), ("sample", 60)),
+    ]
+    assert 1 < found[2]["bits_per_byte"] < found[0]["bits_per_byte"] < 10
+    assert all(isinstance(line["text"], str) for line in found if line["kind"] == "sample")
     saved = command.saved("a")
     assert saved["architecture"]["vocab_size"] == 2048, "1,500 ids and more, rounded up to 1,024 rows"
 
