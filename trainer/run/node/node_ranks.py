@@ -56,7 +56,8 @@ class Told(IntEnum):
     LOAD = 7  # The optimizer's state, but for its tensors.
     LIMIT_IDS = 8
     READ_FROM = 9  # A state of the loader.
-    STOP = 10
+    FORWARD = 10  # A pass without gradients, with its input.
+    STOP = 11
 
 
 @dataclass(frozen=True, slots=True)

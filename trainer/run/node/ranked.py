@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from loader import GenesisDataset
 from trainer.checkpoint.node import CheckpointContents
 from trainer.checkpoint.saver import HostCopy
 from trainer.errors import CheckpointMismatchError, TrainerError, TrainerUsageError
-from trainer.inner import Batch, InnerConfig, InnerLoop, StepResult, make_optimizer, set_rng_state
+from trainer.evaluation.held_out import evaluating
+from trainer.inner import Batch, InnerConfig, InnerLoop, StepResult, autocast_for, make_optimizer, set_rng_state
 from trainer.inner.parallel import RankExchange, parameters_on_meta, replicate_model, rows_of, shard_model
 from trainer.inner.rank_place import Wrapped
 from trainer.model import (
@@ -114,6 +117,17 @@ class RankShare:
         )
         if isinstance(self.inner, LeadingLoop):
             self.inner.ranks = self._ranks
+
+    def forward(self, inputs: list[list[list[int]]]) -> None:
+        """Takes part in a pass of rank 0's outside training."""
+        with evaluating(self.model), autocast_for(self._device, self._config.inner.precision)():
+            self.model(*(torch.tensor(each, device=self._device) for each in inputs))
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Lets go of what passes without gradients leave gathered; the next step would not see an outer step."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of the training state by name: parameters, and the optimizer's of more than one value."""
@@ -270,6 +284,23 @@ class LeadingReplica(Replica):
         """See `Replica`."""
         self._ranks.tell(Told.READ_FROM, state=loader)
 
+    @contextmanager
+    def measured(self) -> Iterator[Transformer]:
+        """See `Replica`; a model in shards runs on all ranks, which are told of each pass before it begins."""
+        if self._kind == "ddp":
+            yield self.model
+            return
+
+        def tell(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._ranks.tell(Told.FORWARD, inputs=[each.tolist() for each in inputs])
+
+        hook = self.model.register_forward_pre_hook(tell, prepend=True)
+        try:
+            yield self.model
+        finally:
+            hook.remove()
+            self._share.reshard()
+
     def _limit_ids(self) -> None:
         self._ranks.tell(Told.LIMIT_IDS, num_ids=self._num_ids)
         limit_ids(self.model, self._num_ids)
@@ -350,6 +381,8 @@ def _do(message: Message, ranks: NodeRanks, share: RankShare, dataset: GenesisDa
             share.load(details["inner"])
         case Told.LIMIT_IDS:
             limit_ids(share.model, details["num_ids"])
+        case Told.FORWARD:
+            share.forward(details["inputs"])
         case Told.READ_FROM:
             dataset.load_state_dict(details["state"])
         case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,10 @@ class Replica:
         if config.strategy == "diloco":
             self.diloco = DiLoCoTrainer(self.model, config.diloco, self._collective, vocab_rows=self.vocab_rows)
             self.strategy = self.diloco
+
+    def measured(self) -> AbstractContextManager[Transformer]:
+        """Encloses forward passes of the model outside training."""
+        return nullcontext(self.model)
 
     @property
     def vocab_rows(self) -> int:

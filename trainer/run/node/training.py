@@ -298,7 +298,8 @@ class Node:
 
     def _evaluate(self, *, after_round: bool) -> None:
         step = self.replica.inner.step_index
-        found = self.evaluator.after_step(self.replica.model, step, after_round=after_round)
+        with self.replica.measured() as model:
+            found = self.evaluator.after_step(model, step, after_round=after_round)
         if found is not None:
             self.watch.observer.evaluation(found)
             self.display.evaluation(found)

@@ -127,6 +127,27 @@ def test_several_machines_shard_within_each(alone: tuple[TrainerCommand, dict[in
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_measure_as_one_process_does_and_train_as_if_they_did_not(tmp_path: Path, kind: str) -> None:
+    options = (*NODE, "--parallel", kind, "--holdout", "2", "--json", "--max-steps", "9")
+    measured = (*options, "--eval-every", "4", "--sample-every", "4", "--set", "eval.tokens=1024")
+    alone = node_of(tmp_path / "alone")(*measured[: len(NODE)], *measured[len(NODE) + 2 :])
+    on = node_of(tmp_path / "on", 2)(*measured)
+    off = node_of(tmp_path / "off", 2)(*options, "--eval-every", "0", "--set", "eval.after_rounds=false")
+    assert losses(on) == losses(off)
+    found, expected = (
+        [line for line in map(json.loads, done.stdout.splitlines()) if line["kind"] in ("held_out", "sample")]
+        for done in (on, alone)
+    )
+    assert [(line["kind"], line["step"]) for line in found] == [(line["kind"], line["step"]) for line in expected]
+    assert [line["step"] for line in found if line["kind"] == "held_out"] == [4, 5, 8]
+    for line, other in zip(found, expected, strict=True):
+        if line["kind"] == "held_out":
+            assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_growing_vocabulary_is_taken_up_by_all_ranks(tmp_path: Path, kind: str) -> None:
     store = copy_text_store(tmp_path / "store")
     options = ("--node-id", "a", "--inner-steps", "5", "--plateau", "off", "--parallel", kind, "--max-steps")
