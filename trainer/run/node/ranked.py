@@ -294,12 +294,13 @@ class LeadingReplica(Replica):
         def tell(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self._ranks.tell(Told.FORWARD, inputs=[each.tolist() for each in inputs])
 
-        hook = self.model.register_forward_pre_hook(tell, prepend=True)
+        before = self.model.register_forward_pre_hook(tell, prepend=True)
+        behind = self.model.register_forward_hook(lambda *_: self._share.reshard())
         try:
             yield self.model
         finally:
-            hook.remove()
-            self._share.reshard()
+            before.remove()
+            behind.remove()
 
     def _limit_ids(self) -> None:
         self._ranks.tell(Told.LIMIT_IDS, num_ids=self._num_ids)
