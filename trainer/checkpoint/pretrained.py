@@ -16,10 +16,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Buffer
 
 from trainer.checkpoint.stages.huggingface import CONFIG_NAME, HfFolder
 from trainer.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -71,7 +72,7 @@ class Pretrained:
         digest = hashlib.sha256()
         for name, tensor in self._tensors():
             digest.update(f"{name} {list(tensor.shape)}\n".encode())
-            digest.update(memoryview(tensor.contiguous().view(-1).numpy()).cast("B"))
+            digest.update(cast("Buffer", tensor.contiguous().numpy()))
         return digest.hexdigest()
 
     @torch.no_grad()

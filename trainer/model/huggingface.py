@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Final, cast, get_args
 
 from trainer.errors import CheckpointMismatchError, ExportError, TrainerUsageError
 from trainer.model.config import ModelConfig, RopeScaling, RopeType
@@ -71,7 +71,7 @@ _NAMES: Final = {
     "norm_eps": "rms_norm_eps",
     "o_bias": "attention_bias",
 }
-_OF_SCALING: Final[Mapping[RopeType, Mapping[str, str]]] = {
+_OF_SCALING: Final[Mapping[str, Mapping[str, str]]] = {
     "default": {},
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
@@ -214,7 +214,7 @@ def differences(found: ModelConfig, expected: ModelConfig) -> list[str]:
     ignored = ("vocab_size", "max_seq_len", "tie_embeddings", "family")
     return [
         f"{_NAMES.get(name, name)} {getattr(found, name)!r} (here {getattr(expected, name)!r})"
-        for name in ModelConfig.__slots__
+        for name in (each.name for each in fields(ModelConfig))
         if name not in ignored and getattr(found, name) != getattr(expected, name)
     ]
 
@@ -346,7 +346,7 @@ class _Stated:
             used |= self._yarn(rope, used, max_seq_len)
         elif kind != "default" and "factor" not in used:
             raise self._mismatch("rope_parameters.factor", f"a number for {kind}", None)
-        return theta, RopeScaling(rope_type=kind, **used)
+        return theta, RopeScaling(rope_type=cast("RopeType", kind), **used)
 
     def _yarn(self, rope: Mapping[str, Any], used: Mapping[str, Any], max_seq_len: int) -> dict[str, float]:
         """Returns factor and scale of queries and keys, where the file states them by something else."""

@@ -1,4 +1,4 @@
-"""First weights of a stage from an existing model: a Hugging Face folder (Llama, OLMo-2) or a torchtitan checkpoint.
+"""First weights of a stage from an existing model: a Hugging Face folder (see `HfFolder`) or a torchtitan checkpoint.
 
 Only the stage's own tensors are read. Rows that the run's vocabulary has beyond the model's get the values they would
 have had from the start, so that all workers of a stage begin alike. The caller must know that ids mean the same in both
@@ -110,8 +110,9 @@ def _require_stated(folder: Path, config: ModelConfig) -> None:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, TrainerUsageError) as error:
         raise CorruptCheckpointError(f"{path}: expected an architecture, found: {str(error)[:120]}") from error
     ours, theirs = config.to_dict(), stated.to_dict()
-    counted = [name for name in ours if name not in ("vocab_size", "max_seq_len")]
-    wrong = [f"{name} {theirs[name]!r} (here {ours[name]!r})" for name in counted if ours[name] != theirs[name]]
+    counted = sorted((ours.keys() | theirs.keys()) - {"vocab_size", "max_seq_len"})
+    stated_otherwise = [name for name in counted if ours.get(name) != theirs.get(name)]
+    wrong = [f"{name} {theirs.get(name)!r} (here {ours.get(name)!r})" for name in stated_otherwise]
     if wrong:
         raise CheckpointMismatchError(f"{folder}: expected the run's architecture, found {', '.join(wrong)}")
 
