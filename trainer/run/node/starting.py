@@ -45,6 +45,7 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.inner import batch_size_for, choose_device
+from trainer.inner.memory import shortage
 from trainer.inner.peak import peak_of
 from trainer.model import (
     PRESETS,
@@ -216,6 +217,8 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
         return ranks.least(found // ranks.local_size if on_cpu else found)
 
     resolved, shape = resolve(config, saved, ranks.least(store.rows()), memory_bytes, shared_memory=on_cpu)
+    if not ranks.in_cluster:
+        _warn_of_shortage(resolved, shape, memory_bytes, shared_memory=on_cpu)
     _write_config(resolved, checkpointer.path.with_suffix(".yaml"))
     resolved = ranks.own(resolved)
     dataset = open_dataset(resolved)
@@ -260,6 +263,18 @@ def _build(config: RunConfig, ranks: Ranks, display: TrainingDisplay, stop: Stop
         stop=stop,
         current_loss=float("nan") if saved is None else saved.current_loss,
     )
+
+
+def _warn_of_shortage(
+    config: RunConfig, shape: ModelConfig, memory_bytes: Callable[[], int], *, shared_memory: bool
+) -> None:
+    each = _BYTES_PER_PARAMETER_SHARED - _BYTES_PER_PARAMETER_ALONE if shared_memory else 0
+    try:
+        found = shortage(shape, config.inner, memory_bytes(), each * num_parameters(shape))
+    except TrainerUsageError:
+        return  # Nobody knows how much there is.
+    if found:
+        logger.warning("%s", found)
 
 
 def cluster_collective(config: RunConfig) -> Collective:
