@@ -48,3 +48,15 @@ def moments_bytes(config: ModelConfig, inner: InnerConfig) -> int:
 def state_bytes(config: ModelConfig, inner: InnerConfig) -> int:
     """Returns the bytes of weights, gradients and moments, whatever the batch."""
     return 2 * _BYTES * num_parameters(config) + moments_bytes(config, inner)
+
+
+def shortage(config: ModelConfig, inner: InnerConfig, available_bytes: int, beside_bytes: int = 0) -> str:
+    """Returns what to tell where a step will hardly fit, with ``beside_bytes`` of other things; empty where it will."""
+    needed = peak_bytes(config, inner, inner.micro_batch_size) + beside_bytes
+    if needed <= available_bytes:
+        return ""
+    return (
+        f"a step of {inner.micro_batch_size} rows takes up to {needed / 1e9:.2f} GB, {available_bytes / 1e9:.2f} GB "
+        "are available; if memory runs out, take a smaller --batch-size, inner.activation_checkpointing=full, or a "
+        "smaller --preset"
+    )

@@ -35,6 +35,8 @@ STATED_TFLOPS: Final[Mapping[str, float]] = MappingProxyType(
 )
 """Dense bf16 by a part of the device's name, the more exact name first."""
 
+_OTHER_DEVICES: Final = frozenset({"D", "Laptop", "Max", "Max-Q", "Mobile"})
+"""Words behind the name of a device that is slower than what has the name without them."""
 _CUDA_SIZE, _CPU_SIZE = 8192, 1024
 _CUDA_PRODUCTS, _CPU_PRODUCTS = 20, 3
 
@@ -43,8 +45,7 @@ def stated_flops_per_s(device_name: str) -> float | None:
     """Returns what its maker states for bf16; None for a device that is not in the table."""
     words = device_name.replace("-", " ").split()
     for name, tflops in STATED_TFLOPS.items():
-        wanted = name.split()
-        if all(word in words for word in wanted):
+        if all(word in words for word in name.split()) and not _OTHER_DEVICES & set(words):
             return tflops * 1e12
     return None
 

@@ -36,7 +36,7 @@ class BatchMover:
     def __init__(self, device: torch.device, num_rows: int = 0) -> None:
         self._device = device
         self._num_rows = num_rows
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def moved(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns input ids and labels, int64[B, T], on the device; the work to come may use them at once."""
@@ -89,7 +89,7 @@ class Readback:
         if values.device.type == "cuda":
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> list[float]:
@@ -128,7 +128,7 @@ class StepClock:
         """Returns this point: what was queued so far is done there."""
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -136,7 +136,7 @@ class StepClock:
         """Returns the seconds between two points that are over."""
         if isinstance(first, float) or isinstance(second, float):
             return float(second) - float(first)  # type: ignore[arg-type]  # both are of one kind
-        return first.elapsed_time(second) / 1e3
+        return float(first.elapsed_time(second)) / 1e3
 
     def optimizer_s(self, first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
         """Returns the optimizer's seconds: on a GPU of the step before, since that of this one may not be over."""

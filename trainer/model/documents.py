@@ -52,5 +52,5 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, *, is_g
         )
     from torch.nn.attention.flex_attention import flex_attention
 
-    mixed: Tensor = flex_attention(query, key, value, block_mask=mask, enable_gqa=is_grouped)  # type: ignore[assignment]
+    mixed: Tensor = flex_attention(query, key, value, block_mask=mask, enable_gqa=is_grouped)
     return mixed

@@ -5,9 +5,8 @@ its losses and both gradients at once: forward and backward of 2,048 tokens, 32,
 instead of 1.4 on one CPU core. The trade-off: one more copy of the output matrix between the passes, and no second
 derivative. Rows that pad the vocabulary are left out of the softmax, so that padding changes no loss.
 
-torch 2.13 has the same as `torch.nn.functional.linear_cross_entropy` with options. It is
-used for fp32 products on a GPU. In bf16 it returns the sum in bf16, that is a loss of three digits; see
-`_uses_torchs` for what was measured on a CPU.
+torch 2.13 has the same as `torch.nn.functional.linear_cross_entropy` with options; it is used for fp32 products on a
+GPU. In bf16 it returns the sum in bf16, which leaves a loss three digits, so there the chunks are our own.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def sum_by_torch(hidden: Tensor, weight: Tensor, labels: Tensor, num_ids: int, d
     """Returns the same by torch's chunked function, where `TORCHS` has it; the sum has the products' ``dtype``."""
     if TORCHS is None:
         raise TrainerUsageError(f"expected torch 2.13 or later for its chunked loss, found {torch.__version__}")
-    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]  # not in the oldest torch that is taken
+    options = torch.nn.LinearCrossEntropyOptions()
     wanted = labels.flatten().masked_fill(labels.flatten() >= num_ids, IGNORED_LABEL)
     inputs = hidden.flatten(0, -2).to(dtype), weight[:num_ids].to(dtype), wanted
     total: Tensor = TORCHS(*inputs, reduction="sum", ignore_index=IGNORED_LABEL, options=options)

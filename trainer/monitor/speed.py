@@ -79,7 +79,7 @@ class SpeedMeter:
             return None
         tokens_per_s = (last.num_tokens - first.num_tokens) / seconds
         spent = (after - before for before, after in zip(first.seconds, last.seconds, strict=True))
-        shares = {phase: round(each / seconds, 4) for phase, each in zip(PHASES, spent, strict=True)}
+        shares: dict[str, float] = {phase: round(each / seconds, 4) for phase, each in zip(PHASES, spent, strict=True)}
         return SpeedStatus(
             tokens_per_s=round(tokens_per_s, 1),
             mfu=round(tokens_per_s * self._flops_per_token / self._peak.flops_per_s, 4),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.tensor_bytes import TensorBytes
-from trainer.inner import InnerConfig, InnerLoop, batch_size_for, make_optimizer
-from trainer.inner.memory import peak_bytes, state_bytes
+from trainer.inner import InnerConfig, InnerLoop, make_optimizer
+from trainer.inner.memory import peak_bytes, shortage, state_bytes
 from trainer.model import ModelConfig, build_model, num_parameters, preset
 
 TINY, MIDDLE = preset("tiny", 4096), preset("15m", 8192)
@@ -59,10 +59,10 @@ def test_a_parameter_takes_sixteen_bytes_and_twelve_where_muon_moves_it():
     assert found == 12 * num_parameters(TINY) + 4 * (tables + norms)
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
-def test_the_rows_that_are_chosen_fit_the_memory_they_are_chosen_for(checkpointing):
-    for memory_mb in (100, 200, 400, 1_000, 4_000):
-        memory = memory_mb * 10**6
-        rows = batch_size_for(memory, TINY, 512, activation_checkpointing=checkpointing)
-        inner = InnerConfig(seq_len=512, activation_checkpointing=checkpointing)
-        assert rows == 1 or peak_bytes(TINY, inner, rows) <= memory
+def test_a_batch_that_will_not_fit_is_told_before_it_is_tried():
+    inner = InnerConfig(micro_batch_size=8, seq_len=512)
+    needed = peak_bytes(TINY, inner, 8)
+    assert shortage(TINY, inner, needed) == ""
+    said = shortage(TINY, inner, needed - 1)
+    assert f"{needed / 1e9:.2f} GB" in said and "--batch-size" in said
+    assert shortage(TINY, inner, needed, beside_bytes=1) != ""

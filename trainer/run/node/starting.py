@@ -48,6 +48,7 @@ from trainer.errors import (
 )
 from trainer.evaluation import Evaluator, HeldOut
 from trainer.inner import autocast_for, batch_size_for, choose_device
+from trainer.inner.memory import shortage
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
@@ -246,6 +247,8 @@ def _build(
     config = replace(config, model=origin.choice)
     first = origin.shape(vocab_rows)
     resolved, shape = resolve(config, saved, vocab_rows, memory_bytes, shared_memory=on_cpu, place=place, first=first)
+    if not ranks.in_cluster and node_ranks is None:
+        _warn_of_shortage(resolved, shape, memory_bytes, shared_memory=on_cpu)
     _write_config(resolved, checkpointer.path.with_suffix(".yaml"))
     resolved = ranks.own(resolved)
     dataset = open_dataset(resolved)
@@ -383,6 +386,18 @@ def _curves(config: RunConfig, curve_id: str, first_step: int) -> CurveLog | Non
         options=to_mapping(config),
     )
     return CurveLog(config.log.to, curve, config.log.every_steps)
+
+
+def _warn_of_shortage(
+    config: RunConfig, shape: ModelConfig, memory_bytes: Callable[[], int], *, shared_memory: bool
+) -> None:
+    each = _BYTES_PER_PARAMETER_SHARED - _BYTES_PER_PARAMETER_ALONE if shared_memory else 0
+    try:
+        found = shortage(shape, config.inner, memory_bytes(), each * num_parameters(shape))
+    except TrainerUsageError:
+        return  # Nobody knows how much there is.
+    if found:
+        logger.warning("%s", found)
 
 
 def cluster_collective(config: RunConfig) -> Collective:
