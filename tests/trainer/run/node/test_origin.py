@@ -32,6 +32,8 @@ from trainer.run.node.replica import parameters_of
 from trainer.run.swarm.shape import shape_of
 
 _SHAPE = small_config(vocab_size=1024, dim=32, num_layers=2, max_seq_len=64, qk_norm=True, qk_norm_per_head=True)
+_WAIT_S = 280.0
+"""For processes that take some seconds on an idle machine."""
 _COMMON = ("--seq-len", "32", "--batch-size", "2", "--threads", "1", "--no-api", "--plateau", "off")
 
 
@@ -197,23 +199,19 @@ def swarm(tmp_path: Path) -> Iterator[TrainingSwarm]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_nodes_that_began_otherwise_refuse_each_other_and_a_joiner_needs_no_folder(
     swarm: TrainingSwarm, tmp_path: Path
 ) -> None:
     one, two = _write(tmp_path / "one", 1), _write(tmp_path / "two", 2)
     swarm.begin("first", options=("--init-from", str(one)))
-    swarm.wait_for_step(1)
-    swarm.begin("other", options=("--init-from", str(two)))
-    assert swarm["other"].exit_code() == 1
-    assert "this run began with the weights" in swarm["other"].tail()
-    swarm.begin("seeded", options=("--preset", "tiny"))
-    assert swarm["seeded"].exit_code() == 1
-
-    del swarm.nodes["other"], swarm.nodes["seeded"]
+    swarm.wait_for_step(1, timeout_s=_WAIT_S)
     swarm.begin("joiner")
-    step = swarm["first"].outer_step
-    swarm.wait_for_step(step + 3)
+    swarm.begin("other", options=("--init-from", str(two)))
+    assert swarm.nodes.pop("other").exit_code(_WAIT_S) == 1
+    assert "this run began with the weights" in (tmp_path / "other.out").read_text()
+
+    swarm.wait_for_step(swarm["first"].outer_step + 3, timeout_s=_WAIT_S)
     assert "its shape and state are taken from the others" in swarm["joiner"].output()
     states = [swarm[name].states() for name in ("first", "joiner")]
     shared = set(states[0]) & set(states[1])
