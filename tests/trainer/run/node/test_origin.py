@@ -24,10 +24,12 @@ from trainer.checkpoint.pretrained import Pretrained
 from trainer.collective.messages import INIT_DIGEST
 from trainer.errors import CheckpointMismatchError, RefusedError, TrainerUsageError
 from trainer.model import ModelConfig, build_model, export_hf, limit_ids, preset
+from trainer.network.rpc import Endpoint
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.data import open_dataset
-from trainer.run.node.identity import terms_of
-from trainer.run.node.origin import check_vocabulary
+from trainer.run.node.identity import identity_of, register_terms, terms_of
+from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.origin import check_vocabulary, origin_of
 from trainer.run.node.replica import parameters_of
 from trainer.run.swarm.shape import shape_of
 
@@ -189,6 +191,28 @@ def test_a_swarm_says_where_it_takes_first_weights_from() -> None:
     own = {"dim": 64, "num_layers": 4, "num_heads": 2, "ffn_dim": 64, "qkv_bias": True}
     found = shape_of(from_mapping(RunConfig, values | {"model": own}))
     assert (found.model.dim, found.model.qkv_bias, found.plan.num_stages) == (64, True, 3)
+
+
+def test_a_joiner_that_knows_nothing_is_told_by_the_peer_it_was_given(tmp_path: Path) -> None:
+    """A real endpoint answers; a run that began by its seed leaves the choice to the joiner."""
+    vocabulary = VocabularyFile.from_json((text_store() / "tokenizer.json").read_bytes())
+    base = {"state_dir": str(tmp_path), "rpc": {"host": "127.0.0.1", "public_address": "127.0.0.1"}}
+    for digest, shape in (("1" * 64, _SHAPE), ("", preset("15m", 1024))):
+        told = from_mapping(RunConfig, base | {"node_id": "first", "model": {"init_digest": digest}})
+        endpoint, loop = Endpoint(identity_of(told), told.run_id, told.rpc), LoopThread("test")
+        loop.start()
+        try:
+            register_terms(endpoint, terms_of(told, shape, vocabulary))
+            loop.run(endpoint.start(), 60.0)
+            peers = {"initial_peers": [endpoint.address]}
+            config = from_mapping(RunConfig, base | {"node_id": "joiner", "discovery": peers})
+            origin = origin_of(config, None, vocabulary)
+        finally:
+            loop.run(endpoint.stop(), 60.0)
+            loop.stop()
+        assert (origin.choice.init_digest, origin.awaits_state) == (digest, bool(digest))
+        assert origin.choice.shape(1024) == (shape if digest else None)
+        assert origin.shape(1024) is None
 
 
 @pytest.fixture
