@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _PADDING_SHARE: Final = 20  # Embeddings are padded to a multiple of 64 to 1,024 rows, at most to a 20th more.
 _PADDING_ROWS: Final = 1024
 _LARGEST_TOKENIZER_BYTES: Final = 1 << 28
-_QUESTION_S: Final = 5.0
+_QUESTION_S: Final = 20.0  # A peer that is busy answers late; one that is not there is refused at once.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
