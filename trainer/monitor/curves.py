@@ -174,6 +174,9 @@ class _Marked:
             group=curve.group,
             config=dict(curve.options),
             resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
         )
         return cls(run, _StepMark.open(curve, "trackio"))
 

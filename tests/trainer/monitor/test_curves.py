@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,30 +67,59 @@ def test_tensorboard_goes_on_from_the_checkpoint_and_shows_no_step_twice(tmp_pat
     assert "sample/0/text_summary" in found.Tags()["tensors"]
 
 
+def wandb_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The history in a file of wandb's, whose only reader is in its Go program: LevelDB's log of protobuf records.
+
+    Blocks of 32 KiB, the first of which begins with 7 bytes of header, hold pieces: crc32, length, and whether it is a
+    whole record (1), or the first, a middle, or the last piece of one (2, 3, 4).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, pieces = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while place + 7 <= len(data):
+        left = 32_768 - place % 32_768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        pieces += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            record, pieces = Record.FromString(pieces), b""
+            if record.WhichOneof("record_type") == "history":
+                yield {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+
+
 @pytest.mark.slow
 def test_wandb_offline_has_each_step_once_under_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs the extra wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     interrupted("wandb", tmp_path)
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert [path.name for path in files] == ["run-1f2e3d4c.wandb"] * 2
-    rows: list[dict[str, str]] = []
-    for path in files:
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = Record()
-            record.ParseFromString(data)
-            if record.WhichOneof("record_type") == "history":
-                rows.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
-        store.close()
+    rows = [row for path in files for row in wandb_rows(path)]
     assert [int(row["_step"]) for row in rows] == list(range(2, 21, 2))
     assert [float(row["train/loss"]) for row in rows] == [1, 3, 5, 7, 9, 11, 113, 115, 117, 119]
     assert [row["held_out/nats_per_token"] for row in rows if "held_out/nats_per_token" in row] == ["3.5", "3.5"]
+
+
+@pytest.mark.slow
+def test_trackio_has_each_step_once_under_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # Read when it is imported.
+    pytest.importorskip("trackio", reason="needs the extra trackio")
+    interrupted("trackio", tmp_path)
+    assert capsys.readouterr().out == "", "standard output is for programs"
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs("curves", "gpu-7-1f2e3d4c")
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == list(range(2, 21, 2))
+    assert [row["train/loss"] for row in steps] == [1, 3, 5, 7, 9, 11, 113, 115, 117, 119]
+    assert [row["held_out/bits_per_byte"] for row in rows if "held_out/bits_per_byte" in row] == [1.25, 1.25]
 
 
 class Failing:
@@ -136,4 +166,4 @@ def test_a_full_disk_ends_the_curves_and_nothing_else(tmp_path: Path, caplog: py
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [record.message.split(":")[0] for record in caplog.records] == ["tensorboard"]
-    assert "training goes on without its curves" in caplog.text
+    assert "File too large; training goes on without its curves" in caplog.text
