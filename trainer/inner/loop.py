@@ -248,7 +248,7 @@ class InnerLoop:
         """Adds the gradients of this rank's rows, also where no label counts: ranks go through each pass together."""
         with exchange.forward(is_last=is_last), self._autocast():
             loss: Tensor = self._forward(*self._mover.moved(batch))
-        (loss * exchange.share(count)).backward()
+        (loss * exchange.share(count)).backward()  # type: ignore[no-untyped-call]
         return loss.detach().float()
 
     def _common_loss(self, loss: float, num_tokens: int) -> tuple[float, int]:
