@@ -206,9 +206,10 @@ class InnerLoop:
     def _ranked_backward(self, batch: Batch, count: int, exchange: Exchange, *, is_last: bool) -> Tensor:
         """Adds the gradients of this rank's rows, also where no label counts: ranks go through each pass together."""
         with exchange.forward(is_last=is_last), self._autocast():
-            loss: Tensor = self._forward(*(_moved(batch[name], self._device) for name in ("input_ids", "labels")))
+            loss = self._forward(*(_moved(batch[name], self._device) for name in ("input_ids", "labels")))
         (loss * exchange.share(count)).backward()
-        return loss.detach().float()
+        value: Tensor = loss.detach().float()
+        return value
 
     def _common_loss(self, loss: float, num_tokens: int) -> float:
         """Returns the loss that decides: under DDP the sum over ranks with labels that count, NaN if there is none."""

@@ -42,7 +42,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def replicate_model(model: nn.Module, device: torch.device, seq_len: int) -> Dis
 def local_part(tensor: Tensor) -> Tensor:
     """Returns what this rank holds of a tensor, as a view that can be written to."""
     tensor = tensor.detach()
-    return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Exchange(Protocol):
