@@ -247,9 +247,10 @@ class InnerLoop:
     def _ranked_backward(self, batch: Batch, count: int, exchange: Exchange, *, is_last: bool) -> Tensor:
         """Adds the gradients of this rank's rows, also where no label counts: ranks go through each pass together."""
         with exchange.forward(is_last=is_last), self._autocast():
-            loss: Tensor = self._forward(*self._mover.moved(batch))
-        (loss * exchange.share(count)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach().float()
+            loss = self._forward(*self._mover.moved(batch))
+        (loss * exchange.share(count)).backward()
+        value: Tensor = loss.detach().float()
+        return value
 
     def _common_loss(self, loss: float, num_tokens: int) -> tuple[float, int]:
         """Returns the loss that decides, under DDP the sum over ranks with labels that count, and the tokens of all."""
