@@ -22,6 +22,8 @@ from trainer.model import build_model, grow_vocabulary, limit_ids
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import LocalCollective
 
+pytestmark = pytest.mark.timeout(300)
+
 CPU = torch.device("cpu")
 ROWS = 4
 
