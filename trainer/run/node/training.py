@@ -207,7 +207,10 @@ class Node:
         """Saves everything; a disk that is full is reported, and training goes on unless ``wait``."""
         began_s = time.perf_counter()
         outcome: CheckpointOutcome = "failed"
-        loader = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
+        loader: dict[str, Any] = {
+            "stream": self.dataset.state_dict(),
+            "tracker": self.watch.tracker.state_dict(),
+        }
         loader |= {"curve_id": self.curve_id} if self.curve_id else {}
         try:
             taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
