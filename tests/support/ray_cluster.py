@@ -49,8 +49,8 @@ class RayCluster:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            # Not the raylet, whose arguments name a worker's program, nor an agent, with which its raylet ends. With the
-            # first machine's raylet the driver would end too.
+            # Not the raylet, whose arguments name a worker's program, nor an agent, with which its raylet ends.
+            # With the first machine's raylet the driver would end too.
             program, *arguments = command.split(b"\0")
             is_waiting = any(argument.endswith(b"default_worker.py") for argument in arguments[:3])
             if is_waiting or (program.startswith(b"ray::") and b"Agent" not in program):

@@ -69,7 +69,7 @@ class RankShare:
     """What one rank holds of its node's replica; every method is called at all ranks, in one order."""
 
     model: Transformer
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     inner: InnerLoop
 
     def __init__(
