@@ -23,9 +23,10 @@ def peak_bytes(config: ModelConfig, inner: InnerConfig, rows: int) -> int:
     """Returns the bytes of tensors that training on micro-batches of so many rows holds at its peak, in fp32."""
     weights = _BYTES * num_parameters(config)
     tokens = rows * inner.seq_len
+    again = 0
     if inner.activation_checkpointing == "full":
-        # The inputs of all blocks, and everything of the one that is computed again.
-        kept = tokens * (_BYTES * config.dim * config.num_layers + activation_bytes(config))
+        kept = tokens * _BYTES * config.dim * config.num_layers  # Their inputs; and one block's rest, behind the loss.
+        again = tokens * activation_bytes(config)
     else:
         selective = inner.activation_checkpointing == "selective"
         kept = tokens * config.num_layers * activation_bytes(config, selective=selective)
@@ -33,7 +34,7 @@ def peak_bytes(config: ModelConfig, inner: InnerConfig, rows: int) -> int:
     chunk = min(max(128, _CHUNK_LOGITS // config.vocab_size), tokens)
     loss = table + 3 * _BYTES * tokens * config.dim + 2 * _BYTES * chunk * config.vocab_size
     accumulated = weights if inner.accumulation_steps > 1 else 0
-    return weights + moments_bytes(config, inner) + max(kept + loss + accumulated, weights + table)
+    return weights + moments_bytes(config, inner) + max(kept + max(loss, again + table) + accumulated, weights + table)
 
 
 def moments_bytes(config: ModelConfig, inner: InnerConfig) -> int:
