@@ -52,6 +52,7 @@ SETTINGS: dict[str, Any] = {
         "max_retry_interval_s": 1.0,
     },
     "checkpoint": {"every_steps": 1000},
+    "eval": {"tokens": 1024},
     "api": {"port": 0},
 }
 """What all nodes have in common: a small model on short rows, deadlines that a busy machine meets."""

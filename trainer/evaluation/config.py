@@ -22,7 +22,7 @@ class EvalConfig:
     every_steps: int = 500
     """Steps between two measurements of the held-out loss; 0: none by steps."""
     after_rounds: bool = True
-    """Measure after each outer step too: only then all nodes have the same model."""
+    """Measure after outer steps too, half a planned round apart or more: only then all nodes have the same model."""
     tokens: int = 65_536
     """Tokens that are measured, the same each time, spread evenly over sources and their held-out shards."""
     sample_every_steps: int = 0

@@ -1,7 +1,7 @@
 """`Evaluator`: when a node in training measures its model, and what it then measures.
 
-The steps decide, and they are in the checkpoint: a node that was killed measures at the places where it would have. A
-store whose held-out shards cannot be read costs a warning and the measurement, never the run.
+The steps decide, and they are in the checkpoint: a node that was killed measures at the places where it would have,
+and perhaps after one outer step more. A store whose held-out shards cannot be read costs a warning and the measurement, never the run.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ class Evaluator:
     device: torch.device
     rows: int
     """Windows that go through the model at once."""
+    round_steps: int
+    """Inner steps of a planned round: outer steps are measured that come half as many steps or more apart."""
     autocast: Autocast
     seed: int
     _held_out: HeldOut | None = field(default=None, init=False)
     _tokenizer: tuple[Vocabulary, StoreTokenizer] | None = field(default=None, init=False)
+    _round_measured_at: int = field(default=0, init=False)
 
     def prepare(self) -> None:
         """Reads the held-out tokens now, so that ranks which must measure together all can. Raises `LoaderError`."""
@@ -57,8 +60,11 @@ class Evaluator:
     def after_step(self, model: Transformer, step: int, *, after_round: bool) -> Evaluation | None:
         """Returns what is due after so many steps, or after an outer step that has just been applied; None: nothing."""
         config = self.config
-        is_due = (after_round and config.after_rounds) or _is_multiple(step, config.every_steps)
-        held_out = self._measured(model) if is_due else None
+        # Others ask a node that is slow for rounds before it has done its part: measuring each would make it slower.
+        of_round = after_round and config.after_rounds and 2 * (step - self._round_measured_at) >= self.round_steps
+        if of_round:
+            self._round_measured_at = step
+        held_out = self._measured(model) if of_round or _is_multiple(step, config.every_steps) else None
         samples = self._samples(model, step) if _is_multiple(step, config.sample_every_steps) else ()
         return Evaluation(step, held_out, samples) if held_out is not None or samples else None
 

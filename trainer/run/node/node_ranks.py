@@ -36,6 +36,7 @@ from trainer.network.discovery.parent import die_with_parent
 from trainer.outer.diloco import FlatLayout
 from trainer.run.config import RunConfig
 from trainer.run.node.lent_memory import Loan, borrowed, lent
+from trainer.run.node.process_group import join_process_group
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
     try:
         # Between two steps a rank may wait for its data.
         together = timedelta(seconds=config.data.timeout_s + _SLACK_S)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=together)
+        join_process_group(device, together)
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_s))
         copies = _copies_of_one_part(place, together) if place.num_hosts > 1 else None
     except (RuntimeError, ValueError) as error:

@@ -58,6 +58,7 @@ from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
 from trainer.run.config import RunConfig, changed_options, to_mapping, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.origin import Origin, origin_of
+from trainer.run.node.process_group import join_process_group
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay, Watch
@@ -182,7 +183,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.collective.round_timeout_s)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        join_process_group(device, timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise TrainerUsageError(f"engine torch: the process group cannot be joined: {error}") from error
@@ -361,6 +362,7 @@ def _evaluator(config: RunConfig, session: Session, store: StoreWatch, device: t
         vocabulary=lambda: store.vocabulary,
         device=device,
         rows=config.inner.micro_batch_size,
+        round_steps=config.diloco.inner_steps,
         autocast=autocast_for(device, config.inner.precision),
         seed=config.seed,
     )

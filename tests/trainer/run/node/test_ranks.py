@@ -17,7 +17,7 @@ import torch
 
 from tests.support.small_store import text_store
 from tests.support.trainer_command import SMALL, TrainerCommand, differences
-from tests.support.training_swarm import TrainingSwarm, free_port
+from tests.support.training_swarm import TrainingNode, TrainingSwarm, free_port
 from tests.trainer.run.node.test_data import check_grown, copy_text_store, grow_text_store
 from trainer.inner.rank_place import RankPlace, choose_parallel
 from trainer.model import preset
@@ -185,15 +185,17 @@ def test_a_rank_killed_anywhere_is_back_and_current_within_two_rounds(tmp_path: 
         swarm.begin("solo")
         swarm.wait(lambda: bool(together(swarm)), "a round of both")
         for rank in (0, 1, 1, 0, 1):
-            known, steps = len(together(swarm)), swarm["pod"].num_steps() + chance.randrange(1, 45)
+            steps = swarm["pod"].num_steps() + chance.randrange(1, 45)
             swarm.wait(lambda at=steps: swarm["pod"].num_steps() >= at, "its place")  # type: ignore[misc]
-            adopted = len(swarm["pod"].events("adopted"))
+            starts = num_starts(swarm["pod"])
             processes_of(swarm["pod"])[rank].kill()
-            swarm.wait(lambda n=adopted: len(swarm["pod"].events("adopted")) > n, "to be back")  # type: ignore[misc]
-            current = int(swarm["pod"].events("adopted")[-1].number("outer_step"))
-            swarm.wait(lambda n=known, at=current: max(together(swarm)[n:], default=0) > at, "to be in rounds")  # type: ignore[misc]
-            assert min(step for step in together(swarm) if step > current) <= current + 2
+            swarm.wait(lambda n=starts: num_starts(swarm["pod"]) > n, "to be back")  # type: ignore[misc]
+            others = int(swarm["solo"].events("round")[-1].number("outer_step"))
+            swarm.wait(lambda at=others: max(together(swarm)) > at, "to be in rounds")  # type: ignore[misc]
+            assert min(step for step in together(swarm) if step > others) <= others + 2
         swarm.stop()
+        assert len(compared(swarm)) >= 3
+        assert all(compared(swarm).values()), compared(swarm)
 
 
 def begin(swarm: TrainingSwarm, name: str, num_ranks: int, *options: str) -> None:
@@ -206,6 +208,10 @@ def compared(swarm: TrainingSwarm) -> dict[int, bool]:
     return {step: pod[step] == solo[step] for step in together(swarm) if step in pod and step in solo}
 
 
+def num_starts(node: TrainingNode) -> int:
+    return node.output().count(" answers at ")
+
+
 def together(swarm: TrainingSwarm) -> list[int]:
     """The outer steps of rounds with both nodes, as the one of one process has them in its log."""
     rounds = swarm["solo"].events("round")
@@ -213,7 +219,7 @@ def together(swarm: TrainingSwarm) -> list[int]:
     return [step for names, step in members if len(names) == 2]
 
 
-def processes_of(node: Any) -> list[psutil.Process]:
+def processes_of(node: TrainingNode) -> list[psutil.Process]:
     """The ranks of a node that torchrun started, rank 0 first."""
     children = psutil.Process(node._running.pid).children()
     ours = [child for child in children if "trainer" in child.cmdline()]
