@@ -67,7 +67,7 @@ class InnerLoop:
     ``model(input_ids, labels)`` is the mean loss over the labels that are not -100, and on ``device`` already.
     ``on_loss`` is called with the loss of every batch, in order, after its step (the loader's ``report_loss``).
     ``exchange`` is with the other ranks that train the same model on other rows of the same batches: their losses and
-    tokens are those of all ranks.
+    tokens are those of all ranks. ``num_rows`` are the most that one of ``batches`` has, if not ``micro_batch_size``.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class InnerLoop:
         *,
         on_loss: Callable[[float], object] | None = None,
         exchange: Exchange | None = None,
+        num_rows: int | None = None,
     ) -> None:
         self._model = model
         self._exchange = exchange
@@ -92,7 +93,8 @@ class InnerLoop:
         self._on_loss = on_loss
         self._autocast = autocast_for(device, config.precision)
         self._guard = NonFiniteGuard(config.max_skipped_in_a_row)
-        self._mover = BatchMover(device, config.micro_batch_size if is_compiled(config.compile, device) else 0)
+        most_rows = config.micro_batch_size if num_rows is None else num_rows
+        self._mover = BatchMover(device, most_rows if is_compiled(config.compile, device) else 0)
         self._clock = StepClock(device)
         self._schedule = ScheduleClock(config)
 

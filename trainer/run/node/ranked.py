@@ -113,7 +113,14 @@ class RankShare:
         exchange = RankExchange(wrapped, self._kind, place, step_tokens, self._device)
         make_loop = InnerLoop if place.rank else LeadingLoop
         self.inner = make_loop(
-            wrapped, self.optimizer, inner, self._batches, self._device, on_loss=self._on_loss, exchange=exchange
+            wrapped,
+            self.optimizer,
+            inner,
+            self._batches,
+            self._device,
+            on_loss=self._on_loss,
+            exchange=exchange,
+            num_rows=place.most_rows(inner.micro_batch_size),
         )
         if isinstance(self.inner, LeadingLoop):
             self.inner.ranks = self._ranks

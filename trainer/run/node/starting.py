@@ -311,7 +311,7 @@ def _build(
         peak.flops_per_s / 1e12,
         peak.kind,
     )
-    evaluator = _evaluator(resolved, session, store, device)
+    evaluator = _evaluator(resolved, session, store, device, place)
     if ranks.in_cluster:
         evaluator.prepare()
     stack.enter_context(watch)
@@ -346,7 +346,9 @@ def _check_ranks(ranks: Ranks, origin: Origin) -> None:
         )
 
 
-def _evaluator(config: RunConfig, session: Session, store: StoreWatch, device: torch.device) -> Evaluator:
+def _evaluator(
+    config: RunConfig, session: Session, store: StoreWatch, device: torch.device, place: RankPlace
+) -> Evaluator:
     def read() -> HeldOut:
         return HeldOut.of(
             session,
@@ -361,7 +363,7 @@ def _evaluator(config: RunConfig, session: Session, store: StoreWatch, device: t
         read=read if config.data.holdout else None,
         vocabulary=lambda: store.vocabulary,
         device=device,
-        rows=config.inner.micro_batch_size,
+        rows=place.most_rows(config.inner.micro_batch_size),
         round_steps=config.diloco.inner_steps,
         autocast=autocast_for(device, config.inner.precision),
         seed=config.seed,
