@@ -90,7 +90,7 @@ class Readback:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> list[float]:
         """Returns the values, once they are there."""
@@ -121,21 +121,22 @@ class StepClock:
     """Tells the seconds between points of a step: of the host on a CPU, of the device on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._optimizer: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def mark(self) -> float | torch.cuda.Event:
         """Returns this point: what was queued so far is done there."""
-        if not self._on_cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def between(self, first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-        """Returns the seconds between two points that are over."""
+        """Returns the seconds between two points; waits until the device has come to the second."""
         if isinstance(first, float) or isinstance(second, float):
             return float(second) - float(first)  # type: ignore[arg-type]  # both are of one kind
+        second.synchronize()
         return float(first.elapsed_time(second)) / 1e3
 
     def optimizer_s(self, first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:

@@ -62,13 +62,13 @@ def eval_command(
 
     from trainer.checkpoint.files import read_checkpoint
     from trainer.checkpoint.node import CheckpointContents
-    from trainer.inner import choose_device
+    from trainer.inner import use_device
     from trainer.run.cli.commands import _newest
 
     found = read_checkpoint(checkpoint) if checkpoint is not None else _newest(checkpoint_dir, token, node_id)
     saved = CheckpointContents.from_mapping(found)
     data = _data_of(saved, store, holdout)
-    where = choose_device(device)
+    where = use_device(device)
     model = _model_of(saved, where)
     measured = _held_out(saved, model, data, tokens, where, batch_size)
     if measured is None and not names:

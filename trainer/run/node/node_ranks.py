@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import PeerUnavailableError, TrainerUsageError
-from trainer.inner import choose_device
+from trainer.inner import use_device
 from trainer.inner.parallel import local_part
 from trainer.inner.rank_place import RankPlace
 from trainer.network.discovery.parent import die_with_parent
@@ -204,9 +204,7 @@ def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
     if config.device.startswith("cuda:"):
         raise TrainerUsageError(f"device: expected auto or cuda for a node of several ranks, found {config.device}")
     die_with_parent(signal.SIGTERM)  # A killed torchrun can no longer end its ranks: rank 0 saves, and ends them.
-    device = choose_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = use_device(config.device)
     longest_s = _WAITS_IN_A_ROW * (config.collective.round_timeout_s + _SLACK_S)
     try:
         # Between two steps a rank may wait for its data.

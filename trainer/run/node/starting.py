@@ -47,7 +47,7 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.evaluation import Evaluator, HeldOut
-from trainer.inner import autocast_for, batch_size_for, choose_device
+from trainer.inner import autocast_for, batch_size_for, use_device
 from trainer.inner.memory import shortage
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
@@ -107,7 +107,7 @@ def run_node(
             from trainer.run.node.ranked import follow
 
             with stop.on_signals():  # What they ask for, rank 0 does, at all ranks together.
-                follow(node_ranks, choose_device(config.device))
+                follow(node_ranks, use_device(config.device))
             return
         node = _build(config, ranks, display, stop, stack, node_ranks)
         with stop.on_signals():
@@ -178,9 +178,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
             f"engine torch: expected to be started by torchrun, found no {', '.join(missing)}; run "
             "`torchrun --nproc-per-node 8 -m trainer --engine torch ...`"
         )
-    device = choose_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = use_device(config.device)
     timeout = timedelta(seconds=config.collective.round_timeout_s)
     try:
         join_process_group(device, timeout)
@@ -225,7 +223,7 @@ def _build(
     node_ranks: NodeRanks | None = None,
 ) -> Node:
     place = RankPlace() if node_ranks is None else node_ranks.place
-    device = choose_device(config.device)
+    device = use_device(config.device)
     require_loggers(config.log.to)
     session = open_session(config.data)
     store = StoreWatch(session, config.data.refresh_s)
@@ -290,7 +288,7 @@ def _build(
             kind=kind,
         )
     peak = peak_of(device, resolved.inner.precision)
-    meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak)
+    meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak, num_devices=place.size)
     curve_id = _curve_id(resolved, ranks, saved)
     first_step = saved.training_rounds if saved is not None else 0
     curves = _curves(resolved, curve_id, first_step) if ranks.rank == 0 else None
