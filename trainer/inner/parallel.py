@@ -1,8 +1,10 @@
 """How the ranks of one node train one model: each on its rows of every batch, with DDP, FSDP2 or HSDP.
 
-Guarantees: a step is that of one process with the same batch, up to the order of sums: each loss weighs by the tokens
-that count at all ranks, the clipped norm is that of the whole gradient, and all ranks apply or drop a step alike, since
-they decide on the same numbers. Gradients are exchanged once a step, whatever the accumulation.
+Guarantees: a step is that of one process with the same batch, up to the order of sums (in bf16 with shards also up to
+the rounding of norms, whose weights blocks gather in bf16): each loss weighs by the tokens that count at all ranks, the
+clipped norm is that of the whole gradient, and all ranks apply or drop a step alike, since they decide on the same
+numbers. DDP exchanges gradients once a step, whatever the accumulation. Shards are reduced to at each backward pass, so
+that no rank ever holds a gradient of the whole model, and exchanged between machines once a step.
 
 The trade-off: losses, tokens and norm are added up behind the backward pass, in one exchange of some hundred bytes, so
 gradients are weighed by the tokens that a step has where every label counts. Where some do not, the gradients are
@@ -54,10 +56,11 @@ def shard_model(
 ) -> None:
     """Shards a model built by `parameters_on_meta` within each machine; parameters have memory then, but no values."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    mesh = init_device_mesh(device.type, (place.local_size,))
     if place.num_hosts > 1:
         names = ("replicate", "shard")
         mesh = init_device_mesh(device.type, (place.num_hosts, place.local_size), mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh(device.type, (place.local_size,))
     # Autocast makes products bf16; what blocks gather for them is bf16 too, half the bytes. Sums of gradients are fp32.
     is_bf16 = device.type == "cuda" and autocast_for(device, config.precision) is not nullcontext
     gathered = torch.bfloat16 if is_bf16 else None
@@ -77,7 +80,8 @@ def replicate_model(model: nn.Module, device: torch.device, seq_len: int) -> Dis
     would add up in another order than it would have without one.
     """
     ids = [device] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    # Buffers are tables that never change: each step would broadcast them.
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
     for _ in range(2):  # The order is taken up at the beginning of the second.
         tokens = torch.zeros((1, min(2, seq_len)), dtype=torch.int64, device=device)
         (wrapped(tokens, tokens) * 0.0).backward()
@@ -95,7 +99,7 @@ class Exchange(Protocol):
     """What the inner loop asks of the other ranks in a step."""
 
     def forward(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Encloses a forward pass; its backward pass exchanges gradients only if it is a step's last."""
+        """Encloses a forward pass; gradients that a rank has whole are exchanged in a step's last backward pass alone."""
 
     def share(self, count: int) -> float:
         """Returns the weight of this rank's mean loss over so many tokens."""
@@ -119,6 +123,7 @@ class RankExchange:
         self._place = place
         self._step_tokens = step_tokens
         self._device = device
+        self._kind = kind
         self._num_replicas = {"ddp": place.size, "fsdp": 1, "hsdp": place.num_hosts}[kind]
         self._is_exchanging = True
 
@@ -126,8 +131,9 @@ class RankExchange:
         """See `Exchange`."""
         if isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext() if is_last else cast(AbstractContextManager[object], self._wrapped.no_sync())
-        if is_last != self._is_exchanging:
-            cast(FSDPModule, self._wrapped).set_requires_gradient_sync(is_last)
+        # What a backward pass makes is cut into shards at once, or a rank would hold the whole gradient in fp32.
+        if self._kind == "hsdp" and is_last != self._is_exchanging:
+            cast(FSDPModule, self._wrapped).set_requires_all_reduce(is_last)
             self._is_exchanging = is_last
         return nullcontext()
 

@@ -36,7 +36,7 @@ def main(options: dict[str, Any]) -> None:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
