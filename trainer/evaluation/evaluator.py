@@ -1,7 +1,8 @@
 """`Evaluator`: when a node in training measures its model, and what it then measures.
 
 The steps decide, and they are in the checkpoint: a node that was killed measures at the places where it would have,
-and perhaps after one outer step more. A store whose held-out shards cannot be read costs a warning and the measurement, never the run.
+and perhaps after one outer step more. A store whose held-out shards cannot be read costs a warning and the measurement,
+never the run.
 """
 
 from __future__ import annotations

@@ -7,18 +7,19 @@ numbers. DDP exchanges gradients once a step, whatever the accumulation. Shards 
 that no rank ever holds a gradient of the whole model, and exchanged between machines once a step.
 
 The trade-off: losses, tokens and norm are added up behind the backward pass, in one exchange of some hundred bytes, so
-gradients are weighed by the tokens that a step has where every label counts. Where some do not, the gradients are
-scaled once more; before the backward pass, another exchange would have to be waited for at every step.
+gradients are weighed by the tokens that a step has where every label counts. What some labels that do not count change
+about that goes into the factor that clips; before the backward pass, another exchange would have to be waited for at
+every step. On a GPU the host waits for none of it before clipping and optimizer are queued (`trainer.inner.queueing`).
 
 FSDP wraps block by block; embedding, last norm and output are one more group, which stays gathered through the step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from torch.nn.utils import get_total_norm
 from trainer.inner.config import InnerConfig
 from trainer.inner.machine import autocast_for
 from trainer.inner.rank_place import RankPlace, Wrapped
+
+_CLIP_EPS: Final = 1e-6  # What torch adds to the norm before it divides by it.
 
 
 @contextmanager
@@ -95,22 +98,53 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """A step over all ranks, in fp64 on the device: nothing of it has been waited for."""
+
+    losses: Tensor
+    """[batches]: each one's mean, NaN where no label counts."""
+    counts: Tensor
+    """[batches]: its tokens."""
+    grad_norm: Tensor
+    """Of the gradient of the mean loss, before clipping."""
+    scale: Tensor
+    """What the ranks' gradients have to be multiplied with to be that gradient."""
+
+    @property
+    def values(self) -> Tensor:
+        """Losses, tokens and norm in one tensor, as `read` takes them."""
+        return torch.cat([self.losses, self.counts, self.grad_norm.reshape(1)])
+
+    @staticmethod
+    def read(values: Sequence[float]) -> tuple[list[float], list[int], float]:
+        """Returns losses, tokens and norm."""
+        num_batches = len(values) // 2
+        counts = [int(count) for count in values[num_batches : 2 * num_batches]]
+        return list(values[:num_batches]), counts, values[-1]
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether the step may be applied: as the host decides it."""
+        counting = self.counts > 0
+        losses = torch.where(counting, self.losses, torch.zeros_like(self.losses))
+        return torch.isfinite(losses).all() & torch.isfinite(self.grad_norm) & counting.any()
+
+
 class Exchange(Protocol):
     """What the inner loop asks of the other ranks in a step."""
 
     def forward(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Encloses a forward pass; gradients that a rank has whole are exchanged in a step's last backward pass alone."""
+        """Encloses a forward pass; gradients that a rank has whole are exchanged in a step's last pass alone."""
 
     def share(self, count: int) -> float:
         """Returns the weight of this rank's mean loss over so many tokens."""
 
-    def combine(
-        self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]
-    ) -> tuple[list[float], list[int], float]:
-        """Returns each batch's loss and tokens over all ranks, and the gradient's norm; gradients are scaled to fit."""
+    def combine(self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]) -> StepSums:
+        """Returns what all ranks decide by; the host does not wait for it."""
 
-    def scale(self, gradients: Sequence[Tensor], factor: float) -> None:
-        """Scales gradients in place."""
+    def clip(self, gradients: Sequence[Tensor], sums: StepSums, max_norm: float) -> None:
+        """Makes gradients those of the mean loss, of at most this norm, in place."""
 
 
 class RankExchange:
@@ -141,31 +175,26 @@ class RankExchange:
         """See `Exchange`. Both wrappers average over all ranks."""
         return count * self._place.size / self._step_tokens
 
-    def combine(
-        self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]
-    ) -> tuple[list[float], list[int], float]:
+    def combine(self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]) -> StepSums:
         """See `Exchange`."""
         parts = [_local(gradient) for gradient in gradients]
         square = get_total_norm(parts).to(self._device, torch.float64).square()
-        tokens = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        tokens = torch.tensor(counts, dtype=torch.float64)
+        if self._device.type == "cuda":  # Else the copy would wait for the backward pass.
+            tokens = tokens.pin_memory().to(self._device, non_blocking=True)
         weighted = torch.stack(list(losses)).to(torch.float64) * tokens
         sums = torch.cat([weighted, tokens, square.reshape(1) / self._num_replicas])
         dist.all_reduce(sums)
-        *found, square_of_all = sums.tolist()
-        totals = [int(count) for count in found[len(losses) :]]
-        batch_losses = [
-            loss / count if count else math.nan for loss, count in zip(found[: len(losses)], totals, strict=True)
-        ]
-        num_tokens, norm = sum(totals), math.sqrt(square_of_all) if square_of_all >= 0.0 else math.nan
-        if num_tokens and num_tokens != self._step_tokens:
-            self.scale(gradients, self._step_tokens / num_tokens)
-            norm *= self._step_tokens / num_tokens
-        return batch_losses, totals, norm
+        losses_of_all, counts_of_all, square_of_all = sums.split([len(losses), len(losses), 1])
+        scale = self._step_tokens / counts_of_all.sum().clamp(min=1.0)
+        norm = square_of_all.squeeze(0).sqrt() * scale
+        return StepSums(losses_of_all / counts_of_all, counts_of_all, norm, scale)  # Of no tokens it is 0 / 0, NaN.
 
-    def scale(self, gradients: Sequence[Tensor], factor: float) -> None:
+    def clip(self, gradients: Sequence[Tensor], sums: StepSums, max_norm: float) -> None:
         """See `Exchange`."""
         parts = [_local(gradient) for gradient in gradients]
-        torch._foreach_mul_(parts, factor)
+        factor = sums.scale * (max_norm / (sums.grad_norm + _CLIP_EPS)).clamp(max=1.0)
+        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -11,12 +11,11 @@ wait: those of the optimizer come a step late. On a CPU all of this is the plain
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from trainer.model.loss import IGNORED_LABEL
@@ -105,12 +104,9 @@ def can_decide_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def apply_if_finite(
-    optimizer: Optimizer, parameters: Sequence[Tensor], decisive: Tensor, norm: Tensor, max_norm: float
-) -> None:
-    """Queues clipping and a step that changes nothing if one of ``decisive``, on the device, is not finite."""
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    optimizer.found_inf = (~torch.isfinite(decisive).all()).to(torch.float32)  # type: ignore[attr-defined]
+def apply_if(optimizer: Optimizer, is_good: Tensor) -> None:
+    """Queues a step that changes nothing unless ``is_good``, a bool on the device."""
+    optimizer.found_inf = (~is_good).to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
