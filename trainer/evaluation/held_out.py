@@ -33,7 +33,7 @@ from loader.stream.windows import WindowView, num_windows
 from manifests import SPECIAL_TOKENS
 from trainer.errors import TrainerUsageError
 from trainer.model import Transformer
-from trainer.model.loss import IGNORED_LABEL
+from trainer.model.loss import IGNORED_LABEL, filled_up
 
 _UNK_ID: Final = SPECIAL_TOKENS.index("<|unk|>")
 _BITS_A_NAT: Final = 1.0 / math.log(2.0)
@@ -121,7 +121,7 @@ class HeldOut:
     def measure(
         self, model: Transformer, device: torch.device, *, rows: int, autocast: Autocast = nullcontext
     ) -> HeldOutLoss:
-        """Returns the loss of a model as it is; ``rows`` windows go through it at once.
+        """Returns the loss of a model as it is; ``rows`` windows go through it at once, each time: it may be compiled.
 
         Ids that the model has no row for are read as UNK, and not measured: as in training.
         """
@@ -138,6 +138,7 @@ class HeldOut:
                     num_bytes += int(self.bytes_of[wanted[known]].sum())
                     ids = torch.where(ids < model.config.vocab_size, ids, _UNK_ID)
                     wanted = torch.where(known, wanted, IGNORED_LABEL)
+                    ids, wanted = filled_up(ids, wanted, rows)
                     with autocast():
                         sums.append(model(ids.to(device), wanted.to(device)).float() * count)
                 by_source[name] = SourceLoss(math.fsum(torch.stack(sums).tolist()), num_tokens, num_bytes)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.model.loss import IGNORED_LABEL
+from trainer.model.loss import IGNORED_LABEL, filled_up
 
 _NARROW_IDS: Final = (1 << 16) - 1
 """Ids below this fit uint16 beside the one that stands for labels that are left out."""
@@ -50,17 +50,6 @@ class BatchMover:
         for each in (ids, labels):
             each.record_stream(current)
         return ids, labels
-
-
-def filled_up(ids: Tensor, labels: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns a batch of at least ``num_rows`` rows; those added have labels that do not count."""
-    missing = num_rows - ids.shape[0]
-    if missing <= 0:
-        return ids, labels
-    return (
-        torch.cat([ids, ids.new_zeros(missing, ids.shape[1])]),
-        torch.cat([labels, labels.new_full((missing, labels.shape[1]), IGNORED_LABEL)]),
-    )
 
 
 def narrowed(ids: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from tests.support.model_configs import batches, small_model
 from tests.support.rank_scenarios import Odd
 from tests.trainer.inner.test_loop import CPU, FAST, _bits, _loop, _poisoned
 from trainer.inner import InnerConfig, StepResult, loop, make_optimizer
-from trainer.inner.queueing import BatchMover, can_decide_on_device, filled_up, narrowed, widened
+from trainer.inner.queueing import BatchMover, can_decide_on_device, narrowed, widened
+from trainer.model.loss import filled_up
 
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
