@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "~/.neuroshard/checkpoints"
-_DECISIVE = ("seq_len", "precision")
+_DECISIVE = ("seq_len", "precision", "document_mask")
 """Inner options that decide how a model is measured."""
 
 
@@ -121,6 +121,7 @@ def _held_out(
 ) -> HeldOutLoss | None:
     from trainer.evaluation import EvalConfig, HeldOut
     from trainer.inner import InnerConfig, autocast_for
+    from trainer.model import within_documents
     from trainer.run.config import from_mapping
     from trainer.run.node.data import open_session
 
@@ -129,8 +130,11 @@ def _held_out(
     kept = saved.config.get("inner", {})
     inner = from_mapping(InnerConfig, {name: kept[name] for name in _DECISIVE if name in kept}, "inner.")
     evaluated = from_mapping(EvalConfig, saved.config.get("eval", {}), "eval.")
+    session = open_session(data)
+    if inner.document_mask:
+        within_documents(model, session.catalog.vocabulary().eos_id)
     held_out = HeldOut.of(
-        open_session(data),
+        session,
         holdout=data.holdout,
         seq_len=inner.seq_len,
         num_tokens=evaluated.tokens if tokens is None else tokens,

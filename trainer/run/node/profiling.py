@@ -8,6 +8,7 @@ afterwards, since the profiler itself costs time (of a step of `tiny` on a CPU a
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ def profile_training(config: RunConfig, num_steps: int, folder: Path, display: T
         raise TrainerUsageError(f"--steps: expected 1 or more, found {num_steps}")
     if config.engine == "torch" or config.pipeline == "swarm":
         raise TrainerUsageError("profile: expected one process with a whole model, found engine torch or a pipeline")
+    if (num_ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise TrainerUsageError(f"profile: expected one process, found {num_ranks} ranks; start it without torchrun")
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Profile] = []
     with tempfile.TemporaryDirectory(prefix="genesis-profile-") as scratch:
@@ -69,7 +72,7 @@ def profile_training(config: RunConfig, num_steps: int, folder: Path, display: T
             rpc=replace(config.rpc, port=0),
             checkpoint=replace(config.checkpoint, directory=scratch, token=""),
             api=replace(config.api, enabled=False),
-            log=replace(config.log, directory=""),
+            log=replace(config.log, directory="", to=()),
         )
         run_node(alone, display, StopRequest(), lambda node: found.append(_profiled(node, num_steps, folder)))
     return found[0]
