@@ -37,11 +37,13 @@ from trainer.outer.diloco import FlatLayout
 from trainer.run.config import RunConfig
 from trainer.run.node.lent_memory import Loan, borrowed, lent
 from trainer.run.node.process_group import join_process_group
+from trainer.run.node.training import FIRST_STATE_S
 
 logger = logging.getLogger(__name__)
 
 _WAITS_IN_A_ROW: Final = 6
-"""Rank 0 may fetch the others' state five times, and take part in a round, before it tells the ranks anything."""
+"""Rank 0 may fetch the others' state five times, and take part in a round, before it tells the ranks anything; at the
+beginning it may wait for their first state besides."""
 _SLACK_S: Final = 600.0
 
 
@@ -191,6 +193,11 @@ def _numbers(loan: Loan) -> list[int]:
     return [loan.pid, loan.descriptor, loan.num_values]
 
 
+def longest_silence_s(config: RunConfig) -> float:
+    """Returns for how long rank 0 may have nothing to tell; a rank that hears nothing for longer has lost it."""
+    return FIRST_STATE_S + _WAITS_IN_A_ROW * (config.collective.round_timeout_s + _SLACK_S)
+
+
 @contextmanager
 def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
     """Joins this node's other processes, which torchrun started with this one, for as long as the node runs."""
@@ -205,12 +212,11 @@ def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
         raise TrainerUsageError(f"device: expected auto or cuda for a node of several ranks, found {config.device}")
     die_with_parent(signal.SIGTERM)  # A killed torchrun can no longer end its ranks: rank 0 saves, and ends them.
     device = use_device(config.device)
-    longest_s = _WAITS_IN_A_ROW * (config.collective.round_timeout_s + _SLACK_S)
     try:
         # Between two steps a rank may wait for its data.
         together = timedelta(seconds=config.data.timeout_s + _SLACK_S)
         join_process_group(device, together)
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_s))
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_silence_s(config)))
         copies = _copies_of_one_part(place, together) if place.num_hosts > 1 else None
     except (RuntimeError, ValueError) as error:
         raise TrainerUsageError(f"the node's ranks cannot find each other: {error}") from error

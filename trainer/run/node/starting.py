@@ -50,7 +50,7 @@ from trainer.evaluation import Evaluator, HeldOut
 from trainer.inner import autocast_for, batch_size_for, use_device
 from trainer.inner.memory import shortage
 from trainer.inner.peak import peak_of
-from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
+from trainer.inner.rank_place import Parallel, RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
 from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
@@ -272,7 +272,7 @@ def _build(
     else:
         from trainer.run.node.ranked import LeadingReplica
 
-        kind = choose_parallel(config.parallel, shape, memory_bytes, place)
+        kind = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
         logger.info("%d ranks on %d machines share the model: %s", place.size, place.num_hosts, kind)
         replica = LeadingReplica(
             resolved,
@@ -432,6 +432,11 @@ def _collective(
     return network.collective, network
 
 
+def wanted_parallel(config: RunConfig) -> Parallel:
+    """Returns how a node's ranks are to share a model; ``auto`` with Muon, which needs whole matrices, is ``ddp``."""
+    return "ddp" if config.parallel == "auto" and config.inner.optimizer == "muon" else config.parallel
+
+
 def resolve(
     config: RunConfig,
     saved: CheckpointContents | None,
@@ -455,7 +460,7 @@ def resolve(
         shape = chosen
     else:
         each = _BYTES_PER_PARAMETER_SHARED if shared_memory else _BYTES_PER_PARAMETER_ALONE
-        parts = 1 if config.parallel == "ddp" else place.local_size
+        parts = 1 if wanted_parallel(config) == "ddp" else place.local_size
         shape = choose_architecture(parts * memory_bytes(), vocab_rows, bytes_per_parameter=each)
     if first is not None and shared_memory and (free_bytes := memory_bytes()) < _WEIGHT_BYTES * num_parameters(shape):
         raise TrainerUsageError(
@@ -475,7 +480,7 @@ def resolve(
             checkpointing = inner.activation_checkpointing
             available = memory_bytes()
             if place.size > 1:
-                kind = choose_parallel(config.parallel, shape, memory_bytes, place)
+                kind = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
                 available = rows_memory_bytes(kind, shape, available, place)
             rows = batch_size_for(available, shape, inner.seq_len, activation_checkpointing=checkpointing) * place.size
         inner = replace(inner, micro_batch_size=rows)
