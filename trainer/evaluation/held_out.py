@@ -2,7 +2,7 @@
 
 The windows are the same at every measurement, at every node and after every restart: evenly spaced over each source's
 first `data.holdout` shards, which stay the same as a store grows. So two figures differ by the model and never by the
-sample. All ranks of a worker measure all of them, since a sharded model runs on all ranks at once.
+sample. Ranks of a node share the rows of each pass among them (`trainer.run.node.ranked`).
 
 The loss is told in nats a token, which depends on the vocabulary, and in bits a byte of the text that the tokens spell,
 which does not. What the shards' text has in bytes is in no index; it follows from the ids, each of which spells the

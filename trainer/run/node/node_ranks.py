@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,7 +59,7 @@ class Told(IntEnum):
     LOAD = 7  # The optimizer's state, but for its tensors.
     LIMIT_IDS = 8
     READ_FROM = 9  # A state of the loader.
-    FORWARD = 10  # A pass without gradients, with its input.
+    FORWARD = 10  # A pass without gradients, with the shapes of its inputs, which follow.
     STOP = 11
 
 
@@ -86,6 +86,16 @@ class NodeRanks:
         dist.broadcast(torch.tensor([told, len(payload)]), src=0, group=self._control)
         if payload:
             dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0, group=self._control)
+
+    def send(self, ids: Tensor) -> None:
+        """Gives the other ranks int64 values, for which they `receive`; for rank 0."""
+        dist.broadcast(ids.cpu().contiguous(), src=0, group=self._control)
+
+    def receive(self, shape: Sequence[int]) -> Tensor:
+        """Returns the values of this shape that rank 0 sends."""
+        ids = torch.empty(tuple(shape), dtype=torch.int64)
+        dist.broadcast(ids, src=0, group=self._control)
+        return ids
 
     def stop(self) -> None:
         """Ends the other ranks, and waits until each has heard it; for rank 0."""

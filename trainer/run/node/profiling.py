@@ -8,7 +8,6 @@ afterwards, since the profiler itself costs time (of a step of `tiny` on a CPU a
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.monitor.status import SpeedStatus
 from trainer.run.config import RunConfig
-from trainer.run.node.starting import run_node
+from trainer.run.node.starting import num_processes, run_node
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay
 
@@ -59,8 +58,10 @@ def profile_training(config: RunConfig, num_steps: int, folder: Path, display: T
         raise TrainerUsageError(f"--steps: expected 1 or more, found {num_steps}")
     if config.engine == "torch" or config.pipeline == "swarm":
         raise TrainerUsageError("profile: expected one process with a whole model, found engine torch or a pipeline")
-    if (num_ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise TrainerUsageError(f"profile: expected one process, found {num_ranks} ranks; start it without torchrun")
+    if num_processes() > 1:
+        raise TrainerUsageError(
+            f"profile: expected one process, found {num_processes()} ranks; start it without torchrun"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Profile] = []
     with tempfile.TemporaryDirectory(prefix="genesis-profile-") as scratch:

@@ -155,10 +155,14 @@ class Ranks:
         return not self.least(not flag)
 
 
+def num_processes() -> int:
+    """Returns how many processes torchrun has started with this one; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def _joined_node(config: RunConfig, stack: ExitStack) -> NodeRanks | None:
     """Joins the other processes of this node; None for a node of one, or where each of torchrun's is a node."""
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not under_torchrun or config.engine == "torch":
+    if num_processes() == 1 or config.engine == "torch":
         return None
     # Brings the distributed parts of torch, a second of start-up that a node of one process does not need.
     from trainer.run.node.node_ranks import joined_node
@@ -286,6 +290,7 @@ def _build(
             set_first_weights=fill_,
             ranks=node_ranks,
             kind=kind,
+            awaits_checkpoint=saved is not None,
         )
     peak = peak_of(device, resolved.inner.precision)
     meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak, num_devices=place.size)
@@ -309,7 +314,7 @@ def _build(
         peak.flops_per_s / 1e12,
         peak.kind,
     )
-    evaluator = _evaluator(resolved, session, store, device, place)
+    evaluator = _evaluator(resolved, session, store, device)
     if ranks.in_cluster:
         evaluator.prepare()
     stack.enter_context(watch)
@@ -344,9 +349,7 @@ def _check_ranks(ranks: Ranks, origin: Origin) -> None:
         )
 
 
-def _evaluator(
-    config: RunConfig, session: Session, store: StoreWatch, device: torch.device, place: RankPlace
-) -> Evaluator:
+def _evaluator(config: RunConfig, session: Session, store: StoreWatch, device: torch.device) -> Evaluator:
     def read() -> HeldOut:
         return HeldOut.of(
             session,
@@ -361,7 +364,7 @@ def _evaluator(
         read=read if config.data.holdout else None,
         vocabulary=lambda: store.vocabulary,
         device=device,
-        rows=place.most_rows(config.inner.micro_batch_size),
+        rows=config.inner.micro_batch_size,
         round_steps=config.diloco.inner_steps,
         autocast=autocast_for(device, config.inner.precision),
         seed=config.seed,
