@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -34,6 +35,9 @@ from trainer.inner.config import InnerConfig
 from trainer.inner.machine import autocast_for
 from trainer.inner.rank_place import RankPlace, Wrapped
 
+_has_forward_sync = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+BUFFERS_STAY: Final = {"forward_sync_buffers" if _has_forward_sync else "broadcast_buffers": False}
+"""For DDP, by its name in this torch: buffers are tables that never change, and each step would broadcast them."""
 _CLIP_EPS: Final = 1e-6  # What torch adds to the norm before it divides by it.
 
 
@@ -83,8 +87,7 @@ def replicate_model(model: nn.Module, device: torch.device, seq_len: int) -> Dis
     would add up in another order than it would have without one.
     """
     ids = [device] if device.type == "cuda" else None
-    # Buffers are tables that never change: each step would broadcast them.
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **BUFFERS_STAY)
     for _ in range(2):  # The order is taken up at the beginning of the second.
         tokens = torch.zeros((1, min(2, seq_len)), dtype=torch.int64, device=device)
         (wrapped(tokens, tokens) * 0.0).backward()

@@ -23,8 +23,7 @@ def ddp_model(model: nn.Module, device: torch.device | None = None) -> Distribut
     if not (dist.is_available() and dist.is_initialized()):
         raise TrainerUsageError("DDP needs a process group, found none: start the ranks with torchrun")
     device_ids = [device] if device is not None and device.type == "cuda" else None
-    # Buffers are tables that never change: each step would broadcast them.
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 class EveryStepStrategy:

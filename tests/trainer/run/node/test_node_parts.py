@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from trainer.checkpoint.node import Checkpointer
+from trainer.checkpoint.node import Checkpointer, wallet_id
 from trainer.collective import CollectiveConfig
 from trainer.inner import Batch, InnerConfig
 from trainer.model import Transformer, preset
@@ -45,7 +45,7 @@ def test_a_save_that_would_be_left_out_gathers_nothing(tmp_path: Path) -> None:
     )
     parts["dataset"] = SimpleNamespace(state_dict=lambda: {})
     replica = SimpleNamespace(inner=SimpleNamespace(step_index=5), contents=contents)
-    with Busy(tmp_path, "w" * 16) as checkpointer:
+    with Busy(tmp_path, wallet_id("", "a")) as checkpointer:
         node = Node(
             config=RunConfig(node_id="a"),
             ranks=Ranks(),
