@@ -144,6 +144,7 @@ def test_a_store_that_cannot_be_read_costs_a_measurement_and_not_the_run(
         vocabulary=two_sources.catalog.vocabulary,
         device=CPU,
         rows=8,
+        round_steps=10,
         autocast=nullcontext,
         seed=1,
     )
