@@ -248,6 +248,12 @@ class Checkpointer(BackgroundSaver):
                 f"{self.path.parent}: expected a folder for checkpoints that can be written to, found: {error}"
             ) from error
 
+    def leaves_out(self) -> bool:
+        """Whether a save without ``wait`` would be left out now, since another is being written; it then counts so."""
+        is_busy = self.busy
+        self.skipped += is_busy
+        return is_busy
+
     def save(self, contents: Mapping[str, object], *, wait: bool = False, timeout_s: float = TIMEOUT_S) -> bool:
         """Saves the state as it is now; returns whether it was begun, which it is not while another is being written.
 

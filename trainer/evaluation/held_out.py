@@ -2,7 +2,7 @@
 
 The windows are the same at every measurement, at every node and after every restart: evenly spaced over each source's
 first `data.holdout` shards, which stay the same as a store grows. So two figures differ by the model and never by the
-sample. All ranks of a worker measure all of them, since a sharded model runs on all ranks at once.
+sample. Ranks of a node share the rows of each pass among them (`trainer.run.node.ranked`).
 
 The loss is told in nats a token, which depends on the vocabulary, and in bits a byte of the text that the tokens spell,
 which does not. What the shards' text has in bytes is in no index; it follows from the ids, each of which spells the
@@ -33,7 +33,7 @@ from loader.stream.windows import WindowView, num_windows
 from manifests import SPECIAL_TOKENS
 from trainer.errors import TrainerUsageError
 from trainer.model import Transformer
-from trainer.model.loss import IGNORED_LABEL
+from trainer.model.loss import IGNORED_LABEL, filled_up
 
 _UNK_ID: Final = SPECIAL_TOKENS.index("<|unk|>")
 _BITS_A_NAT: Final = 1.0 / math.log(2.0)
@@ -121,7 +121,7 @@ class HeldOut:
     def measure(
         self, model: Transformer, device: torch.device, *, rows: int, autocast: Autocast = nullcontext
     ) -> HeldOutLoss:
-        """Returns the loss of a model as it is; ``rows`` windows go through it at once.
+        """Returns the loss of a model as it is; ``rows`` windows go through it at once, each time: it may be compiled.
 
         Ids that the model has no row for are read as UNK, and not measured: as in training.
         """
@@ -138,6 +138,7 @@ class HeldOut:
                     num_bytes += int(self.bytes_of[wanted[known]].sum())
                     ids = torch.where(ids < model.config.vocab_size, ids, _UNK_ID)
                     wanted = torch.where(known, wanted, IGNORED_LABEL)
+                    ids, wanted = filled_up(ids, wanted, rows)
                     with autocast():
                         sums.append(model(ids.to(device), wanted.to(device)).float() * count)
                 by_source[name] = SourceLoss(math.fsum(torch.stack(sums).tolist()), num_tokens, num_bytes)

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from trainer.inner.config import InnerConfig, batch_size_for
 from trainer.inner.loop import Batch, InnerLoop, NonFiniteGuard, StepResult, make_optimizer, parameter_groups
-from trainer.inner.machine import autocast_for, choose_device, compiled, rng_state, set_rng_state, undisturbed_rng
+from trainer.inner.machine import (
+    autocast_for,
+    choose_device,
+    compiled,
+    rng_state,
+    set_rng_state,
+    undisturbed_rng,
+    use_device,
+)
 from trainer.inner.schedule import lr_at
 
 __all__ = [
@@ -27,4 +35,5 @@ __all__ = [
     "rng_state",
     "set_rng_state",
     "undisturbed_rng",
+    "use_device",
 ]

@@ -31,12 +31,12 @@ from trainer.errors import CheckpointMismatchError, NonFiniteTrainingError, Trai
 from trainer.inner.config import InnerConfig
 from trainer.inner.machine import autocast_for, compiled, is_compiled
 from trainer.inner.muon import MuonAdamW, muon_groups
-from trainer.inner.queueing import BatchMover, Readback, StepClock, apply_if_finite, can_decide_on_device
+from trainer.inner.queueing import BatchMover, Readback, StepClock, apply_if, can_decide_on_device
 from trainer.inner.schedule import ScheduleClock
 from trainer.model.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from trainer.inner.parallel import Exchange
+    from trainer.inner.parallel import Exchange, StepSums
 
 Batch = Mapping[str, Tensor]
 """``input_ids`` and ``labels``, int64[B, T], on the CPU, as the loader gives them; other entries are ignored."""
@@ -67,7 +67,7 @@ class InnerLoop:
     ``model(input_ids, labels)`` is the mean loss over the labels that are not -100, and on ``device`` already.
     ``on_loss`` is called with the loss of every batch, in order, after its step (the loader's ``report_loss``).
     ``exchange`` is with the other ranks that train the same model on other rows of the same batches: their losses and
-    tokens are those of all ranks.
+    tokens are those of all ranks. ``num_rows`` are the most that one of ``batches`` has, if not ``micro_batch_size``.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class InnerLoop:
         *,
         on_loss: Callable[[float], object] | None = None,
         exchange: Exchange | None = None,
+        num_rows: int | None = None,
     ) -> None:
         self._model = model
         self._exchange = exchange
@@ -92,7 +93,8 @@ class InnerLoop:
         self._on_loss = on_loss
         self._autocast = autocast_for(device, config.precision)
         self._guard = NonFiniteGuard(config.max_skipped_in_a_row)
-        self._mover = BatchMover(device, config.micro_batch_size if is_compiled(config.compile, device) else 0)
+        most_rows = config.micro_batch_size if num_rows is None else num_rows
+        self._mover = BatchMover(device, most_rows if is_compiled(config.compile, device) else 0)
         self._clock = StepClock(device)
         self._schedule = ScheduleClock(config)
 
@@ -134,32 +136,31 @@ class InnerLoop:
         begun = self._clock.mark()
         losses = self._backward(batches, counts)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        on_device = False
-        if self._exchange is not None:
-            batch_losses, counts, grad_norm = self._exchange.combine(losses, counts, gradients)
-            num_tokens, computed = sum(counts), self._clock.mark()
-        else:
-            norm = get_total_norm(gradients).to(self._device)
-            values = torch.stack([*losses, norm])
-            computed, readback = self._clock.mark(), Readback(values)
-            on_device = self._ddp is None and can_decide_on_device(self._optimizer, self._device)
-            for group in self._optimizer.param_groups if on_device else ():
-                group["lr"] = lr
-            if on_device and num_tokens:
-                decisive = torch.stack([*(loss for loss, count in zip(losses, counts, strict=True) if count), norm])
-                apply_if_finite(self._optimizer, self._parameters(), decisive, norm, self._config.max_grad_norm)
+        sums = None if self._exchange is None else self._exchange.combine(losses, counts, gradients)
+        norm = get_total_norm(gradients).to(self._device) if sums is None else sums.grad_norm
+        values = torch.stack([*losses, norm]) if sums is None else sums.values
+        computed, readback = self._clock.mark(), Readback(values)
+        on_device = self._ddp is None and can_decide_on_device(self._optimizer, self._device)
+        for group in self._optimizer.param_groups if on_device else ():
+            group["lr"] = lr
+        if on_device and (sums is not None or num_tokens):
+            decisive = [*(loss for loss, count in zip(losses, counts, strict=True) if count), norm]
+            is_good = torch.isfinite(torch.stack(decisive)).all() if sums is None else sums.is_finite
+            self._clip(gradients, sums, norm)
+            apply_if(self._optimizer, is_good)
+        if sums is None:
             *batch_losses, grad_norm = readback.wait()
+        else:
+            batch_losses, counts, grad_norm = sums.read(readback.wait())
+            num_tokens = sum(counts)
         weighted = (loss * count for loss, count in zip(batch_losses, counts, strict=True) if count)
         loss = sum(weighted) / num_tokens if num_tokens else math.nan
         index = self._schedule.step_index
         common, all_tokens = self._common_loss(loss, num_tokens)
         applied = self._guard.allows(common, grad_norm)
         if applied and not on_device:
-            if grad_norm + _CLIP_EPS > self._config.max_grad_norm:
-                if self._exchange is None:
-                    clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
-                else:
-                    self._exchange.scale(gradients, self._config.max_grad_norm / (grad_norm + _CLIP_EPS))
+            if sums is not None or grad_norm + _CLIP_EPS > self._config.max_grad_norm:
+                self._clip(gradients, sums, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -212,6 +213,13 @@ class InnerLoop:
         self._optimizer.load_state_dict(restored)
         self._schedule = clock
         self._guard.skipped, self._guard.skipped_in_a_row = counters
+
+    def _clip(self, gradients: list[Tensor], sums: StepSums | None, norm: Tensor) -> None:
+        """Scales gradients to the greatest norm allowed; those of ranks first to the mean over all tokens."""
+        if sums is not None and self._exchange is not None:
+            self._exchange.clip(gradients, sums, self._config.max_grad_norm)
+        else:
+            clip_grads_with_norm_(self._parameters(), self._config.max_grad_norm, norm)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -46,6 +46,14 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(kind, int(index))
 
 
+def use_device(name: str = "auto") -> torch.device:
+    """Returns `choose_device`; a GPU is the current one from now on, which events, streams and free memory go by."""
+    device = choose_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def autocast_for(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[object]]:
     """Returns what makes a context for each forward pass; on a GPU fp32 products are TF32 unless fp32 is requested."""
     on_cuda = device.type == "cuda"

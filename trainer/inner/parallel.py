@@ -1,22 +1,26 @@
 """How the ranks of one node train one model: each on its rows of every batch, with DDP, FSDP2 or HSDP.
 
-Guarantees: a step is that of one process with the same batch, up to the order of sums: each loss weighs by the tokens
-that count at all ranks, the clipped norm is that of the whole gradient, and all ranks apply or drop a step alike, since
-they decide on the same numbers. Gradients are exchanged once a step, whatever the accumulation.
+Guarantees: a step is that of one process with the same batch, up to the order of sums (in bf16 with shards also up to
+the rounding of norms, whose weights blocks gather in bf16): each loss weighs by the tokens that count at all ranks, the
+clipped norm is that of the whole gradient, and all ranks apply or drop a step alike, since they decide on the same
+numbers. DDP exchanges gradients once a step, whatever the accumulation. Shards are reduced to at each backward pass, so
+that no rank ever holds a gradient of the whole model, and exchanged between machines once a step.
 
 The trade-off: losses, tokens and norm are added up behind the backward pass, in one exchange of some hundred bytes, so
-gradients are weighed by the tokens that a step has where every label counts. Where some do not, the gradients are
-scaled once more; before the backward pass, another exchange would have to be waited for at every step.
+gradients are weighed by the tokens that a step has where every label counts. What some labels that do not count change
+about that goes into the factor that clips; before the backward pass, another exchange would have to be waited for at
+every step. On a GPU the host waits for none of it before clipping and optimizer are queued (`trainer.inner.queueing`).
 
 FSDP wraps block by block; embedding, last norm and output are one more group, which stays gathered through the step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,11 @@ from torch.nn.utils import get_total_norm
 from trainer.inner.config import InnerConfig
 from trainer.inner.machine import autocast_for
 from trainer.inner.rank_place import RankPlace, Wrapped
+
+_has_forward_sync = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+BUFFERS_STAY: Final = {"forward_sync_buffers" if _has_forward_sync else "broadcast_buffers": False}
+"""For DDP, by its name in this torch: buffers are tables that never change, and each step would broadcast them."""
+_CLIP_EPS: Final = 1e-6  # What torch adds to the norm before it divides by it.
 
 
 @contextmanager
@@ -54,10 +63,11 @@ def shard_model(
 ) -> None:
     """Shards a model built by `parameters_on_meta` within each machine; parameters have memory then, but no values."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    mesh = init_device_mesh(device.type, (place.local_size,))
     if place.num_hosts > 1:
         names = ("replicate", "shard")
         mesh = init_device_mesh(device.type, (place.num_hosts, place.local_size), mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh(device.type, (place.local_size,))
     # Autocast makes products bf16; what blocks gather for them is bf16 too, half the bytes. Sums of gradients are fp32.
     is_bf16 = device.type == "cuda" and autocast_for(device, config.precision) is not nullcontext
     gathered = torch.bfloat16 if is_bf16 else None
@@ -77,7 +87,7 @@ def replicate_model(model: nn.Module, device: torch.device, seq_len: int) -> Dis
     would add up in another order than it would have without one.
     """
     ids = [device] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **BUFFERS_STAY)
     for _ in range(2):  # The order is taken up at the beginning of the second.
         tokens = torch.zeros((1, min(2, seq_len)), dtype=torch.int64, device=device)
         (wrapped(tokens, tokens) * 0.0).backward()
@@ -91,22 +101,53 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """A step over all ranks, in fp64 on the device: nothing of it has been waited for."""
+
+    losses: Tensor
+    """[batches]: each one's mean, NaN where no label counts."""
+    counts: Tensor
+    """[batches]: its tokens."""
+    grad_norm: Tensor
+    """Of the gradient of the mean loss, before clipping."""
+    scale: Tensor
+    """What the ranks' gradients have to be multiplied with to be that gradient."""
+
+    @property
+    def values(self) -> Tensor:
+        """Losses, tokens and norm in one tensor, as `read` takes them."""
+        return torch.cat([self.losses, self.counts, self.grad_norm.reshape(1)])
+
+    @staticmethod
+    def read(values: Sequence[float]) -> tuple[list[float], list[int], float]:
+        """Returns losses, tokens and norm."""
+        num_batches = len(values) // 2
+        counts = [int(count) for count in values[num_batches : 2 * num_batches]]
+        return list(values[:num_batches]), counts, values[-1]
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether the step may be applied: as the host decides it."""
+        counting = self.counts > 0
+        losses = torch.where(counting, self.losses, torch.zeros_like(self.losses))
+        return torch.isfinite(losses).all() & torch.isfinite(self.grad_norm) & counting.any()
+
+
 class Exchange(Protocol):
     """What the inner loop asks of the other ranks in a step."""
 
     def forward(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Encloses a forward pass; its backward pass exchanges gradients only if it is a step's last."""
+        """Encloses a forward pass; gradients that a rank has whole are exchanged in a step's last pass alone."""
 
     def share(self, count: int) -> float:
         """Returns the weight of this rank's mean loss over so many tokens."""
 
-    def combine(
-        self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]
-    ) -> tuple[list[float], list[int], float]:
-        """Returns each batch's loss and tokens over all ranks, and the gradient's norm; gradients are scaled to fit."""
+    def combine(self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]) -> StepSums:
+        """Returns what all ranks decide by; the host does not wait for it."""
 
-    def scale(self, gradients: Sequence[Tensor], factor: float) -> None:
-        """Scales gradients in place."""
+    def clip(self, gradients: Sequence[Tensor], sums: StepSums, max_norm: float) -> None:
+        """Makes gradients those of the mean loss, of at most this norm, in place."""
 
 
 class RankExchange:
@@ -119,6 +160,7 @@ class RankExchange:
         self._place = place
         self._step_tokens = step_tokens
         self._device = device
+        self._kind = kind
         self._num_replicas = {"ddp": place.size, "fsdp": 1, "hsdp": place.num_hosts}[kind]
         self._is_exchanging = True
 
@@ -126,8 +168,9 @@ class RankExchange:
         """See `Exchange`."""
         if isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext() if is_last else cast(AbstractContextManager[object], self._wrapped.no_sync())
-        if is_last != self._is_exchanging:
-            cast(FSDPModule, self._wrapped).set_requires_gradient_sync(is_last)
+        # What a backward pass makes is cut into shards at once, or a rank would hold the whole gradient in fp32.
+        if self._kind == "hsdp" and is_last != self._is_exchanging:
+            cast(FSDPModule, self._wrapped).set_requires_all_reduce(is_last)
             self._is_exchanging = is_last
         return nullcontext()
 
@@ -135,31 +178,26 @@ class RankExchange:
         """See `Exchange`. Both wrappers average over all ranks."""
         return count * self._place.size / self._step_tokens
 
-    def combine(
-        self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]
-    ) -> tuple[list[float], list[int], float]:
+    def combine(self, losses: Sequence[Tensor], counts: Sequence[int], gradients: Sequence[Tensor]) -> StepSums:
         """See `Exchange`."""
         parts = [_local(gradient) for gradient in gradients]
         square = get_total_norm(parts).to(self._device, torch.float64).square()
-        tokens = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        tokens = torch.tensor(counts, dtype=torch.float64)
+        if self._device.type == "cuda":  # Else the copy would wait for the backward pass.
+            tokens = tokens.pin_memory().to(self._device, non_blocking=True)
         weighted = torch.stack(list(losses)).to(torch.float64) * tokens
         sums = torch.cat([weighted, tokens, square.reshape(1) / self._num_replicas])
         dist.all_reduce(sums)
-        *found, square_of_all = sums.tolist()
-        totals = [int(count) for count in found[len(losses) :]]
-        batch_losses = [
-            loss / count if count else math.nan for loss, count in zip(found[: len(losses)], totals, strict=True)
-        ]
-        num_tokens, norm = sum(totals), math.sqrt(square_of_all) if square_of_all >= 0.0 else math.nan
-        if num_tokens and num_tokens != self._step_tokens:
-            self.scale(gradients, self._step_tokens / num_tokens)
-            norm *= self._step_tokens / num_tokens
-        return batch_losses, totals, norm
+        losses_of_all, counts_of_all, square_of_all = sums.split([len(losses), len(losses), 1])
+        scale = self._step_tokens / counts_of_all.sum().clamp(min=1.0)
+        norm = square_of_all.squeeze(0).sqrt() * scale
+        return StepSums(losses_of_all / counts_of_all, counts_of_all, norm, scale)  # Of no tokens it is 0 / 0, NaN.
 
-    def scale(self, gradients: Sequence[Tensor], factor: float) -> None:
+    def clip(self, gradients: Sequence[Tensor], sums: StepSums, max_norm: float) -> None:
         """See `Exchange`."""
         parts = [_local(gradient) for gradient in gradients]
-        torch._foreach_mul_(parts, factor)
+        factor = sums.scale * (max_norm / (sums.grad_norm + _CLIP_EPS)).clamp(max=1.0)
+        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -11,15 +11,14 @@ wait: those of the optimizer come a step late. On a CPU all of this is the plain
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from trainer.model.loss import IGNORED_LABEL
+from trainer.model.loss import IGNORED_LABEL, filled_up
 
 _NARROW_IDS: Final = (1 << 16) - 1
 """Ids below this fit uint16 beside the one that stands for labels that are left out."""
@@ -53,17 +52,6 @@ class BatchMover:
         return ids, labels
 
 
-def filled_up(ids: Tensor, labels: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns a batch of at least ``num_rows`` rows; those added have labels that do not count."""
-    missing = num_rows - ids.shape[0]
-    if missing <= 0:
-        return ids, labels
-    return (
-        torch.cat([ids, ids.new_zeros(missing, ids.shape[1])]),
-        torch.cat([labels, labels.new_full((missing, labels.shape[1]), IGNORED_LABEL)]),
-    )
-
-
 def narrowed(ids: Tensor, labels: Tensor) -> Tensor:
     """Returns ids and labels as one tensor [2, B, T]: uint16 where all of them fit, else int32."""
     both = torch.stack([ids, labels])
@@ -90,7 +78,7 @@ class Readback:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> list[float]:
         """Returns the values, once they are there."""
@@ -105,12 +93,9 @@ def can_decide_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def apply_if_finite(
-    optimizer: Optimizer, parameters: Sequence[Tensor], decisive: Tensor, norm: Tensor, max_norm: float
-) -> None:
-    """Queues clipping and a step that changes nothing if one of ``decisive``, on the device, is not finite."""
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    optimizer.found_inf = (~torch.isfinite(decisive).all()).to(torch.float32)  # type: ignore[attr-defined]
+def apply_if(optimizer: Optimizer, is_good: Tensor) -> None:
+    """Queues a step that changes nothing unless ``is_good``, a bool on the device."""
+    optimizer.found_inf = (~is_good).to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
@@ -121,21 +106,22 @@ class StepClock:
     """Tells the seconds between points of a step: of the host on a CPU, of the device on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._optimizer: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def mark(self) -> float | torch.cuda.Event:
         """Returns this point: what was queued so far is done there."""
-        if not self._on_cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def between(self, first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-        """Returns the seconds between two points that are over."""
+        """Returns the seconds between two points; waits until the device has come to the second."""
         if isinstance(first, float) or isinstance(second, float):
             return float(second) - float(first)  # type: ignore[arg-type]  # both are of one kind
+        second.synchronize()
         return float(first.elapsed_time(second)) / 1e3
 
     def optimizer_s(self, first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:

@@ -34,6 +34,10 @@ class RankPlace:
         """Machines of the node."""
         return self.size // self.local_size
 
+    def most_rows(self, num_rows: int) -> int:
+        """Returns how many of a batch's rows a rank has at most."""
+        return -(-num_rows // self.size)
+
     @property
     def is_on_first_host(self) -> bool:
         """Whether this process runs on the machine of rank 0, with which it can share memory."""

@@ -1,14 +1,14 @@
 """What a block is made of: norm, rotary positions, attention, feed-forward.
 
-Norms and rotations are computed in the type of the master weights (fp32), also under autocast. Queries and keys are
-rotated by halves, as Hugging Face does, so that an export only renames.
+Norms are computed in the type of their weights and rotations in that of their tables, also under autocast: fp32, but
+for norms whose weights FSDP gathers in bf16. Queries and keys are rotated by halves, as Hugging Face does, so that an
+export only renames.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,9 @@ class _Block(nn.Module):
 
     def __init__(self, config: ModelConfig, *, is_constrained: bool = False) -> None:
         super().__init__()
+        self.run: Callable[..., Tensor] = _run
+        """What is compiled, once for all blocks. It is within the hooks that FSDP sets on a block, and not around them:
+        none of them can be compiled, and what encloses one would run uncompiled with it."""
         self.reorder_norm = config.reorder_norm
         self.attention = _Attention(config)
         self.feed_forward = _FeedForward(config)
@@ -113,8 +116,19 @@ class _Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps, constant_gain=gain)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None = None,
+        recomputation: Recomputation = "off",
+    ) -> Tensor:
         """Maps hidden[batch, tokens, dim] to the same shape; cos and sin are the rows of the tokens' positions."""
+        return self.run(self, recomputation, hidden, cos, sin, mask)
+
+    def computed(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        """Returns what `forward` does, and keeps everything for the backward pass."""
         if self.reorder_norm:
             hidden = hidden + self.attention_norm(self.attention(hidden, cos, sin, mask))
             out: Tensor = hidden + self.feed_forward_norm(self.feed_forward(hidden))
@@ -143,17 +157,17 @@ _selective = partial(create_selective_checkpoint_contexts, list(_KEPT))
 
 
 def _run(
-    block: nn.Module, recomputation: Recomputation, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None
+    block: _Block, recomputation: Recomputation, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None
 ) -> Tensor:
-    """Runs one block: what is compiled, once for all blocks."""
+    """Runs one block, and keeps as much of it as it is told to."""
     out: Tensor
     inputs = (hidden, cos, sin, mask)
     if recomputation == "off" or not torch.is_grad_enabled():
-        out = block(*inputs)
+        out = block.computed(*inputs)
     elif recomputation == "full":
-        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        out = checkpoint(block.computed, *inputs, use_reentrant=False, preserve_rng_state=False)
     else:
-        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_selective)
+        out = checkpoint(block.computed, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_selective)
     return out
 
 
@@ -174,7 +188,6 @@ class Layers(nn.ModuleDict):
         if isinstance(activation_checkpointing, bool):
             activation_checkpointing = "full" if activation_checkpointing else "off"
         self.activation_checkpointing: Recomputation = activation_checkpointing
-        self._run: Callable[..., Any] = _run
         self._is_compiled = False
         cos, sin = rotary_tables(config)
         self.register_buffer("cos", cos, persistent=False)
@@ -183,7 +196,10 @@ class Layers(nn.ModuleDict):
     def compile_regions(self) -> None:
         """Compiles a block at its first call; all blocks use the same code."""
         if not self._is_compiled:
-            self._run = torch.compile(_run)
+            compiled = torch.compile(_run)
+            for block in self.values():
+                if isinstance(block, _Block):
+                    block.run = compiled
             self._is_compiled = True
 
     def document_mask(self, ids: Tensor, end_id: int) -> Mask:
@@ -204,5 +220,5 @@ class Layers(nn.ModuleDict):
             )
         cos, sin = self.cos[:num_tokens], self.sin[:num_tokens]
         for block in self.values():
-            hidden = self._run(block, self.activation_checkpointing, hidden, cos, sin, mask)
+            hidden = block(hidden, cos, sin, mask, self.activation_checkpointing)
         return hidden

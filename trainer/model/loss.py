@@ -33,6 +33,17 @@ _CHUNK_LOGITS_ACCELERATOR = 1 << 27
 """512 MB of fp32: chunks large enough that adding up the output matrix's gradient stays a small part."""
 
 
+def filled_up(ids: Tensor, labels: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns a batch of at least ``num_rows`` rows; those added have labels that do not count."""
+    missing = num_rows - ids.shape[0]
+    if missing <= 0:
+        return ids, labels
+    return (
+        torch.cat([ids, ids.new_zeros(missing, ids.shape[1])]),
+        torch.cat([labels, labels.new_full((missing, labels.shape[1]), IGNORED_LABEL)]),
+    )
+
+
 Terms = Callable[[Tensor, Tensor, Tensor, torch.dtype, torch.dtype | None], tuple[Tensor, Tensor | None]]
 """`loss_terms`, or the same compiled."""
 

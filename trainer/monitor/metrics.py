@@ -204,8 +204,8 @@ def _gauges(status: TrainingStatus) -> Iterator[tuple[str, str, float | None]]:
     yield "outer_step", "Outer steps in this node's state.", status.diloco.outer_step
     yield "inner_step", "Inner steps since the last outer step.", status.diloco.inner_step
     speed = status.speed
-    yield "tokens_per_second", "Speed of this process over its latest 50 steps.", speed.tokens_per_s if speed else None
-    yield "mfu_ratio", "Model FLOPs utilisation of this process's device.", speed.mfu if speed else None
+    yield "tokens_per_second", "Speed of this node over its latest 50 steps.", speed.tokens_per_s if speed else None
+    yield "mfu_ratio", "Model FLOPs utilisation of this node's devices.", speed.mfu if speed else None
 
 
 def _held_out_gauges(loss: LossFacts | None) -> Iterator[tuple[str, str, float | None]]:

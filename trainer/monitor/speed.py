@@ -1,7 +1,7 @@
 """How fast a node trains and what its time goes to, over its latest 50 steps.
 
 The training thread adds the seconds of each phase and closes each step; any thread asks for the `SpeedStatus`. Model
-FLOPs utilisation relates the FLOPs that the model needs to the peak of the device: what is computed twice counts as
+FLOPs utilisation relates the FLOPs that the model needs to the peak of the devices: what is computed twice counts as
 time, never as work. On a GPU compute and optimizer are the device's seconds, which may overlap with the host's waiting
 for data: what the shares leave of 1 is ``other``, never below 0.
 """
@@ -41,11 +41,23 @@ class _Mark:
 
 
 class SpeedMeter:
-    """Adds up the phases of steps; thread safe. ``clock`` is in seconds."""
+    """Adds up the phases of steps; thread safe.
 
-    def __init__(self, flops_per_token: int, peak: Peak, clock: Callable[[], float] = time.perf_counter) -> None:
+    Tokens are those of all ``num_devices`` of the node, each of which has the ``peak``; seconds are those of the one
+    that asks. ``clock`` is in seconds.
+    """
+
+    def __init__(
+        self,
+        flops_per_token: int,
+        peak: Peak,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        num_devices: int = 1,
+    ) -> None:
         self._flops_per_token = flops_per_token
         self._peak = peak
+        self._num_devices = num_devices
         self._clock = clock
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -82,7 +94,9 @@ class SpeedMeter:
         shares: dict[str, float] = {phase: round(each / seconds, 4) for phase, each in zip(PHASES, spent, strict=True)}
         return SpeedStatus(
             tokens_per_s=round(tokens_per_s, 1),
-            mfu=round(tokens_per_s * self._flops_per_token / self._peak.flops_per_s, 4),
+            tokens_per_s_per_device=round(tokens_per_s / self._num_devices, 1),
+            num_devices=self._num_devices,
+            mfu=round(tokens_per_s * self._flops_per_token / (self._num_devices * self._peak.flops_per_s), 4),
             flops_per_token=self._flops_per_token,
             peak_flops_per_s=self._peak.flops_per_s,
             peak_kind=self._peak.kind,
@@ -94,4 +108,7 @@ class SpeedMeter:
 def speed_text(speed: SpeedStatus) -> str:
     """Returns utilisation and the shares of time in one line."""
     shares = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f}" for name, share in speed.time_shares.items())
-    return f"MFU {100 * speed.mfu:.1f} % of {speed.peak_flops_per_s / 1e12:.3g} TFLOP/s {speed.peak_kind} ({shares} %)"
+    peak = f"{speed.peak_flops_per_s / 1e12:.3g} TFLOP/s {speed.peak_kind}"
+    of_all = f"{speed.num_devices} x " if speed.num_devices > 1 else ""
+    each = f"{speed.tokens_per_s_per_device:,.0f} a device  " if speed.num_devices > 1 else ""
+    return f"{each}MFU {100 * speed.mfu:.1f} % of {of_all}{peak} ({shares} %)"

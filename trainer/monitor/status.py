@@ -79,12 +79,14 @@ class NodeStatus(_Part):
 
 
 class SpeedStatus(_Part):
-    """How fast this process trains and what its time went to, over its latest 50 steps."""
+    """How fast this node trains and what its time went to, over its latest 50 steps."""
 
-    tokens_per_s: float = Field(description="Of this process, which is that of one GPU.")
-    mfu: float = Field(description="Model FLOPs utilisation: FLOPs the model needs over the device's peak, 0 to 1.")
+    tokens_per_s: float = Field(description="Of this node, all its GPUs together.")
+    tokens_per_s_per_device: float = Field(description="Of one GPU, on average; the same where there is one.")
+    num_devices: int = Field(description="GPUs, or processes on a CPU, that train this node's model together.")
+    mfu: float = Field(description="Model FLOPs utilisation: FLOPs the model needs over the devices' peak, 0 to 1.")
     flops_per_token: int = Field(description="Forward and backward pass, attention included, nothing counted twice.")
-    peak_flops_per_s: float
+    peak_flops_per_s: float = Field(description="Of one device.")
     peak_kind: str = Field(description="stated: by the device's maker; measured: the best of some matrix products.")
     peak_device: str = Field(description="The device's name, and the type of the products.")
     time_shares: dict[str, float] = Field(

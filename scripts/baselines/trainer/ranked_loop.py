@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from scripts.baselines.trainer.plain_loop import lr_at
+from trainer.inner.parallel import BUFFERS_STAY
 from trainer.model import build_model, preset
 
 
@@ -36,7 +37,7 @@ def main(options: dict[str, Any]) -> None:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS_STAY)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

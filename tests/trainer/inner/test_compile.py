@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import pytest
 import torch
@@ -17,7 +16,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.support.model_configs import SMALL, batches
+from tests.support.sharing_ranks import one_rank, ranked_loop, short_batches
+from trainer.evaluation import HeldOut
 from trainer.inner import InnerConfig, InnerLoop, make_optimizer
+from trainer.inner.rank_place import RankPlace
 from trainer.model import build_model, grow_vocabulary, limit_ids
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import LocalCollective
@@ -96,7 +98,7 @@ def test_more_layers_compile_no_more_and_a_grown_vocabulary_no_block():
         config = _config("on", "off")
         model = build_model(replace(SMALL, num_layers=num_layers), 0)
         inner = InnerLoop(model, make_optimizer(model, config), config, _epochs(), CPU)
-        for _ in islice(range(3), 3):
+        for _ in range(3):
             inner.step()
         found.append(_num_graphs())
     assert found[0] == found[1] == 2
@@ -107,3 +109,61 @@ def test_more_layers_compile_no_more_and_a_grown_vocabulary_no_block():
     for _ in range(3):
         assert not inner.step().skipped
     assert _num_graphs() <= 3, "only the chunk of logits has another width"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_blocks_in_shards_are_compiled_as_whole_ones_are(checkpointing):
+    """What FSDP hangs onto a block cannot be compiled: what encloses it would run operator by operator."""
+    found = []
+    for kind in ("ddp", "fsdp"):
+        torch._dynamo.reset()
+        counters.clear()
+        config = _config("on", checkpointing)
+        with one_rank():
+            inner, _ = ranked_loop(kind, RankPlace(), config, short_batches((ROWS, ROWS - 1, 1)), rows=ROWS)
+            losses = [inner.step().loss]
+            graphs, operators = _num_graphs(), counters["stats"]["calls_captured"]
+            losses += [inner.step().loss for _ in range(5)]
+        assert _num_graphs() == graphs, f"compiled again: {dict(counters['recompiles'])}"
+        found.append((graphs, operators, losses))
+    (graphs, operators, losses), (graphs_in_shards, operators_in_shards, losses_in_shards) = found
+    assert graphs == graphs_in_shards == 2
+    assert operators == operators_in_shards
+    assert losses_in_shards == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_rank_sees_batches_of_its_own_rows_and_never_another_shape():
+    """Of six rows the second of four ranks has two; of three it has one, and of one none."""
+    with one_rank():
+        config = replace(_config("on", "off"), micro_batch_size=6)
+        inner, model = ranked_loop("ddp", RankPlace(1, 4, 1, 4), config, short_batches((6, 3, 1)), rows=6)
+        seen: list[torch.Size] = []
+        model.get_submodule("embedding").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+        for _ in range(6):
+            inner.step()
+    assert set(seen) == {(2, 8)}
+    assert _num_graphs() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_evaluation_compiles_once_what_runs_without_gradients():
+    config = _config("on", "off")
+    model = build_model(SMALL, 0)
+    inner = InnerLoop(model, make_optimizer(model, config), config, _epochs(), CPU)
+    inner.step()
+    ids = torch.randint(0, SMALL.vocab_size, (3 * ROWS + 1, 8))
+    held_out = HeldOut({"a": (ids, ids)}, torch.ones(SMALL.vocab_size, dtype=torch.int64))
+    trained = _num_graphs()
+    first = held_out.measure(model, CPU, rows=ROWS)
+    measured = _num_graphs()
+    assert measured <= trained + 2, "a block and a chunk of logits"
+    assert first.whole.num_tokens == ids.numel()
+    for _ in range(2):
+        inner.step()
+        held_out.measure(model, CPU, rows=ROWS)
+    assert _num_graphs() == measured, f"compiled again: {dict(counters['recompiles'])}"

@@ -25,6 +25,7 @@ from trainer.inner import (
     make_optimizer,
     rng_state,
     set_rng_state,
+    use_device,
 )
 from trainer.inner.config import activation_bytes
 from trainer.model import ModelConfig, build_model, num_parameters, preset
@@ -46,6 +47,17 @@ def test_the_cpu_is_there_when_asked_for_and_where_there_is_no_gpu_and_others_ar
     for name in ("gpu", "cuda:", "cuda:x", "cuda:999", "mps", ""):
         with pytest.raises(TrainerUsageError, match=f"device: expected .*{name!r}"):
             choose_device(name)
+
+
+def test_the_gpu_that_was_named_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else events are recorded on the first GPU, where nothing runs, and its free memory decides."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert use_device("cpu") == CPU and not current
+    assert use_device("cuda:1") == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 1)]
 
 
 @with_gpu

@@ -14,7 +14,8 @@ from tests.support.model_configs import batches, small_model
 from tests.support.rank_scenarios import Odd
 from tests.trainer.inner.test_loop import CPU, FAST, _bits, _loop, _poisoned
 from trainer.inner import InnerConfig, StepResult, loop, make_optimizer
-from trainer.inner.queueing import BatchMover, can_decide_on_device, filled_up, narrowed, widened
+from trainer.inner.queueing import BatchMover, StepClock, can_decide_on_device, narrowed, widened
+from trainer.model.loss import filled_up
 
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -114,3 +115,21 @@ def test_batches_arrive_on_the_gpu_whole():
 
 def test_a_cpu_decides_at_once():
     assert not can_decide_on_device(make_optimizer(small_model(), FAST), CPU)
+
+
+class Event:
+    """One of a device that is late: times between such can be read only when it has come to them."""
+
+    is_over = False
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+    def elapsed_time(self, second: Event) -> float:
+        assert second.is_over, "Both events must be completed"
+        return 250.0
+
+
+def test_the_time_between_two_points_is_read_when_the_device_has_come_to_the_second():
+    clock = StepClock(CPU)
+    assert clock.between(Event(), Event()) == 0.25  # type: ignore[arg-type]

@@ -18,9 +18,9 @@ class Clock:
         return self.now_s
 
 
-def _trained(steps: int, seconds: float = 2.0) -> SpeedMeter:
+def _trained(steps: int, seconds: float = 2.0, num_devices: int = 1) -> SpeedMeter:
     clock = Clock()
-    meter = SpeedMeter(flops_per_token=1_000, peak=PEAK, clock=clock)
+    meter = SpeedMeter(flops_per_token=1_000, peak=PEAK, clock=clock, num_devices=num_devices)
     meter.end_step()
     for _ in range(steps):
         for phase, share in zip(PHASES, (0.05, 0.6, 0.1, 0.05, 0.1), strict=True):
@@ -40,6 +40,14 @@ def test_utilisation_is_of_wall_time_and_what_no_phase_has_is_other():
     assert list(found.time_shares) == [*PHASES, "other"]
     text = speed_text(found)
     assert "MFU 25.0 % of 0.001 TFLOP/s measured" in text and "compute 60, " in text and "outer step 5, " in text
+
+
+def test_a_node_of_several_devices_is_held_against_the_peak_of_all_of_them():
+    found = _trained(4, num_devices=8).status()
+    assert found is not None
+    assert (found.tokens_per_s, found.tokens_per_s_per_device, found.num_devices) == (250_000.0, 31_250.0, 8)
+    assert found.mfu == pytest.approx(0.25 / 8, abs=1e-4)
+    assert "31,250 a device  MFU 3.1 % of 8 x 0.001 TFLOP/s measured" in speed_text(found)
 
 
 def test_only_the_latest_fifty_steps_count_and_none_before_the_first_or_after_a_restart():

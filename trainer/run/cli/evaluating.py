@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "~/.neuroshard/checkpoints"
-_DECISIVE = ("seq_len", "precision")
+_DECISIVE = ("seq_len", "precision", "document_mask")
 """Inner options that decide how a model is measured."""
 
 
@@ -62,13 +62,13 @@ def eval_command(
 
     from trainer.checkpoint.files import read_checkpoint
     from trainer.checkpoint.node import CheckpointContents
-    from trainer.inner import choose_device
+    from trainer.inner import use_device
     from trainer.run.cli.commands import _newest
 
     found = read_checkpoint(checkpoint) if checkpoint is not None else _newest(checkpoint_dir, token, node_id)
     saved = CheckpointContents.from_mapping(found)
     data = _data_of(saved, store, holdout)
-    where = choose_device(device)
+    where = use_device(device)
     model = _model_of(saved, where)
     measured = _held_out(saved, model, data, tokens, where, batch_size)
     if measured is None and not names:
@@ -121,6 +121,7 @@ def _held_out(
 ) -> HeldOutLoss | None:
     from trainer.evaluation import EvalConfig, HeldOut
     from trainer.inner import InnerConfig, autocast_for
+    from trainer.model import within_documents
     from trainer.run.config import from_mapping
     from trainer.run.node.data import open_session
 
@@ -129,8 +130,11 @@ def _held_out(
     kept = saved.config.get("inner", {})
     inner = from_mapping(InnerConfig, {name: kept[name] for name in _DECISIVE if name in kept}, "inner.")
     evaluated = from_mapping(EvalConfig, saved.config.get("eval", {}), "eval.")
+    session = open_session(data)
+    if inner.document_mask:
+        within_documents(model, session.catalog.vocabulary().eos_id)
     held_out = HeldOut.of(
-        open_session(data),
+        session,
         holdout=data.holdout,
         seq_len=inner.seq_len,
         num_tokens=evaluated.tokens if tokens is None else tokens,

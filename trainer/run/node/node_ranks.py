@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import PeerUnavailableError, TrainerUsageError
-from trainer.inner import choose_device
+from trainer.inner import use_device
 from trainer.inner.parallel import local_part
 from trainer.inner.rank_place import RankPlace
 from trainer.network.discovery.parent import die_with_parent
@@ -37,11 +37,13 @@ from trainer.outer.diloco import FlatLayout
 from trainer.run.config import RunConfig
 from trainer.run.node.lent_memory import Loan, borrowed, lent
 from trainer.run.node.process_group import join_process_group
+from trainer.run.node.training import FIRST_STATE_S
 
 logger = logging.getLogger(__name__)
 
 _WAITS_IN_A_ROW: Final = 6
-"""Rank 0 may fetch the others' state five times, and take part in a round, before it tells the ranks anything."""
+"""Rank 0 may fetch the others' state five times, and take part in a round, before it tells the ranks anything; at the
+beginning it may wait for their first state besides."""
 _SLACK_S: Final = 600.0
 
 
@@ -57,7 +59,7 @@ class Told(IntEnum):
     LOAD = 7  # The optimizer's state, but for its tensors.
     LIMIT_IDS = 8
     READ_FROM = 9  # A state of the loader.
-    FORWARD = 10  # A pass without gradients, with its input.
+    FORWARD = 10  # A pass without gradients, with the shapes of its inputs, which follow.
     STOP = 11
 
 
@@ -84,6 +86,16 @@ class NodeRanks:
         dist.broadcast(torch.tensor([told, len(payload)]), src=0, group=self._control)
         if payload:
             dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0, group=self._control)
+
+    def send(self, ids: Tensor) -> None:
+        """Gives the other ranks int64 values, for which they `receive`; for rank 0."""
+        dist.broadcast(ids.cpu().contiguous(), src=0, group=self._control)
+
+    def receive(self, shape: Sequence[int]) -> Tensor:
+        """Returns the values of this shape that rank 0 sends."""
+        ids = torch.empty(tuple(shape), dtype=torch.int64)
+        dist.broadcast(ids, src=0, group=self._control)
+        return ids
 
     def stop(self) -> None:
         """Ends the other ranks, and waits until each has heard it; for rank 0."""
@@ -191,6 +203,11 @@ def _numbers(loan: Loan) -> list[int]:
     return [loan.pid, loan.descriptor, loan.num_values]
 
 
+def longest_silence_s(config: RunConfig) -> float:
+    """Returns for how long rank 0 may have nothing to tell; a rank that hears nothing for longer has lost it."""
+    return FIRST_STATE_S + _WAITS_IN_A_ROW * (config.collective.round_timeout_s + _SLACK_S)
+
+
 @contextmanager
 def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
     """Joins this node's other processes, which torchrun started with this one, for as long as the node runs."""
@@ -204,15 +221,12 @@ def joined_node(config: RunConfig) -> Iterator[NodeRanks]:
     if config.device.startswith("cuda:"):
         raise TrainerUsageError(f"device: expected auto or cuda for a node of several ranks, found {config.device}")
     die_with_parent(signal.SIGTERM)  # A killed torchrun can no longer end its ranks: rank 0 saves, and ends them.
-    device = choose_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    longest_s = _WAITS_IN_A_ROW * (config.collective.round_timeout_s + _SLACK_S)
+    device = use_device(config.device)
     try:
         # Between two steps a rank may wait for its data.
         together = timedelta(seconds=config.data.timeout_s + _SLACK_S)
         join_process_group(device, together)
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_s))
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_silence_s(config)))
         copies = _copies_of_one_part(place, together) if place.num_hosts > 1 else None
     except (RuntimeError, ValueError) as error:
         raise TrainerUsageError(f"the node's ranks cannot find each other: {error}") from error

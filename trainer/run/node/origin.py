@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _PADDING_SHARE: Final = 20  # Embeddings are padded to a multiple of 64 to 1,024 rows, at most to a 20th more.
 _PADDING_ROWS: Final = 1024
+_TOKENIZER_NAME: Final = "tokenizer.json"
 _LARGEST_TOKENIZER_BYTES: Final = 1 << 28
 _QUESTION_S: Final = 20.0  # A peer that is busy answers late; one that is not there is refused at once.
 
@@ -139,22 +140,25 @@ def _from_folder(choice: ModelChoice, vocabulary: Vocabulary) -> Origin:
 
 def check_vocabulary(pretrained: Pretrained, vocabulary: Vocabulary) -> None:
     """Raises `CheckpointMismatchError` where the folder's ids are not the store's, as far as the folder says."""
-    num_ids, rows = vocabulary.next_merge_id, pretrained.config.vocab_size
-    if not num_ids <= rows <= num_ids + max(_PADDING_ROWS, num_ids // _PADDING_SHARE):
+    num_ids, rows, path = vocabulary.next_merge_id, pretrained.config.vocab_size, pretrained.path / _TOKENIZER_NAME
+    theirs = _spellings(_read(path), str(path)) if path.is_file() else None
+    fewest = num_ids
+    if isinstance(vocabulary, VocabularyFile) and theirs:  # It may have grown: the model has a row for each id before.
+        fewest = min(num_ids, 1 + max(theirs))
+    if not fewest <= rows <= num_ids + max(_PADDING_ROWS, num_ids // _PADDING_SHARE):
         raise CheckpointMismatchError(
             f"--init-from {pretrained.path}: expected a model with a row for each of the store's {num_ids} ids (and a "
             f"few that pad), found {rows} rows; populate a store with the model's own vocabulary (genesis populate "
             "--tokenizer FILE), or take a model of this one"
         )
-    path = pretrained.path / "tokenizer.json"
-    if not path.is_file():
+    if theirs is None:
         logger.info("%s has no tokenizer.json: only the number of ids was compared, %d", pretrained.path, num_ids)
         return
-    theirs, ours = _spellings(_read(path), str(path)), _spellings(_of_store(vocabulary), "the store")
-    wrong = [number for number in sorted(ours.keys() | theirs.keys()) if ours.get(number) != theirs.get(number)]
-    # A vocabulary of our own may have grown meanwhile, and the model's rows with it; then the first ids decide.
-    if isinstance(vocabulary, VocabularyFile):
-        wrong = [number for number in wrong if number in theirs]
+    ours = _spellings(_of_store(vocabulary), "the store")
+    compared = (ours.keys() | theirs.keys()) - set(range(fewest, num_ids))
+    wrong = [number for number in sorted(compared) if ours.get(number) != theirs.get(number)]
+    if rows < num_ids and not wrong:
+        logger.info("the store's vocabulary has grown to %d ids; rows behind the model's %d are drawn", num_ids, rows)
     if wrong:
         found, expected = (f"{each.get(wrong[0])!r:.40}" for each in (theirs, ours))
         raise CheckpointMismatchError(

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.monitor.status import SpeedStatus
 from trainer.run.config import RunConfig
-from trainer.run.node.starting import run_node
+from trainer.run.node.starting import num_processes, run_node
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay
 
@@ -58,6 +58,10 @@ def profile_training(config: RunConfig, num_steps: int, folder: Path, display: T
         raise TrainerUsageError(f"--steps: expected 1 or more, found {num_steps}")
     if config.engine == "torch" or config.pipeline == "swarm":
         raise TrainerUsageError("profile: expected one process with a whole model, found engine torch or a pipeline")
+    if num_processes() > 1:
+        raise TrainerUsageError(
+            f"profile: expected one process, found {num_processes()} ranks; start it without torchrun"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Profile] = []
     with tempfile.TemporaryDirectory(prefix="genesis-profile-") as scratch:
@@ -69,7 +73,7 @@ def profile_training(config: RunConfig, num_steps: int, folder: Path, display: T
             rpc=replace(config.rpc, port=0),
             checkpoint=replace(config.checkpoint, directory=scratch, token=""),
             api=replace(config.api, enabled=False),
-            log=replace(config.log, directory=""),
+            log=replace(config.log, directory="", to=()),
         )
         run_node(alone, display, StopRequest(), lambda node: found.append(_profiled(node, num_steps, folder)))
     return found[0]

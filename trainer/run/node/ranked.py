@@ -11,12 +11,13 @@ states of the loader are those of one process, whatever the number of ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -38,6 +39,7 @@ from trainer.model import (
     limit_ids,
     within_documents,
 )
+from trainer.model.loss import IGNORED_LABEL, filled_up
 from trainer.outer.diloco import DiLoCoTrainer, FlatLayout, synchronised_parameters
 from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.strategy import OuterStrategy
@@ -113,21 +115,46 @@ class RankShare:
         exchange = RankExchange(wrapped, self._kind, place, step_tokens, self._device)
         make_loop = InnerLoop if place.rank else LeadingLoop
         self.inner = make_loop(
-            wrapped, self.optimizer, inner, self._batches, self._device, on_loss=self._on_loss, exchange=exchange
+            wrapped,
+            self.optimizer,
+            inner,
+            self._batches,
+            self._device,
+            on_loss=self._on_loss,
+            exchange=exchange,
+            num_rows=place.most_rows(inner.micro_batch_size),
         )
         if isinstance(self.inner, LeadingLoop):
             self.inner.ranks = self._ranks
 
-    def forward(self, inputs: list[list[list[int]]]) -> None:
+    def forward(self, inputs: Sequence[Tensor]) -> None:
         """Takes part in a pass of rank 0's outside training."""
+        own = self.own_inputs(*inputs)
         with evaluating(self.model), autocast_for(self._device, self._config.inner.precision)():
-            self.model(*(torch.tensor(each, device=self._device) for each in inputs))
-        self.reshard()
+            self.end_forward(own, self.model(*own))
 
-    def reshard(self) -> None:
-        """Lets go of what passes without gradients leave gathered; the next step would not see an outer step."""
+    def own_inputs(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Returns this rank's rows of ids and labels, equally many at each rank; without labels all rows."""
+        place = self._ranks.place
+        if labels is None:
+            return (ids.to(self._device),)
+        own = rows_of({"ids": ids, "labels": labels}, place)
+        filled = filled_up(own["ids"], own["labels"], place.most_rows(len(ids)))
+        return tuple(each.to(self._device) for each in filled)
+
+    def end_forward(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Returns the mean loss over the rows of all ranks, or scores as they are.
+
+        Lets go of what passes without gradients leave gathered: the next step would not see an outer step.
+        """
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
+        if len(inputs) < 2:
+            return output
+        num_tokens = (inputs[1] != IGNORED_LABEL).sum().double()
+        sums = torch.stack([output.double() * num_tokens, num_tokens])
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1].clamp(min=1.0)).float()
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of the training state by name: parameters, and the optimizer's of more than one value."""
@@ -154,7 +181,10 @@ class RankShare:
 
 
 class LeadingReplica(Replica):
-    """The node's replica at rank 0: its parts are at all ranks, and its files and messages those of one process."""
+    """The node's replica at rank 0: its parts are at all ranks, and its files and messages those of one process.
+
+    With ``awaits_checkpoint`` `load` comes next, and weights in shards have no values before.
+    """
 
     def __init__(
         self,
@@ -170,7 +200,9 @@ class LeadingReplica(Replica):
         set_first_weights: Callable[[Transformer], None] | None = None,
         ranks: NodeRanks,
         kind: Wrapped,
+        awaits_checkpoint: bool = False,
     ) -> None:
+        self._awaits_checkpoint = awaits_checkpoint
         self._ranks = ranks
         self._kind: Wrapped = kind
         own = within_vocabulary(batches, lambda: self.vocab_rows)
@@ -188,10 +220,12 @@ class LeadingReplica(Replica):
             end_id,
             set_first_weights=set_first_weights,
         )
+        self._awaits_checkpoint = False
 
     def _build(self, model_config: ModelConfig) -> Transformer:
         self._build_shares(model_config)
-        if self._kind != "ddp" or self._set_first_weights is not None:
+        has_first = self._kind == "ddp" and self._set_first_weights is None  # Drawn by the seed at each rank.
+        if not has_first and not self._awaits_checkpoint:
             first = build_model(model_config, self.config.seed)
             if self._set_first_weights is not None:
                 self._set_first_weights(first)
@@ -286,16 +320,21 @@ class LeadingReplica(Replica):
 
     @contextmanager
     def measured(self) -> Iterator[Transformer]:
-        """See `Replica`; a model in shards runs on all ranks, which are told of each pass before it begins."""
-        if self._kind == "ddp":
-            yield self.model
-            return
+        """See `Replica`; losses are those of rows that all ranks share, who are told of each pass before it begins."""
 
-        def tell(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._ranks.tell(Told.FORWARD, inputs=[each.tolist() for each in inputs])
+        def begin(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if self._kind == "ddp" and len(inputs) < 2:
+                return inputs  # Scores are of one row, and this rank has the whole model.
+            self._ranks.tell(Told.FORWARD, shapes=[list(each.shape) for each in inputs])
+            for each in inputs:
+                self._ranks.send(each)
+            return self._share.own_inputs(*inputs)
 
-        before = self.model.register_forward_pre_hook(tell, prepend=True)
-        behind = self.model.register_forward_hook(lambda *_: self._share.reshard())
+        def end(_: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return self._share.end_forward(inputs, output)
+
+        before = self.model.register_forward_pre_hook(begin, prepend=True)
+        behind = self.model.register_forward_hook(end)
         try:
             yield self.model
         finally:
@@ -383,7 +422,7 @@ def _do(message: Message, ranks: NodeRanks, share: RankShare, dataset: GenesisDa
         case Told.LIMIT_IDS:
             limit_ids(share.model, details["num_ids"])
         case Told.FORWARD:
-            share.forward(details["inputs"])
+            share.forward([ranks.receive(shape) for shape in details["shapes"]])
         case Told.READ_FROM:
             dataset.load_state_dict(details["state"])
         case _:

@@ -66,6 +66,7 @@ class Replica:
         self._end_id = end_id
         self._set_first_weights = set_first_weights
         self.model = self._build(model_config)
+        self._set_first_weights = None  # One built anew takes up the others' state, and needs none of its own.
         self._assemble()
 
     def _build(self, model_config: ModelConfig) -> Transformer:

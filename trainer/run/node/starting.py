@@ -47,10 +47,10 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.evaluation import Evaluator, HeldOut
-from trainer.inner import autocast_for, batch_size_for, choose_device
+from trainer.inner import autocast_for, batch_size_for, use_device
 from trainer.inner.memory import shortage
 from trainer.inner.peak import peak_of
-from trainer.inner.rank_place import RankPlace, choose_parallel, rows_memory_bytes
+from trainer.inner.rank_place import Parallel, RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
 from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
@@ -107,7 +107,7 @@ def run_node(
             from trainer.run.node.ranked import follow
 
             with stop.on_signals():  # What they ask for, rank 0 does, at all ranks together.
-                follow(node_ranks, choose_device(config.device))
+                follow(node_ranks, use_device(config.device))
             return
         node = _build(config, ranks, display, stop, stack, node_ranks)
         with stop.on_signals():
@@ -155,10 +155,14 @@ class Ranks:
         return not self.least(not flag)
 
 
+def num_processes() -> int:
+    """Returns how many processes torchrun has started with this one; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def _joined_node(config: RunConfig, stack: ExitStack) -> NodeRanks | None:
     """Joins the other processes of this node; None for a node of one, or where each of torchrun's is a node."""
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not under_torchrun or config.engine == "torch":
+    if num_processes() == 1 or config.engine == "torch":
         return None
     # Brings the distributed parts of torch, a second of start-up that a node of one process does not need.
     from trainer.run.node.node_ranks import joined_node
@@ -178,9 +182,7 @@ def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
             f"engine torch: expected to be started by torchrun, found no {', '.join(missing)}; run "
             "`torchrun --nproc-per-node 8 -m trainer --engine torch ...`"
         )
-    device = choose_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = use_device(config.device)
     timeout = timedelta(seconds=config.collective.round_timeout_s)
     try:
         join_process_group(device, timeout)
@@ -225,7 +227,7 @@ def _build(
     node_ranks: NodeRanks | None = None,
 ) -> Node:
     place = RankPlace() if node_ranks is None else node_ranks.place
-    device = choose_device(config.device)
+    device = use_device(config.device)
     require_loggers(config.log.to)
     session = open_session(config.data)
     store = StoreWatch(session, config.data.refresh_s)
@@ -274,7 +276,7 @@ def _build(
     else:
         from trainer.run.node.ranked import LeadingReplica
 
-        kind = choose_parallel(config.parallel, shape, memory_bytes, place)
+        kind = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
         logger.info("%d ranks on %d machines share the model: %s", place.size, place.num_hosts, kind)
         replica = LeadingReplica(
             resolved,
@@ -288,9 +290,10 @@ def _build(
             set_first_weights=fill_,
             ranks=node_ranks,
             kind=kind,
+            awaits_checkpoint=saved is not None,
         )
     peak = peak_of(device, resolved.inner.precision)
-    meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak)
+    meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak, num_devices=place.size)
     curve_id = _curve_id(resolved, ranks, saved)
     first_step = saved.training_rounds if saved is not None else 0
     curves = _curves(resolved, curve_id, first_step) if ranks.rank == 0 else None
@@ -432,6 +435,11 @@ def _collective(
     return network.collective, network
 
 
+def wanted_parallel(config: RunConfig) -> Parallel:
+    """Returns how a node's ranks are to share a model; ``auto`` with Muon, which needs whole matrices, is ``ddp``."""
+    return "ddp" if config.parallel == "auto" and config.inner.optimizer == "muon" else config.parallel
+
+
 def resolve(
     config: RunConfig,
     saved: CheckpointContents | None,
@@ -455,7 +463,7 @@ def resolve(
         shape = chosen
     else:
         each = _BYTES_PER_PARAMETER_SHARED if shared_memory else _BYTES_PER_PARAMETER_ALONE
-        parts = 1 if config.parallel == "ddp" else place.local_size
+        parts = 1 if wanted_parallel(config) == "ddp" else place.local_size
         shape = choose_architecture(parts * memory_bytes(), vocab_rows, bytes_per_parameter=each)
     if first is not None and shared_memory and (free_bytes := memory_bytes()) < _WEIGHT_BYTES * num_parameters(shape):
         raise TrainerUsageError(
@@ -475,7 +483,7 @@ def resolve(
             checkpointing = inner.activation_checkpointing
             available = memory_bytes()
             if place.size > 1:
-                kind = choose_parallel(config.parallel, shape, memory_bytes, place)
+                kind = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
                 available = rows_memory_bytes(kind, shape, available, place)
             rows = batch_size_for(available, shape, inner.seq_len, activation_checkpointing=checkpointing) * place.size
         inner = replace(inner, micro_batch_size=rows)

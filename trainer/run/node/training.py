@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _MOST_STATES = 5
 """Taken up one after the other: the others may have gone on while their state was on its way, and a node that begins
 to train on an old one comes too late to the next round, and to each one after that."""
-_FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
+FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
 class TrainingDisplay(Protocol):
@@ -245,9 +245,12 @@ class Node:
         """Saves everything; a disk that is full is reported, and training goes on unless ``wait``."""
         began_s = time.perf_counter()
         outcome: CheckpointOutcome = "failed"
-        loader: dict[str, Any] = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
-        loader |= {"curve_id": self.curve_id} if self.curve_id else {}
         try:
+            if not wait and self.checkpointer.leaves_out():  # Asked first: contents of ranks are gathered from all.
+                outcome = "skipped"
+                return
+            loader: dict[str, Any] = {"stream": self.dataset.state_dict(), "tracker": self.watch.tracker.state_dict()}
+            loader |= {"curve_id": self.curve_id} if self.curve_id else {}
             taken = self.checkpointer.save(self.replica.contents(loader, self.current_loss).to_mapping(), wait=wait)
             outcome = "saved" if taken else "skipped"
         except CheckpointError as error:
@@ -371,11 +374,11 @@ class Node:
                 "there is one, or give it --init-from"
             )
         logger.info("waiting for the state of the run: others hand it out after their next outer step")
-        self._catch_up(wait_s=_FIRST_STATE_S)
+        self._catch_up(wait_s=FIRST_STATE_S)
         self.awaits_state = self.replica.diloco is not None and self.replica.diloco.round_index == 0
         if self.awaits_state and not self.stop():
             raise TrainerError(
-                f"expected the others to hand out a state within {_FIRST_STATE_S:.0f} s, found none; are they training?"
+                f"expected the others to hand out a state within {FIRST_STATE_S:.0f} s, found none; are they training?"
             )
 
     def _record_state(self) -> None:

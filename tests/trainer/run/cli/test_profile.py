@@ -36,6 +36,15 @@ def test_a_profile_has_a_trace_and_a_table_and_leaves_nothing_else(trainer: Trai
     assert not trainer.checkpoints.exists()
 
 
+def test_a_profile_draws_no_curves(trainer: TrainerCommand) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    curves = trainer.folder / "curves"
+    _profiled(
+        trainer, "--set", "log.to=[tensorboard]", "--set", "log.every_steps=1", "--set", f"log.curves_dir={curves}"
+    )
+    assert not curves.exists()
+
+
 def test_for_programs_it_is_one_object_whose_shares_add_up(trainer: TrainerCommand) -> None:
     found = json.loads(_profiled(trainer, "--json", "--set", "checkpoint.every_steps=2"))
     shares = found["speed"]["time_shares"]
@@ -54,6 +63,8 @@ def test_a_mistake_is_one_line(trainer: TrainerCommand) -> None:
     assert done.stderr.splitlines()[-1] == "trainer: --steps: expected 1 or more, found 0"
     done = trainer.other("profile", *place, "--set", "pipeline=swarm", expect=2)
     assert "expected one process with a whole model" in done.stderr.splitlines()[-1]
+    done = trainer.other("profile", *place, expect=2, TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2")
+    assert "profile: expected one process, found 2 ranks" in done.stderr.splitlines()[-1]
 
 
 def test_training_tells_its_utilisation_and_where_time_goes(trainer: TrainerCommand) -> None:

@@ -50,6 +50,13 @@ def test_batches_losses_generators_and_weights_are_the_same_with_evaluation_on_a
     assert set(told["held_out"]["by_source"]) == {"english"}
 
 
+def test_eval_keeps_attention_within_documents_where_training_did(trainer: TrainerCommand) -> None:
+    masked = ("--seq-len", "128", "--set", "inner.document_mask=true", "--max-steps", "8", "--eval-every", "8")
+    last = lines(trainer(*RUN, *masked, "--json").stdout, "held_out")[-1]
+    told = json.loads(trainer.other("eval", "--node-id", "a", "--checkpoint-dir", trainer.checkpoints, "--json").stdout)
+    assert told["held_out"]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+
+
 def test_what_eval_cannot_do_is_one_line(
     trainer: TrainerCommand, here: TrainerHere, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,25 @@ def test_the_store_s_vocabulary_has_to_be_the_model_s(frozen: FrozenVocabularyFi
     check_vocabulary(theirs, frozen)
 
 
+def test_a_store_s_own_vocabulary_may_have_grown_since_the_model_was_made(tmp_path: Path) -> None:
+    """A node that starts later with the folder its run began with is no stranger."""
+    ours = VocabularyFile.from_json((text_store() / "tokenizer.json").read_bytes())
+    before = VocabularyFile.from_pairs(ours.pairs()[:-50], {})
+    (tmp_path / "before.json").write_bytes(before.to_json())
+    export_hf(random_model(_SHAPE, 1), _SHAPE, tmp_path / "before.json", tmp_path / "hf")
+    for rows in (before.next_merge_id, ours.next_merge_id):
+        check_vocabulary(_with_rows(tmp_path / "hf", rows), ours)
+    fewer = _with_rows(tmp_path / "hf", before.next_merge_id - 1)
+    with pytest.raises(CheckpointMismatchError, match=f"found {before.next_merge_id - 1} rows"):
+        check_vocabulary(fewer, ours)
+    other = VocabularyFile.from_pairs([(10 + n // 200, 10 + n % 200) for n in range(len(ours.pairs()))], {})
+    with pytest.raises(CheckpointMismatchError, match="expected the store's vocabulary, found another"):
+        check_vocabulary(_with_rows(tmp_path / "hf", before.next_merge_id), other)
+    (tmp_path / "hf/tokenizer.json").unlink()
+    with pytest.raises(CheckpointMismatchError, match=f"found {before.next_merge_id} rows"):
+        check_vocabulary(_with_rows(tmp_path / "hf", before.next_merge_id), ours)
+
+
 def test_what_a_run_began_with_is_part_of_its_terms() -> None:
     vocabulary = VocabularyFile.from_json((text_store() / "tokenizer.json").read_bytes())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from tests.support.trainer_command import SMALL, TrainerCommand, differences
 from tests.support.training_swarm import TrainingNode, TrainingSwarm, free_port
 from tests.trainer.run.node.test_data import check_grown, copy_text_store, grow_text_store
 from trainer.inner.rank_place import RankPlace, choose_parallel
-from trainer.model import preset
+from trainer.model import flops_per_token, preset
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 COMMON = tuple("4" if before == "--batch-size" else option for before, option in zip(("", *SMALL), SMALL, strict=False))
@@ -77,6 +78,40 @@ def test_losses_batches_and_checkpoint_are_those_of_one_process(
         for name, value in values.items():
             torch.testing.assert_close(found["layers"][layer][name], value, rtol=1e-3, atol=5e-4)
     assert found["diloco"]["round_index"] == whole["diloco"]["round_index"] == 2
+
+
+ODD = ("dim=33", "head_dim=10", "num_heads=3", "num_kv_heads=1", "ffn_dim=51", "num_layers=3", "tie_embeddings=true")
+"""A model whose rows are cut into unequal shards; all of FSDP's other tests have rows that divide."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_uneven_shards_ties_masks_and_recomputation_train_as_one_process_does(tmp_path: Path) -> None:
+    shape = tuple(option for each in ODD for option in ("--set", f"model.{each}"))
+    options = (*NODE, *shape, "--batch-size", "5", "--set", "inner.document_mask=true")
+    options += ("--set", "inner.activation_checkpointing=selective", "--json", "--max-steps", "8")
+    whole, cut = node_of(tmp_path / "whole"), node_of(tmp_path / "cut", 2)
+    expected = losses(whole(*options))
+    found = losses(cut(*options, "--parallel", "fsdp"))
+    assert len(found) == 8
+    assert_close(found, expected)
+    for layer, values in whole.saved("pod")["layers"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(cut.saved("pod")["layers"][layer][name], value, rtol=1e-3, atol=5e-4)
+    further = (*options[:-1], "10")
+    assert_close(losses(cut(*further, "--parallel", "fsdp")), losses(whole(*further)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_speed_is_told_of_all_ranks_and_of_one(tmp_path: Path) -> None:
+    done = node_of(tmp_path, 2)(*NODE, "--max-steps", "12")
+    last = next(line for line in reversed(done.stderr.splitlines()) if line.startswith("step 12  "))
+    found = re.search(r" ([\d,]+) a device  MFU ([\d.]+) % of 2 x ([\d.e+-]+) TFLOP/s measured", last)
+    assert found is not None, last
+    tokens_per_s, share, peak_tflops = float(found[1].replace(",", "")), float(found[2]) / 100, float(found[3])
+    flops = flops_per_token(preset("tiny", 1024), 32)
+    assert share == pytest.approx(tokens_per_s * flops / (peak_tflops * 1e12), rel=0.05)
 
 
 @pytest.mark.slow
