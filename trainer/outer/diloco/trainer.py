@@ -81,6 +81,19 @@ class DiLoCoTrainer:
         fragments = tuple(FragmentState.start(self._parameters.gather(layout)) for layout in self.plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
 
+    def configure(self, config: DiLoCoConfig) -> None:
+        """Goes on by another cadence and outer step; all members have to, from one round on.
+
+        Raises:
+            TrainerUsageError: the model would be cut into other fragments.
+        """
+        if config.num_fragments != self._config.num_fragments:
+            raise TrainerUsageError(
+                f"diloco.num_fragments: expected {self._config.num_fragments} as before, found {config.num_fragments}"
+            )
+        self._config = config
+        self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
+
     @property
     def round_index(self) -> int:
         """Rounds committed so far, over all fragments."""

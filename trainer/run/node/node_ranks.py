@@ -58,6 +58,7 @@ class Told(IntEnum):
     READ_FROM = 9  # A state of the loader.
     FORWARD = 10  # A pass without gradients, with its input.
     STOP = 11
+    CONFIGURE = 12  # With the options of the inner loop from now on.
 
 
 @dataclass(frozen=True, slots=True)
