@@ -89,7 +89,9 @@ class RoundMember:
             seconds=time.monotonic() - began_s,
         )
         progress = common_progress([member.progress for member in agreement.members], agreement.weights)
-        return RoundResult(vector=values, report=report, residual=self._residual, progress=progress)
+        return RoundResult(
+            vector=values, report=report, residual=self._residual, progress=progress, change=agreement.change
+        )
 
     # -- coming together -----------------------------------------------------------------------------------------------
 

@@ -143,10 +143,10 @@ class RoundService:
 
     async def _compare_changes(self, peer_id: str, request: JoinRequest) -> None:
         """Fetches the changes of a node that knows more of them, and has those who came without come again."""
-        changes = self.settings.changes
-        if changes is not None and request.change > changes.number_at(request.round_index) and peer_id != self._own_id:
-            certificate = request.certificate.encode() if request.certificate else None
-            await changes.fetch(Peer(peer_id, request.address, certificate))
+        changes, peer = self.settings.changes, self.settings.directory.peers().get(peer_id)
+        # Of strangers, whom anybody can make, there is nothing to learn.
+        if changes is not None and peer is not None and request.change > changes.number_at(request.round_index):
+            await changes.fetch(peer)
         gathering = self._gatherings.get(request.round_index)
         if gathering is not None:
             gathering.change_to(self.settings.at(request.round_index))

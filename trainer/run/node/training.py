@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
     from trainer.network.discovery.run_change import RunChange
     from trainer.outer.diloco import SharedState
+    from trainer.outer.engine.collective import RoundResult
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
     from trainer.run.node.starting import Ranks
@@ -109,6 +110,7 @@ class Watch:
         if speed is not None:
             self.tracker.set_speed(speed.status)
         self._shards: tuple[int, ...] = ()
+        self._num_changes = 0
         self.server: ApiServer | None = None
         if config.api.enabled:
             hook = ShutdownHook(callback=stop, token=config.checkpoint.token)
@@ -150,9 +152,9 @@ class Watch:
         self.tracker.set_state(outer_step, digest)
         self.observer.event("state", outer_step=outer_step, digest=digest)
 
-    def changed(self, changes: Iterable[RunChange], round_index: int) -> None:
-        """Logs changes of the run by which this node goes on, in a round."""
-        for change in changes:
+    def changed(self, changes: Sequence[RunChange], round_index: int) -> None:
+        """Logs the changes of the run by which this node goes on in a round, each for the first time."""
+        for change in changes[self._num_changes :]:
             logger.info("change %d of the run is in force here, in round %d", change.number, round_index)
             self.observer.event(
                 "run_change",
@@ -161,6 +163,7 @@ class Watch:
                 round_index=round_index,
                 settings=dict(change.settings),
             )
+        self._num_changes = max(self._num_changes, len(changes))
 
     def progress(self) -> NodeStats:
         """Returns what to announce of this node's training."""
@@ -298,16 +301,24 @@ class Node:
 
     def _go_by_changes(self) -> None:
         """Goes on by the changes of the run that are in force in the round that the node trains towards."""
+        if self.signed_run is None or self.replica.diloco is None:
+            return
+        self.replica.diloco.on_result = self._go_by_agreed
+        self._go_by(self.signed_run.number_at(self.replica.diloco.round_index))
+
+    def _go_by_agreed(self, result: RoundResult) -> None:
+        """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
+        if result.change is not None:
+            self._go_by(result.change)
+
+    def _go_by(self, number: int) -> None:
         run, diloco = self.signed_run, self.replica.diloco
-        if run is None or diloco is None:
+        if run is None or diloco is None or number == self._num_changes:
             return
-        number = run.number_at(diloco.round_index)
-        if number == self._num_changes:
-            return
-        before, self._num_changes = self._num_changes, number
+        self._num_changes = number
         run.begin_by(number)
         self.replica.configure(run.config_by(number))
-        self.watch.changed(run.chain.changes[before:number], diloco.round_index)
+        self.watch.changed(run.chain.changes[:number], diloco.round_index)
 
     def _step(self) -> None:
         self._go_by_changes()

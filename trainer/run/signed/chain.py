@@ -32,7 +32,7 @@ from trainer.run.signed.files import KeyField, RunFile, check_config, write_whol
 logger = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW_S: Final = 300.0
-_LOCK_S: Final = 5.0
+_LOCK_S: Final = 1.0
 _MAX_CHAIN_BYTES: Final = RUN_CHANGE.max_bytes * RUN_CHANGE.max_count
 
 

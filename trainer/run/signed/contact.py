@@ -16,6 +16,7 @@ from typing import Final
 from trainer.errors import DiscoveryError, RpcError
 from trainer.model.config import stage_names
 from trainer.network.discovery import Discovery, open_discovery
+from trainer.network.discovery.exchange import RUN_METHOD
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.discovery.records import record_key, sign_record
 from trainer.network.discovery.run_change import RUN_CHANGE, RunChange, SettingValue
@@ -23,7 +24,7 @@ from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.run.config import RunConfig
 from trainer.run.signed.chain import ChangeChain
 from trainer.run.signed.files import RunFile
-from trainer.run.signed.run import RUN_METHOD, RunAnswer, RunQuestion
+from trainer.run.signed.run import RunAnswer, RunQuestion
 
 _FIND_S: Final = 20.0  # For a DHT to start on a busy machine, and to answer.
 _SETTLE_S: Final = 2.0  # After the first node was found, for the rest to be.

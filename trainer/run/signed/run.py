@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig
 from trainer.errors import RunFileError
 from trainer.network.discovery.base import Discovery
+from trainer.network.discovery.exchange import RUN_METHOD
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Peer, Reply, Request
@@ -31,7 +32,6 @@ from trainer.run.signed.files import MAX_FILE_BYTES, RunFile, read_run_file, wri
 
 logger = logging.getLogger(__name__)
 
-RUN_METHOD: Final = "run/file"
 _FILE, _CHANGES = "run.json", "changes.jsonl"
 
 

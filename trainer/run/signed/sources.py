@@ -211,9 +211,10 @@ def _from_peer(address: str, owner: str) -> FetchedRun:
 
 
 async def _asked(place: str, name: str, owner: str, where: str) -> FetchedRun:
+    from trainer.network.discovery.exchange import RUN_METHOD
     from trainer.network.discovery.record_exchange import RecordExchange  # These bring grpc.
     from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
-    from trainer.run.signed.run import RUN_METHOD, RunAnswer, RunQuestion
+    from trainer.run.signed.run import RunAnswer, RunQuestion
 
     endpoint = Endpoint(Identity.create(), name, RpcConfig())
     peer = Peer(None, place)

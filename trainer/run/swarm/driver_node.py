@@ -186,11 +186,10 @@ class DriverNode:
         number = self._run.number_at(frontier) if rounds else 0
         if number <= self._num_changes:
             return
-        before, self._num_changes = self._num_changes, number
-        self._run.begin_by(number)
+        self._num_changes = number
         config = self._run.config_by(number)
         self._inner, self._driver.target_tokens = config.inner, target_tokens_of(config)
-        self._watch.changed(self._run.chain.changes[before:number], frontier)
+        self._watch.changed(self._run.chain.changes[:number], frontier)
 
     async def _leave_account(self) -> None:
         """Writes the keeper's account, when everything is settled or handed back."""

@@ -29,6 +29,8 @@ from trainer.model.config import stage_names
 from trainer.network.discovery import Announcement, open_discovery, settled_uid
 from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
 from trainer.network.rpc import Endpoint
+from trainer.outer.diloco import DiLoCoTrainer
+from trainer.outer.engine.collective import RoundResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
@@ -325,14 +327,22 @@ class WorkerNode:
 
     def _go_by_changes(self) -> None:
         """Goes on by the changes of the run in force in the round it trains towards; in the compute thread."""
+        if self._run is None:
+            return
+        if isinstance(self._synchroniser.trainer, DiLoCoTrainer):
+            self._synchroniser.trainer.on_result = self._go_by_agreed
+        self._go_by(self._run.number_at(self._synchroniser.place()[0]))
+
+    def _go_by_agreed(self, result: RoundResult) -> None:
+        """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
+        if result.change is not None:
+            self._go_by(result.change)
+
+    def _go_by(self, number: int) -> None:
         run = self._run
-        if run is None:
+        if run is None or number == self._num_changes:
             return
-        round_index = self._synchroniser.place()[0]
-        number = run.number_at(round_index)
-        if number == self._num_changes:
-            return
-        before, self._num_changes = self._num_changes, number
+        self._num_changes = number
         config = run.config_by(number)
         run.begin_by(number)
         self._built.replica.configure(config.inner, config.swarm.stage)
@@ -340,7 +350,7 @@ class WorkerNode:
         self._worker.stepper.configure(
             target_tokens=target_tokens_of(config), auto_step_s=config.swarm.worker.auto_step_s
         )
-        self._watch.changed(run.chain.changes[before:number], round_index)
+        self._watch.changed(run.chain.changes[:number], self._synchroniser.place()[0])
 
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
