@@ -123,15 +123,15 @@ class MembershipGathering:
             raise self._late()
         if len(self._joins) >= MAX_ROUND_MEMBERS and peer_id not in self._joins:
             self._replace_stranger(peer_id)
-        if request.change != self._settings.change:
+        if self._is_sent_away(request):
             raise self._other_change(request)
         self._joins[peer_id] = request
         self._changes.notify()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         try:
-            await self._changes.wait_for(lambda: self.over or request.change != self._settings.change)
-            if not self.over:
+            await self._changes.wait_for(lambda: self.over or self._is_sent_away(request))
+            if self._is_sent_away(request):
                 raise self._other_change(request)
         except asyncio.CancelledError:
             if not self.over and self._joins.get(peer_id) is request:
@@ -180,6 +180,9 @@ class MembershipGathering:
 
     def _late(self) -> RefusedError:
         return RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
+
+    def _is_sent_away(self, request: JoinRequest) -> bool:
+        return not self.over and request.change != self._settings.change
 
     def _other_change(self, request: JoinRequest) -> RefusedError:
         return RefusedError(
@@ -265,7 +268,8 @@ class MembershipGathering:
             self._ahead.add(peer_id)
         # A node may only name itself: any other might not even exist.
         settings = self._settings
-        if reply.coordinator == peer_id and precedes(settings.run_id, self.round_index, peer_id, settings.own_id):
+        is_first = precedes(settings.run_id, self.round_index, peer_id, settings.own_id)
+        if reply.coordinator == peer_id and is_first and reply.change >= settings.change:
             self.give_way(peer_id)
 
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:

@@ -310,14 +310,14 @@ class CommitDecision(_Message):
     reason: ShortText = ""
 
 
-class Invite(_Message):
+class Invite(_OfChangingRun):
     """Others are ready for a round: come with what you have, within ``after_s``."""
 
     round_index: Count
     after_s: Annotated[float, Ge(0), Le(3600)]
 
 
-class InviteReply(_Message):
+class InviteReply(_OfChangingRun):
     """Whether the node trains towards that round, and will join it."""
 
     coming: bool

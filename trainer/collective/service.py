@@ -197,14 +197,16 @@ class RoundService:
             return Reply(InviteReply(coming=False, next_round=-1, catching_up=True))
         if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
             return Reply(InviteReply(coming=False, next_round=next_round))
-        gathering = self._gatherings.get(round_index)
-        if gathering is not None and not gathering.over and request.sender != self._own_id:
+        gathering, change = self._gatherings.get(round_index), self.settings.at(round_index).change
+        is_other = request.sender != self._own_id
+        # Nobody gives way to a coordinator that knows fewer changes, and whose round this node could not join.
+        if gathering is not None and not gathering.over and is_other and request.body.change >= change:
             if not precedes(self.settings.run_id, round_index, request.sender, self._own_id):
-                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id))
+                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id, change=change))
             gathering.give_way(request.sender)
         if round_index == next_round and self._invited_at_s is None:
             self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
-        return Reply(InviteReply(coming=True, next_round=next_round))
+        return Reply(InviteReply(coming=True, next_round=next_round, change=change))
 
     async def status(self, request: Request[messages.StatusRequest]) -> Reply[messages.StatusReply]:
         """Returns the outcome of a round, if it is known."""
@@ -303,7 +305,8 @@ class RoundService:
         peer = self.settings.endpoint.peer if peer_id == self._own_id else self.settings.directory.peers().get(peer_id)
         if peer is None:
             return InviteReply(coming=False, next_round=-1)
-        invite = messages.Invite(round_index=round_index, after_s=after_s)
+        change = self.settings.at(round_index).change
+        invite = messages.Invite(round_index=round_index, after_s=after_s, change=change)
         try:
             return (await self.ask(peer, "round/invite", invite, InviteReply, self._config.stall_timeout_s)).body
         except RpcError as error:

@@ -259,6 +259,7 @@ def _values_of(settings: Sequence[str]) -> dict[str, Any]:
     from trainer.run.config.reading import parse_override
     from trainer.run.signed.files import portable
 
+    adapter: TypeAdapter[Any] = TypeAdapter(SettingValue)
     values: dict[str, Any] = {}
     for text in settings:
         name, _, spelling = text.partition("=")
@@ -272,7 +273,7 @@ def _values_of(settings: Sequence[str]) -> dict[str, Any]:
         value = portable(value)
         try:
             value = tuple(value) if isinstance(value, list) else value
-            values[name] = TypeAdapter(SettingValue).validate_python(value, strict=True)
+            values[name] = adapter.validate_python(value, strict=True)
         except ValidationError:
             raise TrainerUsageError(
                 f"{name}: expected a number, a word, true, false or a list of those, found {str(value)[:80]!r}"

@@ -236,7 +236,7 @@ def check_authorities(keys: Any) -> None:
         TypeAdapter(tuple[KeyField, ...]).validate_python(tuple(keys) if isinstance(keys, list | tuple) else keys)
     except ValidationError:
         raise TrainerUsageError(
-            f"{AUTHORITIES}: expected keys of 64 hexadecimal digits, found {str(keys)[:80]!r}"
+            f"{AUTHORITIES}: expected a list of keys of 64 hexadecimal digits, found {str(keys)[:80]}"
         ) from None
 
 

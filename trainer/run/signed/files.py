@@ -32,7 +32,7 @@ from manifests.serialisation import canonical_json, sha256_hex
 from manifests.signing import generate_private_key, load_private_key, private_key_pem
 from trainer.errors import RunFileError, TrainerUsageError
 from trainer.network.discovery.announcement import Name
-from trainer.network.rpc.envelope import first_line
+from trainer.network.rpc.envelope import first_line, parse_strict_json
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.run.config import RunConfig, from_mapping, merged, nested, to_mapping
 from trainer.run.config.reading import parse_yaml
@@ -121,12 +121,22 @@ def is_run_file(values: Mapping[str, Any]) -> bool:
     return "owner" in values and "config" in values
 
 
+def parsed(body: bytes, where: str) -> dict[str, Any]:
+    """Reads a mapping, JSON or YAML, in which ``1e-05`` would be a word; raises `TrainerUsageError`."""
+    if body.lstrip().startswith(b"{"):
+        try:
+            return parse_strict_json(body)
+        except ValueError:
+            pass  # YAML may begin so too.
+    return parse_yaml(body, where)
+
+
 def read_run_file(body: bytes, where: str) -> RunFile:
     """Reads a run file, YAML or JSON, without checking its signature; raises `RunFileError` where it is none."""
     if len(body) > MAX_FILE_BYTES:
         raise RunFileError(f"{where}: expected a run file of at most {MAX_FILE_BYTES} bytes, found {len(body)}")
     try:
-        values = parse_yaml(body, where)
+        values = parsed(body, where)
     except RecursionError:
         raise RunFileError(f"{where}: expected a run file, found values nested too deep") from None
     if not is_run_file(values):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,10 +32,10 @@ from trainer.run.signed.chain import ChangeChain, split_lines
 from trainer.run.signed.fields import OPEN_IN_FILE, STANDINGS
 from trainer.run.signed.files import (
     MAX_FILE_BYTES,
-    MISSING,
     RunFile,
     check_config,
     is_run_file,
+    parsed,
     portable,
     read_run_file,
     value_at,
@@ -112,25 +112,18 @@ def options_of(source: str | Path | None, overrides: Iterable[str]) -> tuple[dic
 
 def check_agrees(config: RunConfig, fetched: FetchedRun) -> None:
     """Raises `TrainerUsageError` where a node's options contradict its run's file."""
-    own, default = to_mapping(config), to_mapping(RunConfig())
+    own, said_by_run = to_mapping(config), to_mapping(check_config(fetched.file, fetched.where))
     for name, value in (("run_id", fetched.file.name), ("run_digest", fetched.file.digest())):
         if own[name] != value:
             raise _contradiction(fetched, name, value, own[name])
     for name, standing in STANDINGS.items():
         if standing not in ("fixed", "round"):
             continue
-        said = value_at(fetched.file.config, name)
-        if said is MISSING:
-            if name in OPEN_IN_FILE:
-                continue
-            said = portable(value_at(default, name))
-        found = portable(value_at(own, name))
-        if _plain(said) != _plain(found):
+        if name in OPEN_IN_FILE and not fetched.file.says(name):
+            continue
+        said, found = portable(value_at(said_by_run, name)), portable(value_at(own, name))
+        if said != found:
             raise _contradiction(fetched, name, said, found)
-
-
-def _plain(value: Any) -> Any:
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _contradiction(fetched: FetchedRun, name: str, said: Any, found: Any) -> TrainerUsageError:
@@ -169,7 +162,7 @@ def _from_path(path: Path) -> FetchedRun | None:
         lines = split_lines(changes.read_bytes()) if changes.exists() else []
     except OSError as error:
         raise TrainerUsageError(f"{path}: cannot be read: {error.strerror}") from error
-    if not is_run_file(parse_yaml(body, str(path))):
+    if not is_run_file(parsed(body, str(path))):
         return None
     return FetchedRun(read_run_file(body, str(path)), tuple(lines), str(path))
 

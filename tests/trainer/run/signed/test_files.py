@@ -131,7 +131,7 @@ def test_the_bytes_that_are_signed() -> None:
         b'genesis run 1\n{"authorities":[],"config":{"inner":{"betas":[0.9,0.95],"lr":1e-05},"seed":3},"name":"r",'
         b'"owner":"' + b"ab" * 32 + b'","version":1}'
     )
-    assert file.digest() == "DIGEST"
+    assert file.digest() == "2bfbdd84c13fd53fa66d70a14074cee98bd601fbd877e9e66b62c7c4d02dc7e8"
 
 
 def test_a_key_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None:
