@@ -166,7 +166,8 @@ def set_command(
         )
     before = chain.config_with({})
     try:
-        nodes, told = asyncio.run(_changed(file, chain, owner, _values_of(settings), at_round, comment, initial_peers))
+        values = _values_of(settings, chain)
+        nodes, told = asyncio.run(_changed(file, chain, owner, values, at_round, comment, initial_peers))
     except RecordRefusedError as error:
         raise TrainerUsageError(str(error)) from None
     if is_local:
@@ -251,13 +252,18 @@ def _round_for(contact: RunContact | None, chain: ChangeChain, at_round: int | N
     return max(found, chain.changes[-1].at_round if chain.newest else 0)
 
 
-def _values_of(settings: Sequence[str]) -> dict[str, Any]:
-    """Reads ``KEY=VALUE`` as a change has it; raises `TrainerUsageError`."""
+def _values_of(settings: Sequence[str], chain: ChangeChain) -> dict[str, Any]:
+    """Reads ``KEY=VALUE`` as a change has it, in the type of the option.
+
+    Raises `TrainerUsageError`, and what `ChangeChain.config_with` does.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     from trainer.network.discovery.run_change import SettingValue
+    from trainer.run.config import to_mapping
     from trainer.run.config.reading import parse_override
-    from trainer.run.signed.files import portable
+    from trainer.run.signed.fields import AUTHORITIES
+    from trainer.run.signed.files import portable, value_at
 
     adapter: TypeAdapter[Any] = TypeAdapter(SettingValue)
     values: dict[str, Any] = {}
@@ -272,13 +278,20 @@ def _values_of(settings: Sequence[str]) -> dict[str, Any]:
             value = value[part]
         value = portable(value)
         try:
-            value = tuple(value) if isinstance(value, list) else value
-            values[name] = adapter.validate_python(value, strict=True)
+            values[name] = adapter.validate_python(_as_tuple(value), strict=True)
         except ValidationError:
             raise TrainerUsageError(
                 f"{name}: expected a number, a word, true, false or a list of those, found {str(value)[:80]!r}"
             ) from None
-    return values
+    checked = to_mapping(chain.config_with(values))
+    return {
+        name: value if name == AUTHORITIES else adapter.validate_python(_as_tuple(portable(value_at(checked, name))))
+        for name, value in values.items()
+    }
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _spelt(values: dict[str, Any]) -> list[str]:

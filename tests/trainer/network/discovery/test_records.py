@@ -69,7 +69,8 @@ def test_a_record_comes_back_as_it_was_signed(change: RunChange) -> None:
     assert len(wire) <= RUN_CHANGE.max_bytes
     found = _verified(wire, run_id=change.run_id, signer=_OWNER.peer_id, subkey=change.subkey)
     assert found == change
-    assert [type(value) for value in found.settings.values()] == [type(value) for value in change.settings.values()]
+    kinds = [{name: type(value) for name, value in each.settings.items()} for each in (found, change)]
+    assert kinds[0] == kinds[1]
     assert found.digest() == change.digest()
 
 
