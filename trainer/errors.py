@@ -11,6 +11,10 @@ class TrainerUsageError(TrainerError):
     """Options that do not go together, or a value out of range."""
 
 
+class RunFileError(TrainerUsageError):
+    """A signed run file, or a change of a run, cannot be read, believed or used."""
+
+
 class NonFiniteTrainingError(TrainerError):
     """Loss or gradient stayed NaN or infinite for too many steps in a row."""
 

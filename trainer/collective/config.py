@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trainer.aggregation import RuleConfig
@@ -70,9 +70,25 @@ class Directory(Protocol):
         """Returns whether the state most nodes hold, by their own word, is this node's."""
 
 
+class RoundChanges(Protocol):
+    """What the run's owner has changed while the run goes on, as far as this node knows; for the event loop."""
+
+    def number_at(self, round_index: int) -> int:
+        """Returns the number of the newest change in force in a round; 0: none."""
+
+    def options_at(self, round_index: int) -> tuple[RuleConfig, CollectiveConfig]:
+        """Returns rule and options in force in a round."""
+
+    def trained_by(self) -> int:
+        """Returns the number of the newest change that this node's own work since its last round was done by."""
+
+    async def fetch(self, peer: Peer) -> None:
+        """Takes up what a peer knows and this node does not; a peer that does not answer is no error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSettings:
-    """What all rounds of a node have in common."""
+    """What all rounds of a node have in common, with rule and options as they are in force after change ``change``."""
 
     run_id: str
     terms: Terms
@@ -81,6 +97,16 @@ class RoundSettings:
     config: CollectiveConfig
     endpoint: Endpoint
     directory: Directory
+    changes: RoundChanges | None = None
+    change: int = 0
+
+    def at(self, round_index: int) -> RoundSettings:
+        """Returns what is in force in a round, as far as this node knows now."""
+        number = 0 if self.changes is None else self.changes.number_at(round_index)
+        if self.changes is None or number == self.change:
+            return self
+        rule, config = self.changes.options_at(round_index)
+        return replace(self, rule=rule, config=config, change=number)
 
     @property
     def own_id(self) -> str:

@@ -37,8 +37,8 @@ class RoundMember:
     def __init__(self, service: RoundService, contribution: Contribution, vocabulary_rows: int) -> None:
         self.agreement: Agreement | None = None
         self._service = service
-        self._settings = service.settings
-        self._config = service.settings.config
+        self._settings = service.settings.at(contribution.round_index)
+        self._config = self._settings.config
         self._own_id = service.settings.own_id
         self._contribution = contribution
         self._vector = contribution.vector  # With what earlier encodings left out; added up by the training thread.
@@ -51,6 +51,11 @@ class RoundMember:
         self._rule_decision: RuleDecision | None = None
         self._residual: torch.Tensor | None = None
         self._sums_of_all: list[Moments] = []
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that the round may take."""
+        return self._config.round_timeout_s
 
     async def run(self) -> RoundResult:
         """Goes through the round.
@@ -84,7 +89,9 @@ class RoundMember:
             seconds=time.monotonic() - began_s,
         )
         progress = common_progress([member.progress for member in agreement.members], agreement.weights)
-        return RoundResult(vector=values, report=report, residual=self._residual, progress=progress)
+        return RoundResult(
+            vector=values, report=report, residual=self._residual, progress=progress, change=agreement.change
+        )
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -97,6 +104,8 @@ class RoundMember:
                 try:
                     agreement = await self._agree_with(coordinator, tried)
                 except RefusedError as error:
+                    if error.reason == "change" and await self._has_fetched_changes(coordinator):
+                        break
                     if error.reason == "behind":
                         ahead.add(coordinator)
                     if self._is_final(error, ahead):
@@ -113,6 +122,30 @@ class RoundMember:
                     if agreement is not None:
                         return agreement
             await asyncio.sleep(_RETRY_S)
+
+    async def _has_fetched_changes(self, coordinator: str) -> bool:
+        """Fetches the changes of the run that a coordinator knows; returns whether another is in force here now."""
+        changes, before = self._settings.changes, self._settings.change
+        peer = self._settings.directory.peers().get(coordinator)
+        if changes is not None and peer is not None:
+            await changes.fetch(peer)
+        self._settings = self._settings.at(self._contribution.round_index)
+        self._config = self._settings.config
+        return self._settings.change != before
+
+    def _num_batches(self) -> int:
+        """Returns what this node's work counts for: nothing if it was done by other settings than those in force.
+
+        The node takes the result all the same: what it did is dropped, and it goes on with what the others hold.
+        """
+        changes = self._settings.changes
+        if changes is None or changes.trained_by() >= self._settings.change:
+            return self._contribution.num_batches
+        logger.warning(
+            "round %d: change %d of the run was not known here in time: the work of %d batches is not contributed",
+            *(self._contribution.round_index, self._settings.change, self._contribution.num_batches),
+        )
+        return 0
 
     def _coordinators(self, tried: set[str]) -> list[str]:
         peer_ids = {self._own_id, *self._settings.directory.peers()}
@@ -133,9 +166,10 @@ class RoundMember:
             terms=self._settings.terms,
             state_digest=contribution.state_digest,
             num_values=contribution.vector.numel(),
-            num_batches=contribution.num_batches,
+            num_batches=self._num_batches(),
             age_s=max(0.0, contribution.age_s),
             progress=contribution.progress,
+            change=self._settings.change,
             vocabulary_rows=self._vocabulary_rows,
             address=endpoint.address,
             certificate=endpoint.certificate.decode() if endpoint.certificate else None,

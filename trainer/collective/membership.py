@@ -116,23 +116,39 @@ class MembershipGathering:
         """Adds a node and waits for the agreement.
 
         Raises:
-            RefusedError: ``late`` (there is an agreement), ``state`` (the others hold another), ``few``, or ``full``.
+            RefusedError: ``late`` (there is an agreement), ``state`` (the others hold another), ``change`` (another
+                change of the run is in force), ``few``, or ``full``.
         """
         if self.over:
             raise self._late()
         if len(self._joins) >= MAX_ROUND_MEMBERS and peer_id not in self._joins:
             self._replace_stranger(peer_id)
+        if self._is_sent_away(request):
+            raise self._other_change(request)
         self._joins[peer_id] = request
         self._changes.notify()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         try:
-            await self._changes.wait_for(lambda: self.over)
+            await self._changes.wait_for(lambda: self.over or self._is_sent_away(request))
+            if self._is_sent_away(request):
+                raise self._other_change(request)
         except asyncio.CancelledError:
             if not self.over and self._joins.get(peer_id) is request:
                 del self._joins[peer_id]
             raise
         return self._agreed(peer_id)
+
+    def change_to(self, settings: RoundSettings) -> None:
+        """Goes on by what another change of the run has put in force; who came by an older one has to come again.
+
+        Nothing changes behind an agreement: its members have all come by one change.
+        """
+        if self.over or settings.change == self._settings.change:
+            return
+        self._settings, self._config = settings, settings.config
+        self._joins.clear()
+        self._changes.notify()
 
     async def acknowledge(self, peer_id: str, digest: str) -> Agreement | None:
         """Takes a member's acknowledgement, and waits for all others'; returns None, or a new agreement without some.
@@ -164,6 +180,16 @@ class MembershipGathering:
 
     def _late(self) -> RefusedError:
         return RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
+
+    def _is_sent_away(self, request: JoinRequest) -> bool:
+        return not self.over and request.change != self._settings.change
+
+    def _other_change(self, request: JoinRequest) -> RefusedError:
+        return RefusedError(
+            "change",
+            f"round {self.round_index}: expected change {self._settings.change} of the run to be in force, found "
+            f"{request.change}; fetch the changes and come again",
+        )
 
     def _known(self) -> set[str]:
         return {*self._settings.directory.peers(), self._settings.own_id}
@@ -242,7 +268,8 @@ class MembershipGathering:
             self._ahead.add(peer_id)
         # A node may only name itself: any other might not even exist.
         settings = self._settings
-        if reply.coordinator == peer_id and precedes(settings.run_id, self.round_index, peer_id, settings.own_id):
+        is_first = precedes(settings.run_id, self.round_index, peer_id, settings.own_id)
+        if reply.coordinator == peer_id and is_first and reply.change >= settings.change:
             self.give_way(peer_id)
 
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
@@ -259,7 +286,7 @@ class MembershipGathering:
 
     async def _agree(self) -> None:
         joins = dict(self._joins)
-        for attempt in range(len(joins) + 1):
+        for attempt in range(len(joins) + 1 if joins else 0):  # All may have been sent to fetch a change.
             agreement = self._propose(joins, attempt)
             if agreement is None:
                 break
@@ -314,6 +341,7 @@ class MembershipGathering:
             num_values=num_values,
             part_values=cut_values(num_values, len(peer_ids), self._settings.values_per_part),
             vocabulary_rows=min(join.vocabulary_rows for join in members.values()),
+            change=self._settings.change,
             members=tuple(
                 Member(
                     peer_id=peer_id,

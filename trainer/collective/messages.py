@@ -14,10 +14,18 @@ Everything is bounded: a list has a few times `MAX_ROUND_MEMBERS` entries, a str
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from manifests import canonical_json, sha256_hex
 from trainer.errors import RefusedError, TrainerUsageError
@@ -26,6 +34,8 @@ from trainer.network.rpc.config import split_address
 
 INIT_DIGEST = "model.init_digest"
 """Of the weights that a run began with, among its settings; runs that began with weights by their seed have none."""
+RUN_DIGEST = "run"
+"""Of the signed file of the run, among its settings; runs without one have none."""
 MAX_ROUND_MEMBERS = 48  # An agreement of so many, with certificates, just fits a message.
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -56,6 +66,20 @@ class _Message(BaseModel):
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON."""
         return sha256_hex(canonical_json(self.model_dump(mode="json")))
+
+
+class _OfChangingRun(_Message):
+    """A message that names the run's newest change in force; releases without changes read it where there is none."""
+
+    change: Count = 0
+    """Number of the newest change of the run that is in force in this round; members of others do not reduce."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_change(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = dump(self)
+        if not self.change:
+            fields.pop("change", None)
+        return fields
 
 
 def short(text: str) -> str:
@@ -112,7 +136,7 @@ def _check_fields(kind: str, ours: dict[str, JsonValue], theirs: dict[str, JsonV
             )
 
 
-class JoinRequest(_Message):
+class JoinRequest(_OfChangingRun):
     """A node is ready for an outer step."""
 
     round_index: Count
@@ -144,7 +168,7 @@ class Member(_Message):
         return Peer(self.peer_id, self.address, self.certificate.encode() if self.certificate else None)
 
 
-class Agreement(_Message):
+class Agreement(_OfChangingRun):
     """Who takes part in a round, and how; every member acknowledges its digest before a tensor moves."""
 
     round_index: Count
@@ -286,14 +310,14 @@ class CommitDecision(_Message):
     reason: ShortText = ""
 
 
-class Invite(_Message):
+class Invite(_OfChangingRun):
     """Others are ready for a round: come with what you have, within ``after_s``."""
 
     round_index: Count
     after_s: Annotated[float, Ge(0), Le(3600)]
 
 
-class InviteReply(_Message):
+class InviteReply(_OfChangingRun):
     """Whether the node trains towards that round, and will join it."""
 
     coming: bool

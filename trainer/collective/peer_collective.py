@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from trainer.aggregation import RuleConfig
-from trainer.collective.config import CollectiveConfig, Directory, RoundSettings
+from trainer.collective.config import CollectiveConfig, Directory, RoundChanges, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms
 from trainer.collective.service import RoundService
@@ -35,6 +35,7 @@ class PeerCollective:
         loop: its event loop, running in another thread.
         vocabulary_rows: returns the most rows of vocabulary this node could have now; called before each round.
         stopping: returns whether the node has been asked to stop; a round then has ten more seconds.
+        changes: of the run, by its owner; None: there are none.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class PeerCollective:
         directory: Directory,
         vocabulary_rows: Callable[[], int],
         stopping: Callable[[], bool] = lambda: False,
+        changes: RoundChanges | None = None,
     ) -> None:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
         self._stopping = stopping
-        self._timeout_s = config.round_timeout_s + _SLACK_S
         self._service = RoundService(
             RoundSettings(
                 run_id=run_id,
@@ -62,6 +63,7 @@ class PeerCollective:
                 config=config,
                 endpoint=endpoint,
                 directory=directory,
+                changes=changes,
             )
         )
         self.agreed_vocabulary_rows = 0
@@ -73,7 +75,7 @@ class PeerCollective:
         member = RoundMember(self._service, contribution, self._vocabulary_rows())
         future = asyncio.run_coroutine_threadsafe(self._run(member, contribution.round_index), self._loop)
         try:
-            result = future.result(self._timeout_s)
+            result = future.result(member.timeout_s + _SLACK_S)
         except TimeoutError as error:
             future.cancel()
             raise RoundFailedError(

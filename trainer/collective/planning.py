@@ -97,6 +97,8 @@ def check_agreement(
     facts = ("round_index", "state_digest", "num_values")
     if any(getattr(agreement, fact) != getattr(request, fact) for fact in facts):
         raise _refused(round_index, "it is not about this node's state")
+    if agreement.change != request.change:
+        raise _refused(round_index, f"change {agreement.change} is not in force here, but {request.change}")
     if own_id not in peer_ids or peer_ids != sorted(set(peer_ids)):
         raise _refused(round_index, "its members are not a sorted list with this node in it")
     if agreement.part_values != cut_values(request.num_values, len(peer_ids), values_per_part):

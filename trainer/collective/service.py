@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from trainer.aggregation import Moments
 from trainer.collective import messages
 from trainer.collective.commit_vote import CommitVote
-from trainer.collective.config import Changes, RoundSettings
+from trainer.collective.config import Changes, CollectiveConfig, RoundSettings
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import Agreement, CommitDecision, InviteReply, JoinRequest
 from trainer.collective.planning import coordinator_order, first_plan, precedes
@@ -60,7 +60,6 @@ class RoundService:
         self.next_round = -1  # The round this node trains towards; -1 while it has no state to take part with.
         self.catching_up = False  # Whether it is fetching the others' state, to take part with that.
         self._own_id = settings.own_id
-        self._config = settings.config
         self._invited_at_s: float | None = None
         self._gatherings: OrderedDict[int, MembershipGathering] = OrderedDict()
         self._rounds: OrderedDict[str, KnownRound] = OrderedDict()
@@ -80,6 +79,10 @@ class RoundService:
             settings.endpoint.register(method, body, answer)
         settings.endpoint.register_stream(REDUCTION_METHOD, messages.ReductionOpen, self._serve_reduction)
 
+    @property
+    def _config(self) -> CollectiveConfig:
+        return self.settings.config
+
     def invited(self, now_s: float) -> bool:
         """Returns whether others wait for this node; ``now_s`` of `time.monotonic`."""
         return self._invited_at_s is not None and now_s >= self._invited_at_s
@@ -91,6 +94,8 @@ class RoundService:
     def move_to(self, next_round: int) -> None:
         """Notes the round this node trains towards from now on."""
         self.next_round = next_round
+        if next_round >= 0:
+            self.settings = self.settings.at(next_round)
         self.catching_up = self.catching_up and next_round < 0
         self._invited_at_s = None
 
@@ -130,10 +135,21 @@ class RoundService:
             raise RefusedError("not_ready", f"this node is not ready for round {body.round_index}; ask the next one")
         if peer_id != self._own_id:
             self._check_order(body)
+        await self._compare_changes(peer_id, body)
         gathering = self._gatherings.get(body.round_index)
         if gathering is None or self._came_to_nothing(gathering):
             gathering = self._open_gathering(body.round_index)
         return Reply(await gathering.join(peer_id, body))
+
+    async def _compare_changes(self, peer_id: str, request: JoinRequest) -> None:
+        """Fetches the changes of a node that knows more of them, and has those who came without come again."""
+        changes, peer = self.settings.changes, self.settings.directory.peers().get(peer_id)
+        # Of strangers, whom anybody can make, there is nothing to learn.
+        if changes is not None and peer is not None and request.change > changes.number_at(request.round_index):
+            await changes.fetch(peer)
+        gathering = self._gatherings.get(request.round_index)
+        if gathering is not None:
+            gathering.change_to(self.settings.at(request.round_index))
 
     async def acknowledge(self, request: Request[messages.Acknowledge]) -> Reply[messages.AcknowledgeReply]:
         """Takes a member's acknowledgement; see `MembershipGathering.acknowledge`."""
@@ -181,14 +197,16 @@ class RoundService:
             return Reply(InviteReply(coming=False, next_round=-1, catching_up=True))
         if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
             return Reply(InviteReply(coming=False, next_round=next_round))
-        gathering = self._gatherings.get(round_index)
-        if gathering is not None and not gathering.over and request.sender != self._own_id:
+        gathering, change = self._gatherings.get(round_index), self.settings.at(round_index).change
+        is_other = request.sender != self._own_id
+        # Nobody gives way to a coordinator that knows fewer changes, and whose round this node could not join.
+        if gathering is not None and not gathering.over and is_other and request.body.change >= change:
             if not precedes(self.settings.run_id, round_index, request.sender, self._own_id):
-                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id))
+                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id, change=change))
             gathering.give_way(request.sender)
         if round_index == next_round and self._invited_at_s is None:
             self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
-        return Reply(InviteReply(coming=True, next_round=next_round))
+        return Reply(InviteReply(coming=True, next_round=next_round, change=change))
 
     async def status(self, request: Request[messages.StatusRequest]) -> Reply[messages.StatusReply]:
         """Returns the outcome of a round, if it is known."""
@@ -277,7 +295,7 @@ class RoundService:
 
     def _open_gathering(self, round_index: int) -> MembershipGathering:
         self._gatherings[round_index] = MembershipGathering(
-            round_index, self.settings, self._latecomers, self._ask_to_come
+            round_index, self.settings.at(round_index), self._latecomers, self._ask_to_come
         )
         while len(self._gatherings) > _KEPT:
             self._gatherings.popitem(last=False)[1].close()
@@ -287,7 +305,8 @@ class RoundService:
         peer = self.settings.endpoint.peer if peer_id == self._own_id else self.settings.directory.peers().get(peer_id)
         if peer is None:
             return InviteReply(coming=False, next_round=-1)
-        invite = messages.Invite(round_index=round_index, after_s=after_s)
+        change = self.settings.at(round_index).change
+        invite = messages.Invite(round_index=round_index, after_s=after_s, change=change)
         try:
             return (await self.ask(peer, "round/invite", invite, InviteReply, self._config.stall_timeout_s)).body
         except RpcError as error:

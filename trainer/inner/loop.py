@@ -113,6 +113,14 @@ class InnerLoop:
         """Steps dropped since the run began."""
         return self._guard.skipped
 
+    def configure(self, config: InnerConfig) -> None:
+        """Goes on by other rates, another schedule, limit of the norm or number of batches a step, from the next step.
+
+        Options that model, optimizer or loader were built by stay as they were, whatever ``config`` says of them.
+        """
+        self._config = config
+        self._schedule.config = config
+
     def set_step(self, global_step: int) -> None:
         """Moves to another place of the schedule: a late joiner takes up the others' step (`ScheduleClock.move_to`)."""
         if global_step < 0:

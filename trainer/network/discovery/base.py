@@ -22,6 +22,7 @@ from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement,
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
     EXCHANGE_METHOD,
+    HOUSEKEEPING,
     PRESENT_METHOD,
     PeerExchangeReply,
     PeerExchangeRequest,
@@ -122,6 +123,14 @@ class Discovery(ABC):
     def no_peers_reason(self) -> str:
         """Returns why no peer may have been found, the initial peers that do not answer; empty: none is expected."""
 
+    async def store_record(self, key: str, subkey: str, wire: bytes, expires_at: float) -> None:  # noqa: B027
+        """Keeps a signed record where all nodes look it up, if there is such a place; raises `DiscoveryError`."""
+
+    async def stored_records(self, key: str) -> list[tuple[str, bytes]]:
+        """Returns subkeys and records kept there under a key, not verified yet; raises `DiscoveryError`."""
+        del key
+        return []
+
     async def close(self) -> None:
         """Stops announcing and looking; ends what was started."""
         tasks = [*self._tasks, *self._verifying.values(), *self._strangers.admitting.values()]
@@ -169,12 +178,12 @@ class Discovery(ABC):
 
     def _answered(self, peer_id: str, address: str, method: str) -> None:
         self._table.answered(peer_id, address)
-        if method not in (EXCHANGE_METHOD, PRESENT_METHOD):
+        if method not in HOUSEKEEPING:
             self._table.used(peer_id)
 
     def _served(self, peer_id: str, _host: str, method: str) -> None:
         self._table.called(peer_id)
-        if method not in (EXCHANGE_METHOD, PRESENT_METHOD):
+        if method not in HOUSEKEEPING:
             self._table.used(peer_id)
 
     async def _verify_forever(self) -> None:

@@ -85,6 +85,17 @@ class DhtDiscovery(Discovery):
             return f"the DHT of {seeds} knows nobody of run {self._endpoint.run_id}"
         return f"nobody answers at {seeds}"
 
+    async def store_record(self, key: str, subkey: str, wire: bytes, expires_at: float) -> None:
+        """See `Discovery.store_record`."""
+        await self.process.store(key, subkey, wire.decode(), expires_at, self._config.request_timeout_s)
+
+    async def stored_records(self, key: str) -> list[tuple[str, bytes]]:
+        """See `Discovery.stored_records`."""
+        records, skipped = await self.process.get(key, self._config.request_timeout_s)
+        if skipped:
+            self._table.refused["oversized"] += skipped
+        return [(it.subkey, it.value.encode()) for it in records]
+
     async def close(self) -> None:
         """See `Discovery.close`."""
         await super().close()

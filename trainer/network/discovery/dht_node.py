@@ -1,4 +1,4 @@
-"""The process that runs hivemind's DHT, with a node that stores announcements and nothing else.
+"""The process that runs hivemind's DHT, with a node that stores announcements and signed records and nothing else.
 
 It is a process of its own because hivemind brings a Go daemon, its own logging and 2 s of imports, and because a hang
 or crash in it must not stop training. It joins the seeds again and again, instead of once as hivemind does: else two
@@ -44,7 +44,7 @@ from pydantic import ValidationError
 
 from genesis.hangup import stop_signals
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.announcement import AnnouncementRefusedError, verify_announcement
+from trainer.network.discovery.announcement import AnnouncementRefusedError
 from trainer.network.discovery.dht_client import (
     MAX_LINE_BYTES,
     MAX_RECORDS,
@@ -56,7 +56,8 @@ from trainer.network.discovery.dht_client import (
 )
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
 from trainer.network.discovery.parent import die_with_parent
-from trainer.network.discovery.stage_report import dht_key
+from trainer.network.discovery.record_kinds import check_stored
+from trainer.network.discovery.records import RecordRefusedError
 from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.token_buckets import remember
 
@@ -74,11 +75,11 @@ _GIVE_UP_S = 1.0
 _PARENT_CHECK_INTERVAL_S = 2.0
 
 
-class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts a record if it is a signed announcement, stored under its own node, run and partition, until it expires.
+class StoredRecordValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Accepts what the table of `record_kinds` has: signed, under its own name and run, within its bounds.
 
-    Expired ones pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in. Accepted
-    records are not verified again.
+    Expired announcements pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in.
+    Accepted records are not verified again.
     """
 
     def __init__(self) -> None:
@@ -99,16 +100,13 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
         if not (isinstance(wire, bytes) and isinstance(subkey, str)):
             return False
         try:
-            announcement = verify_announcement(
-                wire, now=time.time(), max_clock_skew_s=_MAX_CLOCK_SKEW_S, subkey=subkey, allow_expired=True
+            key = check_stored(
+                wire, subkey, record.expiration_time, now=time.time(), max_clock_skew_s=_MAX_CLOCK_SKEW_S
             )
-        except AnnouncementRefusedError as error:
+        except (AnnouncementRefusedError, RecordRefusedError) as error:
             logger.debug("a DHT record refused: %s", error)
             return False
-        if DHTID.generate(dht_key(announcement.run_id, announcement.filed_under)).to_bytes() != record.key:
-            return False
-        # Otherwise an old record could be stored again with a later time, and replace the new one.
-        if not abs(record.expiration_time - announcement.expires_at) <= 1e-3:  # NaN is no such time either.
+        if DHTID.generate(key).to_bytes() != record.key:
             return False
         remember(self._accepted, digest, None, _MAX_ACCEPTED)
         return True
@@ -213,7 +211,7 @@ class AnnouncementNode:
             client_mode=settings.client_mode,
             no_listen=settings.client_mode,
             nat_port_map=settings.map_port,
-            record_validator=AnnouncementValidator(),
+            record_validator=StoredRecordValidator(),
             refresh_timeout=None,  # See `_refresh_forever`.
             # Every look-up asks for the newest record, which is never in a cache.
             cache_locally=False,

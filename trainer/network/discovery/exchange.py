@@ -23,6 +23,12 @@ from trainer.network.rpc.token_buckets import TokenBuckets
 EXCHANGE_METHOD = "announce/exchange"
 PRESENT_METHOD = "announce/present"
 """Asks for a signed answer only; the request is that of an exchange with an empty list."""
+RECORDS_METHOD = "records/exchange"
+"""Tells and asks for signed records (`record_exchange`)."""
+RUN_METHOD = "run/file"
+"""Asks for the signed file of the run (`trainer.run.signed`)."""
+HOUSEKEEPING = frozenset({EXCHANGE_METHOD, PRESENT_METHOD, RECORDS_METHOD, RUN_METHOD})
+"""Calls that anybody answers, and that are therefore no sign that a peer is of use."""
 _ENTRY = struct.Struct(">32sd")
 _MAX_KNOWN = 16384
 _MAX_RECORDS = 512

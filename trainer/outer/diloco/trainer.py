@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -73,6 +73,8 @@ class DiLoCoTrainer:
         self.plan = FragmentPlan.of(tensors, config.num_fragments)
         """Which parameters are synchronised together, and their places in the flat vectors."""
         self._layout_digest = self.plan.digest()
+        self.on_result: Callable[[RoundResult], None] | None = None
+        """Called with a round's result before it is committed: to `configure` for what its members have agreed."""
         self.inner_step = 0  # Inner steps since the last round was tried.
         self._pending = [PendingWork() for _ in self.plan.layouts]
         self._saved_round: SavedRound | None = None
@@ -80,6 +82,19 @@ class DiLoCoTrainer:
         self._last_call: Future[RoundResult] | None = None
         fragments = tuple(FragmentState.start(self._parameters.gather(layout)) for layout in self.plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
+
+    def configure(self, config: DiLoCoConfig) -> None:
+        """Goes on by another cadence and outer step; all members have to, from one round on.
+
+        Raises:
+            TrainerUsageError: the model would be cut into other fragments.
+        """
+        if config.num_fragments != self._config.num_fragments:
+            raise TrainerUsageError(
+                f"diloco.num_fragments: expected {self._config.num_fragments} as before, found {config.num_fragments}"
+            )
+        self._config = config
+        self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
 
     @property
     def round_index(self) -> int:
@@ -266,6 +281,8 @@ class DiLoCoTrainer:
         started_s, fragment = time.monotonic(), self._state.fragment
         try:
             result = self._collective.reduce(contribution) if call is None else self._awaited(call)
+            if self.on_result is not None:
+                self.on_result(result)
             self._commit(contribution, result, 0.0 if call is None else self._config.merge_alpha)
         except RoundFailedError as error:
             return self._failed(contribution, error, waited_s=time.monotonic() - started_s)

@@ -104,6 +104,8 @@ class RoundResult:
     """[P] what encoding the contribution left out, for the next contribution; None: lossless or not fed back."""
     progress: float | None = None
     """Share of the round's planned work that is in ``vector``, the same at all members; None: the node's own."""
+    change: int | None = None
+    """Number of the newest change of the run in force in this round, by its agreement; None: it has no agreement."""
 
 
 @runtime_checkable

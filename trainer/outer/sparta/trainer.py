@@ -106,6 +106,10 @@ class SpartaTrainer:
         self._background: _Round | None = None
         self._last_call: Future[RoundResult] | None = None
 
+    def configure(self, config: SpartaConfig) -> None:
+        """Goes on by another number of steps between rounds; all members have to, from one round on."""
+        self._config = replace(self._config, every_steps=config.every_steps)
+
     @property
     def round_index(self) -> int:
         """The next round: rounds committed by the run, as far as this node knows."""

@@ -77,8 +77,9 @@ class StageReplica:
         self.module = module
         self.optimizer = optimizer
         self.kind = kind
-        self.clip_norm = (config.tail_clip_factor if kind == "tail" else config.clip_factor) / math.sqrt(num_stages)
+        self.clip_norm = clip_norm_of(config, kind, num_stages)
         """The norm that this stage's gradient is scaled down to."""
+        self._num_stages = num_stages
         self.outliers = 0  # Micro-batches whose gradient was scaled down, since this process began.
         self._inner = inner
         self._config = config
@@ -92,6 +93,11 @@ class StageReplica:
         self._norm_bound = NormBound(config.outlier_factor)
         self._outlier_log = TokenBuckets(1.0, 1.0 / 60.0)  # A line a minute.
         self._version = 0
+
+    def configure(self, inner: InnerConfig, config: StageConfig) -> None:
+        """Goes on by other rates, another schedule and limit of the norm, from the next step on; the rest stays."""
+        self._inner = inner
+        self.clip_norm = clip_norm_of(config, self.kind, self._num_stages)
 
     @property
     def version(self) -> int:
@@ -388,6 +394,11 @@ class StageReplica:
             gradients = gradients.scaled(scale)
         self._accumulator.add(gradients.of_parameters, num_tokens, loss_sum)
         return gradients, scale
+
+
+def clip_norm_of(config: StageConfig, kind: StageKind, num_stages: int) -> float:
+    """Returns a stage's share of the norm that a gradient of the whole model is scaled down to."""
+    return (config.tail_clip_factor if kind == "tail" else config.clip_factor) / math.sqrt(num_stages)
 
 
 class _SavedStage(BaseModel):

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trainer.errors import RpcError
@@ -183,6 +183,11 @@ class StageStepper:
     def is_left_behind(self) -> bool:
         """Whether the stage is too far ahead to be followed step by step."""
         return self._tracker.is_left_behind(self.replica.version)
+
+    def configure(self, *, target_tokens: int, auto_step_s: float) -> None:
+        """Steps at another target and time-out from the next step on; all workers of the stage have to."""
+        self.target_tokens = target_tokens
+        self.config = replace(self.config, auto_step_s=auto_step_s)
 
     def register(self) -> None:
         """Registers `stage/progress`; before the endpoint starts."""

@@ -59,7 +59,7 @@ def seed_command(
 
 def identity_command(
     node_id: Annotated[str, typer.Option(help="Name of the node.")],
-    run: Annotated[Path | None, typer.Option("--run", "--config", help="Its run file, which may name a state_dir.")] = (
+    run: Annotated[str | None, typer.Option("--run", "--config", help="Its run file, which may name a state_dir.")] = (
         None
     ),
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file: state_dir=/data.")] = None,
@@ -77,7 +77,7 @@ def identity_command(
 
 
 def rollback_command(
-    run: Annotated[Path, typer.Option("--run", help="The swarm's run file.")],
+    run: Annotated[str, typer.Option("--run", help="The swarm's run file.")],
     at: Annotated[str, typer.Option("--at", metavar="TIME", help="Back to when (ISO 8601, UTC).")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any option of the file, as its workers had it.")
@@ -88,9 +88,10 @@ def rollback_command(
 ) -> None:
     """Sets aside all stage checkpoints newer than a time, so that workers start from it; stop them first."""
     from trainer.checkpoint.stages import format_time_us, parse_time, roll_back, time_us
-    from trainer.run.config import RunConfig, from_mapping, read_run
+    from trainer.run.config import RunConfig, from_mapping
+    from trainer.run.signed.sources import options_of
 
-    config = from_mapping(RunConfig, read_run(run, set_ or []))
+    config = from_mapping(RunConfig, options_of(run, set_ or [])[0])
     directory = checkpoint_dir or config.swarm.checkpoint.directory
     now_us = time_us(time.time())
     done = roll_back(
@@ -129,7 +130,7 @@ def export_command(
     to: Annotated[
         str, typer.Option("--to", help="hf: a Hugging Face model folder. torchtitan: a checkpoint it starts from.")
     ] = "hf",
-    run: Annotated[Path | None, typer.Option("--run", help="A swarm's run file: its stages, put together.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="A swarm's run file: its stages, put together.")] = None,
     at: Annotated[
         str, typer.Option("--at", metavar="TIME", help="With --run: as of when (ISO 8601, UTC; or now).")
     ] = "",
@@ -199,11 +200,12 @@ def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) 
     )
 
 
-def _of_swarm(run: Path, overrides: list[str], at: str, directory: str) -> _Source:
+def _of_swarm(run: str, overrides: list[str], at: str, directory: str) -> _Source:
     from trainer.checkpoint.stages import assemble, format_time_us, newest_set, parse_time, time_us
-    from trainer.run.config import RunConfig, from_mapping, read_run, to_mapping
+    from trainer.run.config import RunConfig, from_mapping, to_mapping
+    from trainer.run.signed.sources import options_of
 
-    config = from_mapping(RunConfig, read_run(run, overrides))
+    config = from_mapping(RunConfig, options_of(run, overrides)[0])
     at_us = parse_time(at, time_us(time.time()))
     found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
     whole = assemble(found)
@@ -282,7 +284,7 @@ def _swarm() -> None:
 
 @swarm_app.command("up")
 def up_command(
-    run: Annotated[Path, typer.Option(help="YAML file of the run.")],
+    run: Annotated[str, typer.Option(help="File of the run, YAML; or a signed one, also from an address.")],
     workers: Annotated[int, typer.Option(min=1, max=64, help="Of each stage.")] = 1,
     drivers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     seeds: Annotated[int, typer.Option(min=0, max=8, help="DHT seeds; 0: the processes pass on who there is.")] = 0,
@@ -319,7 +321,7 @@ def up_command(
         settings.append(f"threads={max(1, cores // (workers * config.swarm.num_stages))}")
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
     swarm = LocalSwarm(
-        run=run.absolute(),
+        run=run if "://" in run else Path(run).absolute(),
         stages=stage_names(config.swarm.num_stages),
         num_workers=workers,
         num_drivers=drivers,
@@ -366,7 +368,7 @@ def status_command(
     return 0 if adds_up else 1
 
 
-def ending_texts(config: RunConfig, run: Path, logs: Path, began_at: float, store: str) -> Iterator[str]:
+def ending_texts(config: RunConfig, run: Path | str, logs: Path, began_at: float, store: str) -> Iterator[str]:
     """Yields what `up` prints at the end: how far the run is, where its files are, and how to export a model.
 
     ``store`` is where the shards are, if the run file does not say that, and else empty.

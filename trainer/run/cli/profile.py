@@ -18,7 +18,7 @@ def profile_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the trace.")] = Path("profile"),
     node_id: Annotated[str, typer.Option(help="Whose data are read.")] = "profile",
     store: Annotated[str | None, typer.Option(help="Folder, s3://bucket/prefix or http(s)://host/prefix.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", "--run", help="YAML file with any option.")] = None,
+    config: Annotated[str | None, typer.Option("--config", "--run", help="YAML file with any option.")] = None,
     set_: train._Set = None,
     preset: Annotated[str | None, typer.Option(help="Size of the model; else by memory.")] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,

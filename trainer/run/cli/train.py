@@ -77,7 +77,13 @@ def train_command(
     node_id: Annotated[str | None, typer.Option(help="Name of this node: decides its shards.")] = None,
     store: Annotated[str | None, typer.Option(help="Folder, s3://bucket/prefix or http(s)://host/prefix.")] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "--run", help="YAML file with any option; the command line wins.")
+        str | None,
+        typer.Option(
+            "--config",
+            "--run",
+            help="YAML file with any option, where the command line wins; or a signed run file: a path, https://, "
+            "s3://, peer://HOST:PORT/RUN#OWNER.",
+        ),
     ] = None,
     set_: _Set = None,
     preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b; else by memory.")] = None,
@@ -154,7 +160,13 @@ def worker_command(
     context: typer.Context,
     stage: Annotated[str, typer.Option(help="head, body-1, …, tail; auto: the one that needs help most.")] = "auto",
     run: Annotated[
-        Path | None, typer.Option("--run", "--config", help="The run file (YAML), the same for all of a run.")
+        str | None,
+        typer.Option(
+            "--run",
+            "--config",
+            help="The run file, the same for all of a run; a signed one also from https://, s3://, "
+            "peer://HOST:PORT/RUN#OWNER.",
+        ),
     ] = None,
     set_: _Set = None,
     node_id: Annotated[str | None, typer.Option(help="Name of this worker; else one of its own.")] = None,
@@ -190,16 +202,26 @@ def _given(context: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in context.params.items() if name in _PATHS and value not in (None, [], ())}
 
 
-def config_of(file: Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
-    """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults."""
-    from trainer.run.config import RunConfig, from_mapping, merged, nested, read_run
+def config_of(file: str | Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
+    """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
 
-    values = read_run(file, overrides)
+    Nothing wins over what a signed run file says of the run: what contradicts it is a `TrainerUsageError`. Such a run's
+    file and changes are kept on the disk, where the node finds them (`trainer.run.signed.SignedRun`).
+    """
+    from trainer.run.config import RunConfig, from_mapping, merged, nested
+    from trainer.run.signed.sources import check_agrees, options_of
+
+    values, fetched = options_of(file, overrides)
     for name, value in given.items():
         values = merged(values, nested(_PATHS[name], value))
     config = from_mapping(RunConfig, values)
     if not config.node_id:
         raise TrainerUsageError("--node-id: expected a name for this node, found none")
+    if fetched is not None:
+        from trainer.run.signed.run import keep_run
+
+        check_agrees(config, fetched)
+        keep_run(fetched.file, fetched.changes, config, fetched.where)
     return config
 
 

@@ -132,17 +132,24 @@ def to_yaml(config: Any) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads a file that holds a mapping; raises `TrainerUsageError` for anything else."""
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        body = path.read_bytes()
     except OSError as error:
         raise TrainerUsageError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_yaml(body, str(path))
+
+
+def parse_yaml(body: bytes, where: str) -> dict[str, Any]:
+    """Reads bytes that hold a mapping; raises `TrainerUsageError`, which names ``where`` they are from."""
+    try:
+        document = yaml.load(body.decode("utf-8"), _Loader)
     except UnicodeDecodeError as error:
-        raise TrainerUsageError(f"{path}: expected UTF-8, found bytes that are none at {error.start}") from error
+        raise TrainerUsageError(f"{where}: expected UTF-8, found bytes that are none at {error.start}") from error
     except yaml.YAMLError as error:
-        raise TrainerUsageError(f"{path}: expected YAML, found {_problem(error)}") from error
+        raise TrainerUsageError(f"{where}: expected YAML, found {_problem(error)}") from error
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
-        raise TrainerUsageError(f"{path}: expected a mapping of options, found {type(document).__name__}")
+        raise TrainerUsageError(f"{where}: expected a mapping of options, found {type(document).__name__}")
     return document
 
 

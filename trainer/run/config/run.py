@@ -41,6 +41,7 @@ from trainer.run.config.reading import SECRET
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
 """Of nodes and runs: folders and files are named by them."""
+_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 Engine = Literal["p2p", "torch"]
 Strategy = Literal["diloco", "ddp", "async_sparta"]
@@ -212,6 +213,8 @@ class RunConfig:
     """Name of this node: decides its shards and their order. A node needs one to train."""
     run_id: str = "genesis"
     """Nodes of one run train one model together."""
+    run_digest: str = ""
+    """Digest of the signed run file that the node was given (``--run``), set by itself; empty: of none."""
     seed: int = 0
     """Of the weights and of the data's order; the same for all nodes of a run."""
     engine: Engine = "p2p"
@@ -257,6 +260,10 @@ class RunConfig:
                 raise TrainerUsageError(
                     f"{name}: expected 1 to 128 letters, digits or any of -_.@:+= (no dot first), found {value!r}"
                 )
+        if not _DIGEST.fullmatch(self.run_digest):
+            raise TrainerUsageError(
+                f"run_digest: expected nothing, since --run with a signed run file sets it, found {self.run_digest!r}"
+            )
         if self.engine != "torch" and self.strategy == "ddp":
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
         if self.engine == "torch" and self.parallel != "auto":

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from manifests import Vocabulary
 from trainer.collective import Terms
-from trainer.collective.messages import INIT_DIGEST
+from trainer.collective.messages import INIT_DIGEST, RUN_DIGEST
 from trainer.errors import IncompatiblePeerError, RefusedError, RpcError
 from trainer.model import ModelConfig
 from trainer.network.discovery import Announcement
@@ -94,6 +94,7 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> T
             **{f"diloco.{name}": value for name, value in to_mapping(config.diloco).items()},
             **{f"rule.{name}": value for name, value in to_mapping(config.rule).items()},
             **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs.
+            **({RUN_DIGEST: config.run_digest} if config.run_digest else {}),
         },
     )
 

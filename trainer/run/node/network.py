@@ -33,6 +33,7 @@ from trainer.run.node.identity import (
 )
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.state_form import StateForm
+from trainer.run.signed import SignedRun
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Network(Generic[S]):
     ``vocabulary_rows`` returns the most rows of vocabulary this node could have now, ``form`` says which states it can
     take up, ``choose`` which of these is to be taken up, and ``same_kind`` whether a node of the run ought to have this
     node's terms. ``stages`` are all of the run's, in order, where its model is cut; ``near`` are its own and those
-    beside it: all it looks for where a DHT is partitioned by stage.
+    beside it: all it looks for where a DHT is partitioned by stage. ``run`` is the signed run it belongs to, if any.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Network(Generic[S]):
         same_kind: Callable[[Announcement], bool] = _holds_whole_model,
         stages: tuple[str, ...] = (),
         near: tuple[str, ...] = (),
+        run: SignedRun | None = None,
     ) -> None:
         self._form = form
         self._stopping = stopping
@@ -183,6 +185,8 @@ class Network(Generic[S]):
         self._refreshing: asyncio.Task[None] | None = None
         self._fit = FitCheck(self.endpoint, terms, lambda: self._book.compared_peers(terms), config.run_id)
         self._comparing: concurrent.futures.Future[None] | None = None
+        self._run = run
+        self._records = run.connect(self.endpoint, self._known_peers, self._discovery) if run is not None else None
         self._donor = StateDonor(self.endpoint, self._snapshots, config.state)
         self.collective = PeerCollective(
             self.endpoint,
@@ -194,6 +198,7 @@ class Network(Generic[S]):
             self._book,
             vocabulary_rows,
             stopping,
+            changes=run,
         )
 
     @property
@@ -236,6 +241,8 @@ class Network(Generic[S]):
             elif not self._is_of_pipeline:  # A pipeline compares all its nodes itself.
                 self._loop.run(self._fit.begin(self._stopping), 60.0)
                 self._comparing = self._loop.spawn(self._fit.go_on())
+            if self._records is not None and self.announcements:
+                self._loop.run(self._records.catch_up(), 60.0)
 
     def _wait_for_peers(self) -> None:
         deadline_s = time.monotonic() + _FIRST_PEERS_S
@@ -354,6 +361,8 @@ class Network(Generic[S]):
         register_terms(self.endpoint, self._terms)
         await self.endpoint.start()
         await self._discovery.start()
+        if self._records is not None:
+            self._records.start()
         await self._announce()
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
@@ -361,9 +370,14 @@ class Network(Generic[S]):
         for task in (self._refreshing, self._comparing):
             if task is not None:
                 task.cancel()
+        if self._records is not None:
+            await self._records.close()
         await self._discovery.close()
         self._donor.close()
         await self.endpoint.stop()
+
+    def _known_peers(self) -> list[Peer]:
+        return [said.peer() for said in self._book.announcements]
 
     def announce(self) -> None:
         """Announces this node now, before the next regular announcement; returns at once."""

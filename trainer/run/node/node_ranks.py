@@ -61,6 +61,7 @@ class Told(IntEnum):
     READ_FROM = 9  # A state of the loader.
     FORWARD = 10  # A pass without gradients, with the shapes of its inputs, which follow.
     STOP = 11
+    CONFIGURE = 12  # With the options of the inner loop from now on.
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,11 @@ class LeadingLoop(InnerLoop):
         self.ranks.tell(Told.SET_STEP, step=global_step)
         super().set_step(global_step)
 
+    def configure(self, config: InnerConfig) -> None:
+        """See `InnerLoop`."""
+        self.ranks.tell(Told.CONFIGURE, inner=json.loads(json.dumps(to_mapping(config))))
+        super().configure(config)
+
 
 class RankShare:
     """What one rank holds of its node's replica; every method is called at all ranks, in one order."""
@@ -126,6 +131,11 @@ class RankShare:
         )
         if isinstance(self.inner, LeadingLoop):
             self.inner.ranks = self._ranks
+
+    def configure(self, inner: InnerConfig) -> None:
+        """Goes on by other options of the inner loop, also where the model is built anew."""
+        self._config = replace(self._config, inner=inner)
+        self.inner.configure(inner)
 
     def forward(self, inputs: Sequence[Tensor]) -> None:
         """Takes part in a pass of rank 0's outside training."""
@@ -247,6 +257,13 @@ class LeadingReplica(Replica):
             parameters=RankParameters(self._ranks, tensors),
         )
         self.strategy: OuterStrategy = self.diloco
+
+    def configure(self, config: RunConfig) -> None:
+        """See `Replica`."""
+        self.config = config
+        self._share.configure(config.inner)
+        if self.diloco is not None:
+            self.diloco.configure(config.diloco)
 
     def grow(self, rows: int, num_ids: int) -> None:
         """See `Replica`: the state is taken to the host, grown there, and given to ranks built anew."""
@@ -417,6 +434,8 @@ def _do(message: Message, ranks: NodeRanks, share: RankShare, dataset: GenesisDa
             share.build(ModelConfig.from_dict(details["shape"]), details["num_ids"])
         case Told.SET_STEP:
             share.inner.set_step(details["step"])
+        case Told.CONFIGURE:
+            share.configure(from_mapping(InnerConfig, details["inner"]))
         case Told.LOAD:
             share.load(details["inner"])
         case Told.LIMIT_IDS:

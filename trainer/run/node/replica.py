@@ -92,6 +92,13 @@ class Replica:
             self.diloco = DiLoCoTrainer(self.model, config.diloco, self._collective, vocab_rows=self.vocab_rows)
             self.strategy = self.diloco
 
+    def configure(self, config: RunConfig) -> None:
+        """Goes on by what a change of the run has put in force: inner and outer options, from the next step on."""
+        self.config = config
+        self.inner.configure(config.inner)
+        if self.diloco is not None:
+            self.diloco.configure(config.diloco)
+
     def measured(self) -> AbstractContextManager[Transformer]:
         """Encloses forward passes of the model outside training."""
         return nullcontext(self.model)

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
     from trainer.run.node.node_ranks import NodeRanks
+    from trainer.run.signed import SignedRun
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,8 @@ def _build(
     dataset = open_dataset(resolved)
     stack.callback(dataset.close)
     batches = MeteredIterator(endless(dataset))
-    collective, network = _collective(resolved, shape, store, ranks, stop, stack)
+    run = _signed_run(resolved, ranks)
+    collective, network = _collective(resolved, shape, store, ranks, stop, stack, run)
     num_ids = ranks.least(store.num_ids)
     end_id = store.vocabulary.eos_id
     fill_ = origin.fill_ if origin.pretrained is not None else None
@@ -332,6 +334,7 @@ def _build(
         network=network,
         display=display,
         stop=stop,
+        signed_run=run,
         evaluator=evaluator,
         curve_id=curve_id,
         current_loss=float("nan") if saved is None else saved.current_loss,
@@ -405,6 +408,21 @@ def _warn_of_shortage(
         logger.warning("%s", found)
 
 
+def _signed_run(config: RunConfig, ranks: Ranks) -> SignedRun | None:
+    """Opens the signed run that a node belongs to, if it does, for the node to go by its changes."""
+    if not config.run_digest:
+        return None
+    from trainer.run.signed import SignedRun  # Brings grpc, which a node alone does not need.
+
+    run = SignedRun.open(config)
+    if run is not None and ranks.in_cluster and run.chain.newest:
+        raise TrainerUsageError(
+            f"engine torch: expected a run without changes, since ranks hear of none, found {run.chain.newest} in "
+            f"{config.run_id}; take engine p2p"
+        )
+    return None if ranks.in_cluster else run
+
+
 def cluster_collective(config: RunConfig) -> Collective:
     """Returns how ranks make their outer steps; under DDP they make none."""
     if config.strategy == "ddp":
@@ -414,7 +432,13 @@ def cluster_collective(config: RunConfig) -> Collective:
 
 
 def _collective(
-    config: RunConfig, shape: ModelConfig, store: StoreWatch, ranks: Ranks, stop: StopRequest, stack: ExitStack
+    config: RunConfig,
+    shape: ModelConfig,
+    store: StoreWatch,
+    ranks: Ranks,
+    stop: StopRequest,
+    stack: ExitStack,
+    run: SignedRun | None,
 ) -> tuple[Collective, Network[SharedState] | None]:
     if ranks.in_cluster:
         collective = cluster_collective(config)
@@ -431,7 +455,7 @@ def _collective(
     max_bytes = int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(shape))
     fit = StateFit(shape, config.diloco.num_fragments, max_bytes)
     terms = terms_of(config, shape, store.vocabulary)
-    network = Network(config, identity_of(config), terms, store.rows, fit, stopping=stop)
+    network = Network(config, identity_of(config), terms, store.rows, fit, stopping=stop, run=run)
     return network.collective, network
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -44,10 +44,13 @@ from trainer.run.node.stopping import StopRequest
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
+    from trainer.network.discovery.run_change import RunChange
     from trainer.outer.diloco import SharedState
+    from trainer.outer.engine.collective import RoundResult
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
     from trainer.run.node.starting import Ranks
+    from trainer.run.signed import SignedRun
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +110,7 @@ class Watch:
         if speed is not None:
             self.tracker.set_speed(speed.status)
         self._shards: tuple[int, ...] = ()
+        self._num_changes = 0
         self.server: ApiServer | None = None
         if config.api.enabled:
             hook = ShutdownHook(callback=stop, token=config.checkpoint.token)
@@ -147,6 +151,19 @@ class Watch:
         """Records that others can fetch this state from now on."""
         self.tracker.set_state(outer_step, digest)
         self.observer.event("state", outer_step=outer_step, digest=digest)
+
+    def changed(self, changes: Sequence[RunChange], round_index: int) -> None:
+        """Logs the changes of the run by which this node goes on in a round, each for the first time."""
+        for change in changes[self._num_changes :]:
+            logger.info("change %d of the run is in force here, in round %d", change.number, round_index)
+            self.observer.event(
+                "run_change",
+                number=change.number,
+                at_round=change.at_round,
+                round_index=round_index,
+                settings=dict(change.settings),
+            )
+        self._num_changes = max(self._num_changes, len(changes))
 
     def progress(self) -> NodeStats:
         """Returns what to announce of this node's training."""
@@ -197,12 +214,18 @@ class Node:
     curve_id: str = ""
     """What the node's curves are known by, from its first start with any on; empty: it had none."""
     current_loss: float = math.nan
+    signed_run: SignedRun | None = None
+    """The run it belongs to, whose changes it goes by; None: its options alone."""
     awaits_state: bool = False
     """Whether its weights are nobody's: it trains and saves nothing before it has taken up the others' state."""
     _store_has_grown: bool = False
+    _num_changes: int = 0
 
     def begin(self) -> None:
         """Joins the others, if there are any: takes up their state, and announces its own."""
+        if self.signed_run is not None and self.replica.diloco is not None:
+            diloco = self.replica.diloco
+            self.signed_run.round_index = lambda: diloco.round_index
         if self.network is not None:
             self.network.collective.catch_up()
             self.network.start(self.watch)
@@ -213,6 +236,7 @@ class Node:
                 self._await_state(self.network)
             else:
                 self._catch_up(wait_s=0.0)
+        self._go_by_changes()
         self._record_state()
 
     def run(self) -> None:
@@ -278,7 +302,29 @@ class Node:
             has_read = self.ranks.any(has_read)
         return has_read or 0 < self.config.max_steps <= self.replica.inner.step_index
 
+    def _go_by_changes(self) -> None:
+        """Goes on by the changes of the run that are in force in the round that the node trains towards."""
+        if self.signed_run is None or self.replica.diloco is None:
+            return
+        self.replica.diloco.on_result = self._go_by_agreed
+        self._go_by(self.signed_run.number_at(self.replica.diloco.round_index))
+
+    def _go_by_agreed(self, result: RoundResult) -> None:
+        """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
+        if result.change is not None:
+            self._go_by(result.change)
+
+    def _go_by(self, number: int) -> None:
+        run, diloco = self.signed_run, self.replica.diloco
+        if run is None or diloco is None or number == self._num_changes:
+            return
+        self._num_changes = number
+        run.begin_by(number)
+        self.replica.configure(run.config_by(number))
+        self.watch.changed(run.chain.changes[:number], diloco.round_index)
+
     def _step(self) -> None:
+        self._go_by_changes()
         result = self.replica.inner.step()
         if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
@@ -290,7 +336,9 @@ class Node:
         self.display.step(result)
         self._store_has_grown |= self.store.look()
         began_s = time.perf_counter()
-        outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
+        outcome = self.replica.strategy.after_inner_step(
+            0 if result.skipped else self.replica.config.inner.accumulation_steps
+        )
         self._after_round(outcome)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
         committed = outcome is not None and outcome.committed

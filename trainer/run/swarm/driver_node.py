@@ -21,8 +21,10 @@ from loader.errors import LoaderError
 from loader.session import Session
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
+from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
+from trainer.outer.sparta import frontier_of
 from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
@@ -46,6 +48,7 @@ from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import TrainingDisplay, Watch
+from trainer.run.signed import SignedRun
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account
@@ -100,6 +103,9 @@ class DriverNode:
         self._keeper: LedgerService | None = None
         self._opening: AccountOpening | None = None
         self._driver: PipelineDriver | None = None
+        self._run = SignedRun.open(config)
+        self._num_changes = 0
+        self._inner = config.inner
         self.view = DriverView(config, shape, self._peers)
         self._watch = Watch(config, None, stop.ask, self.view.figures)
 
@@ -114,10 +120,14 @@ class DriverNode:
             if keeps_account(config, self._endpoint.peer_id):
                 self._open_account(lanes, spec)
             self._peers.register()
+            records = self._connected_run()
             await self._endpoint.start()
             stack.push_async_callback(self._endpoint.stop)
             await self._peers.start()
             stack.push_async_callback(self._peers.stop)
+            if records is not None:
+                records.start()
+                stack.push_async_callback(records.close)
             await self._peers.check_fit(config.swarm.join.first_peers_s, self._stop)
             if self._keeper is not None:
                 await self._keeper.start()
@@ -160,6 +170,26 @@ class DriverNode:
             if config.api.enabled and not self._stop():
                 await asyncio.sleep(_SHOW_END_S)  # For those who look once a second to see how it has ended.
         logger.info("stopped after %d steps", self._steps)
+
+    def _connected_run(self) -> RecordExchange | None:
+        peers = self._peers
+        if self._run is None:
+            return None
+        return self._run.connect(self._endpoint, lambda: [said.peer() for said in peers.heard()], peers.discovery)
+
+    def _go_by_changes(self) -> None:
+        """Counts steps by the target that is in force at the workers; a driver has no rounds, and takes theirs."""
+        if self._run is None or self._driver is None:
+            return
+        rounds = [report.round_index for report in self._peers.reports() if report.status == "serving"]
+        frontier = frontier_of(rounds)
+        number = self._run.number_at(frontier) if rounds else 0
+        if number <= self._num_changes:
+            return
+        self._num_changes = number
+        config = self._run.config_by(number)
+        self._inner, self._driver.target_tokens = config.inner, target_tokens_of(config)
+        self._watch.changed(self._run.chain.changes[:number], frontier)
 
     async def _leave_account(self) -> None:
         """Writes the keeper's account, when everything is settled or handed back."""
@@ -299,7 +329,7 @@ class DriverNode:
             step=self._steps,
             loss=step.loss,
             grad_norm=math.nan,
-            lr=lr_at(self._steps, self._config.inner),
+            lr=lr_at(self._steps, self._inner),
             num_tokens=step.num_tokens,
             skipped=False,
             seconds=now_s - self._step_began_s,
@@ -314,6 +344,7 @@ class DriverNode:
         while True:
             if self._stop() and self._driver is not None:
                 self._driver.stop()
+            self._go_by_changes()
             self.view.look()
             await asyncio.sleep(_LOOK_S)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from trainer.errors import TrainerError
 from trainer.model.config import stage_names
-from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
+from trainer.network.discovery import Announcement, Discovery, PeerWatchdog, open_discovery
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
@@ -119,6 +119,11 @@ class DriverPeerView(SwarmPeers):
         """By key: when the newest announcement was sent, by its own account, and what matters of it."""
         self._announcements: tuple[Announcement, ...] = ()
         self.silence_s = _SILENT_INTERVALS * config.discovery.announce_interval_s  # See `StageDirectory`.
+
+    @property
+    def discovery(self) -> Discovery:
+        """How this driver finds the others."""
+        return self._discovery
 
     def register(self) -> None:
         """Answers what this driver drives; before the endpoint starts."""

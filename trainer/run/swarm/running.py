@@ -77,7 +77,7 @@ class Display(Protocol):
 class LocalSwarm:
     """The size of a swarm and the options of its processes."""
 
-    run: Path
+    run: Path | str  # Its file, or the address of a signed one.
     stages: tuple[str, ...]
     num_workers: int = 1  # Of each stage.
     num_drivers: int = 1

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from genesis.file_lock import FileLock, FileLockedError
 from trainer.collective import Terms
+from trainer.collective.messages import RUN_DIGEST
 from trainer.errors import CheckpointError, LedgerError, TrainerUsageError
 from trainer.model import VOCAB_STEP, ModelConfig, rows_for
 from trainer.model.plan import StagePlan
@@ -121,6 +122,8 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
     values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _LOCAL}
     if config.strategy == "async_sparta":
         values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.
+    if config.run_digest:
+        values[RUN_DIGEST] = config.run_digest
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
 
 

@@ -100,10 +100,17 @@ class ReplicaSynchroniser:
                 kept_axes=built.kept_axes,
                 vocab_rows=vocab_rows,
             )
-            self._steps_per_round: float = config.swarm.sparta.every_steps
         else:
             self.trainer = DiLoCoTrainer(built.module, config.diloco, collective, vocab_rows=vocab_rows)
-            self._steps_per_round = config.diloco.inner_steps / config.diloco.num_fragments
+        self._steps_per_round = _steps_per_round(config)
+
+    def configure(self, config: RunConfig) -> None:
+        """Goes on by what a change of the run has put in force: cadence, and under DiLoCo the outer step."""
+        if isinstance(self.trainer, SpartaTrainer):
+            self.trainer.configure(config.swarm.sparta)
+        else:
+            self.trainer.configure(config.diloco)
+        self._steps_per_round = _steps_per_round(config)
 
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Counts an optimizer step; see `trainer.outer.engine.strategy.OuterStrategy`."""
@@ -149,6 +156,12 @@ class ReplicaSynchroniser:
         self.trainer.load_state_dict(state)
         if isinstance(self.trainer, DiLoCoTrainer):
             self._others.move_to(self.trainer.round_index)
+
+
+def _steps_per_round(config: RunConfig) -> float:
+    if config.strategy == "async_sparta":
+        return config.swarm.sparta.every_steps
+    return config.diloco.inner_steps / config.diloco.num_fragments
 
 
 class JudgedCollective:

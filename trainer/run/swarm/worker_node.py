@@ -29,6 +29,8 @@ from trainer.model.config import stage_names
 from trainer.network.discovery import Announcement, open_discovery, settled_uid
 from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
 from trainer.network.rpc import Endpoint
+from trainer.outer.diloco import DiLoCoTrainer
+from trainer.outer.engine.collective import RoundResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
@@ -38,6 +40,7 @@ from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Watch
+from trainer.run.signed import SignedRun
 from trainer.run.swarm.building import BuiltStage, WorkerSaving, build_stage_site
 from trainer.run.swarm.keeper import check_keeper
 from trainer.run.swarm.lifecycle import (
@@ -97,7 +100,7 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
                 done = roll_back(folder, config.run_id, until_us, now_us, plan=shape.plan, stages=(stage,), in_use=True)
                 logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
             built = build_stage_site(config, shape, stage)
-        WorkerNode(config, shape, built, stop).run()
+        WorkerNode(config, shape, built, stop, SignedRun.open(config)).run()
 
 
 async def _announced_reports(config: RunConfig, stop: StopRequest) -> list[StageReport]:
@@ -118,10 +121,19 @@ async def _announced_reports(config: RunConfig, stop: StopRequest) -> list[Stage
 
 
 class WorkerNode:
-    """One worker; ``stop`` says whether it has been asked to stop."""
+    """One worker; ``stop`` says whether it has been asked to stop, ``run`` is the signed run it belongs to, if any."""
 
-    def __init__(self, config: RunConfig, shape: SwarmShape, built: BuiltStage, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: SwarmShape,
+        built: BuiltStage,
+        stop: StopRequest,
+        run: SignedRun | None = None,
+    ) -> None:
         self._config = config
+        self._run = run
+        self._num_changes = 0
         self._built = built
         self._stop = stop
         self._is_diloco = config.strategy == "diloco"
@@ -147,6 +159,7 @@ class WorkerNode:
             same_kind=partial(holds_stage, built.name),
             stages=shape.plan.names,
             near=shape.plan.around(built.name),
+            run=run,
         )
         network, self._stage_peers = self._network, StagePeers(self._network)
         self._peers = SwarmPeers(config, shape, lambda: network.announcements)
@@ -198,6 +211,8 @@ class WorkerNode:
         }
         self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, network.peer_id[:16])
         self._watch = Watch(config, network, stop.ask, self._figures)
+        if run is not None:
+            run.round_index = lambda: self._synchroniser.place()[0]
 
     def run(self) -> None:
         """Serves until it is asked to stop; raises `TrainerError` if it cannot begin, or not go on."""
@@ -207,6 +222,7 @@ class WorkerNode:
                 with as_usage_errors():
                     self._is_resumed = self._saving.resume()
                     self._startup_check.has_first_weights = not self._is_resumed
+                self._go_by_changes()
                 self._worker.register()
                 self._network.start(self)
                 check = self._peers.fit_check(self._network.endpoint)
@@ -309,9 +325,37 @@ class WorkerNode:
         logger.info("took up the others' state of round %d", self._synchroniser.place()[0])
         return True
 
+    def _go_by_changes(self) -> None:
+        """Goes on by the changes of the run in force in the round it trains towards; in the compute thread."""
+        if self._run is None:
+            return
+        if isinstance(self._synchroniser.trainer, DiLoCoTrainer):
+            self._synchroniser.trainer.on_result = self._go_by_agreed
+        self._go_by(self._run.number_at(self._synchroniser.place()[0]))
+
+    def _go_by_agreed(self, result: RoundResult) -> None:
+        """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
+        if result.change is not None:
+            self._go_by(result.change)
+
+    def _go_by(self, number: int) -> None:
+        run = self._run
+        if run is None or number == self._num_changes:
+            return
+        self._num_changes = number
+        config = run.config_by(number)
+        run.begin_by(number)
+        self._built.replica.configure(config.inner, config.swarm.stage)
+        self._synchroniser.configure(config)
+        self._worker.stepper.configure(
+            target_tokens=target_tokens_of(config), auto_step_s=config.swarm.worker.auto_step_s
+        )
+        self._watch.changed(run.chain.changes[:number], self._synchroniser.place()[0])
+
     def _adopt(self, shared: Any) -> None:
         """In the compute thread: weights, schedule and version are the others' from now on."""
         self._synchroniser.adopt(shared)
+        self._go_by_changes()
         self._saving.changed(adopted=True)
         self._startup_check.has_first_weights = False
         versions = [said.stage.version for said in self._network.donors if said.stage is not None]
@@ -376,9 +420,11 @@ class WorkerNode:
             )
         )
         self._saving.stepped(info)
+        self._go_by_changes()
 
     def _after_round(self, result: OuterResult) -> None:
         """In the compute thread, after each round."""
+        self._go_by_changes()
         members: tuple[str, ...] = ()
         if result.report is None:
             self._watch.observer.round_failed(result.round_index, result.error)

@@ -1,0 +1,119 @@
+"""`run init`, `sign`, `show` and `set`: what an owner does with a run's file, without a node of it being there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainer_command import TrainerHere
+from trainer.run.signed.files import read_run_file
+
+
+@pytest.fixture
+def run(here: TrainerHere, tmp_path: Path) -> Path:
+    """A run file, with its key beside it."""
+    printed = here.other("run", "init", "r", "--preset", "tiny", "--stages", "4", "--key", tmp_path / "run.key")
+    path = tmp_path / "run.yaml"
+    path.write_text(printed[printed.index("# The run") :], encoding="utf-8")
+    return path
+
+
+def test_a_run_is_made_with_a_key_of_its_own(run: Path, here: TrainerHere) -> None:
+    file = read_run_file(run.read_bytes(), "run.yaml")
+    file.verify("run.yaml")
+    assert file.config["swarm"]["num_stages"] == 4
+    assert file.config["inner"]["micro_batch_size"] == 8
+    assert not file.says("data.store")
+    assert not file.says("node_id")
+    assert (run.parent / "run.key").stat().st_mode & 0o777 == 0o600
+    said = here.other("run", "init", "r", "--preset", "tiny", "--key", run.parent / "run.key", expect=2)
+    assert "expected no file, found one" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--preset: expected a size or shape"),
+        (("--preset", "tiny", "--set", "node_id=x"), "node_id: expected what all nodes share"),
+        (("--preset", "tiny", "--set", "inner.lr=-1"), "inner.lr: expected a learning rate above 0"),
+        (("--preset", "tiny", "--authority", "me"), "authorities: expected a list of keys"),
+        (("--preset", "tinier"), "tinier"),
+    ],
+)
+def test_runs_that_cannot_be_made_leave_no_key(
+    here: TrainerHere, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in here.other("run", "init", "r", *arguments, "--key", tmp_path / "run.key", expect=2)
+    assert not (tmp_path / "run.key").exists()
+
+
+def test_an_edited_file_is_signed_again(run: Path, here: TrainerHere) -> None:
+    run.write_text(run.read_text().replace("seed: 0", "seed: 5", 1))
+    said = here.other("run", "show", "--run", run, "--offline", expect=2)
+    assert "found it changed since" in said
+    assert "digest" in here.other("run", "sign", run, "--key", run.parent / "run.key")
+    assert "seed=5" in here.other("run", "show", "--run", run, "--offline")
+    other = run.with_name("other.key")
+    here.other("run", "init", "o", "--preset", "tiny", "--key", other)
+    assert "expected the key of its owner" in here.other("run", "sign", run, "--key", other, expect=2)
+
+
+def test_changes_are_shown_and_kept_beside_the_file(run: Path, here: TrainerHere) -> None:
+    key = ("--run", run, "--key", run.parent / "run.key")
+    said = here.other("run", "set", "inner.lr=2e-4", "swarm.stage.target_tokens=524288", *key, expect=2)
+    assert "--at-round: expected the round" in said
+    said = here.other(
+        *(
+            "run",
+            "set",
+            "inner.lr=2e-4",
+            "swarm.stage.target_tokens=524288",
+            *key,
+            "--at-round",
+            "7",
+            "--comment",
+            "slow",
+        )
+    )
+    assert "change 1 of r, in force from round 7" in said
+    assert "inner.lr: 0.0002 (was 0.0001)" in said
+    assert "no node was reached" in said
+    here.other("run", "set", "rule.rule=median", *key, "--at-round", "7")
+    assert "change 3" in here.other("run", "set", f"authorities=[{'ab' * 32}]", *key, "--at-round", "12")
+    shown = here.other("run", "show", "--run", run)
+    assert [line.split()[0] for line in shown.splitlines() if "from round" in line] == ["1", "2", "3"]
+    assert "# slow" in shown
+    told = json.loads(here.other("run", "show", "--run", run, "--json").splitlines()[-1])
+    assert [change["at_round"] for change in told["changes"]] == [7, 7, 12]
+    assert told["in_force"] is None
+    assert told["nodes"] == []
+    assert "changes of it" in here.other("run", "sign", run, "--key", run.parent / "run.key", expect=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("seed=3",), "seed: expected an option that may change"),
+        (("inner.lr=-3",), "inner.lr: expected a learning rate above 0"),
+        (("inner.lr=",), "expected a value behind the ="),
+        (("=3",), "expected name.name=value"),
+        (("inner.lr",), "inner.lr: expected a value behind the ="),
+        (("inner.lr={a: 1}",), "expected a number, a word"),
+        (("inner.lr=2e-4", "--at-round", "2"), "expected it in force from round 5 or later"),
+    ],
+)
+def test_changes_that_cannot_be_made_are_not(
+    run: Path, here: TrainerHere, arguments: tuple[str, ...], said: str
+) -> None:
+    key = ("--run", run, "--key", run.parent / "run.key")
+    here.other("run", "set", "inner.lr=1e-3", *key, "--at-round", "5")
+    before = run.with_name("run.changes.jsonl").read_bytes()
+    rest = () if "--at-round" in arguments else ("--at-round", "9")
+    assert said in here.other("run", "set", *arguments, *rest, *key, expect=2)
+    assert run.with_name("run.changes.jsonl").read_bytes() == before
+
+
+def test_the_table_of_what_may_change_is_printed(here: TrainerHere) -> None:
+    assert "`target_tokens`" in here.other("run", "show", "--fields")

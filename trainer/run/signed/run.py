@@ -1,0 +1,172 @@
+"""`SignedRun`: the run that a node belongs to, what is in force in it, and how changes of it reach the node.
+
+The node trains by `config_by` of the round it is in; its rounds ask `number_at` and `options_at` of any round. All of
+it follows from the run file and the chain of changes alone, so two nodes that know the same changes do the same, and
+two that do not find out before they reduce: the agreement of a round names the newest change in force in it.
+
+    RUN/run.json, RUN/changes.jsonl      in ``runs`` of the folder of checkpoints, one for all nodes of a machine
+
+A run has one file for good. A node that has trained by one refuses another of the same name there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field
+
+from trainer.aggregation import RuleConfig
+from trainer.collective import CollectiveConfig
+from trainer.errors import RunFileError
+from trainer.network.discovery.base import Discovery
+from trainer.network.discovery.exchange import RUN_METHOD
+from trainer.network.discovery.record_exchange import RecordExchange
+from trainer.network.rpc.endpoint import Endpoint
+from trainer.network.rpc.messages import Message, Peer, Reply, Request
+from trainer.run.config import RunConfig
+from trainer.run.signed.chain import ChangeChain, with_settings
+from trainer.run.signed.files import MAX_FILE_BYTES, RunFile, read_run_file, write_whole
+
+logger = logging.getLogger(__name__)
+
+_FILE, _CHANGES = "run.json", "changes.jsonl"
+
+
+class RunQuestion(Message):
+    """Asks a node for its run's file and how far it is."""
+
+
+class RunAnswer(Message):
+    """How far the node is; the run file, as canonical JSON, is the payload."""
+
+    round_index: Annotated[int, Field(ge=-1, le=1 << 48)]
+    """The round that it trains towards; -1: it has no rounds, or none yet."""
+    newest_change: Annotated[int, Field(ge=0, le=1 << 31)]
+
+
+class SignedRun:
+    """One node's run; ``config`` is the node's own configuration, as it was before any change (a `RoundChanges`).
+
+    Changes are added in the event loop of the exchange, and read by any thread.
+    """
+
+    def __init__(self, file: RunFile, chain: ChangeChain, config: RunConfig) -> None:
+        self.file = file
+        self.chain = chain
+        self.round_index: Callable[[], int] = lambda: -1
+        """Returns the round that this node trains towards, to tell whoever asks."""
+        self._config = config
+        self._made: dict[int, RunConfig] = {}
+        self._trained_by = 0
+        self._exchange: RecordExchange | None = None
+
+    @classmethod
+    def open(cls, config: RunConfig) -> Self | None:
+        """Opens the run that a configuration is of, and the changes known on this disk; None: it is of none.
+
+        Raises:
+            RunFileError: the files on the disk are missing, changed, or of another run.
+        """
+        if not config.run_digest:
+            return None
+        folder = run_folder(config)
+        file = kept_run_file(folder)
+        if file is None or file.digest() != config.run_digest:
+            raise RunFileError(
+                f"run_digest: expected the run file {config.run_digest[:12]} in {folder}, found "
+                f"{'none' if file is None else file.digest()[:12]}; start with --run and the run's file"
+            )
+        chain = ChangeChain(file, folder / _CHANGES)
+        chain.load()
+        return cls(file, chain, config)
+
+    def config_by(self, number: int) -> RunConfig:
+        """Returns this node's configuration after so many changes."""
+        if number not in self._made:
+            settings = self.chain.settings_by(number)
+            self._made[number] = with_settings(self._config, settings) if settings else self._config
+        return self._made[number]
+
+    def begin_by(self, number: int) -> None:
+        """Notes that what the node does from now on, it does by so many changes."""
+        self._trained_by = number
+
+    # -- see `trainer.collective.config.RoundChanges` ------------------------------------------------------------------
+
+    def number_at(self, round_index: int) -> int:
+        """Returns the number of the newest change in force in a round; 0: none."""
+        return self.chain.number_at(round_index)
+
+    def options_at(self, round_index: int) -> tuple[RuleConfig, CollectiveConfig]:
+        """Returns rule and options of rounds as they are in force in one."""
+        config = self.config_by(self.number_at(round_index))
+        return config.rule, config.collective
+
+    def trained_by(self) -> int:
+        """Returns the number of the newest change that this node's work since its last round was done by."""
+        return self._trained_by
+
+    async def fetch(self, peer: Peer) -> None:
+        """Takes up what a peer knows and this node does not."""
+        if self._exchange is not None:
+            await self._exchange.pull(peer)
+
+    # -- among others --------------------------------------------------------------------------------------------------
+
+    def connect(
+        self, endpoint: Endpoint, peers: Callable[[], Sequence[Peer]], discovery: Discovery | None = None
+    ) -> RecordExchange:
+        """Answers questions about the run at an endpoint that is not started yet; returns what spreads its changes."""
+        body = self.file.to_json()
+
+        async def answer(_request: Request[RunQuestion]) -> Reply[RunAnswer]:
+            return Reply(RunAnswer(round_index=self.round_index(), newest_change=self.chain.newest), body)
+
+        endpoint.register(RUN_METHOD, RunQuestion, answer, any_recipient=True, max_payload_bytes=0)
+        self._exchange = RecordExchange(endpoint, self.chain, peers, discovery)
+        self._exchange.register()
+        return self._exchange
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Returns the folder where the nodes of this machine keep what they know of a run."""
+    return Path(config.checkpoint.directory).expanduser() / "runs" / config.run_id
+
+
+def kept_run_file(folder: Path) -> RunFile | None:
+    """Reads the run file that nodes here have begun with; None: none has. Raises `RunFileError`: it is damaged."""
+    path = folder / _FILE
+    try:
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            body = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise RunFileError(f"{path}: cannot be read: {error.strerror}") from error
+    found = read_run_file(body, str(path))
+    found.verify(str(path))
+    return found
+
+
+def keep_run(file: RunFile, changes: Sequence[bytes], config: RunConfig, where: str) -> None:
+    """Keeps a run's file, and the changes that came with it, where `SignedRun.open` finds them.
+
+    Raises:
+        RunFileError: nodes here belong to another run of this name, or a change is not one of this run.
+    """
+    folder = run_folder(config)
+    known = kept_run_file(folder)
+    if known is None:
+        write_whole(folder / _FILE, file.to_json())
+    elif known.digest() != file.digest():
+        raise RunFileError(
+            f"{where}: expected the run file {known.digest()[:12]} that nodes here have trained by, found "
+            f"{file.digest()[:12]} of the same name {file.name}; a run's file never changes: make changes by run set, "
+            f"or move {folder} away to join another run"
+        )
+    chain = ChangeChain(file, folder / _CHANGES)
+    chain.load()
+    chain.add_all(changes, where)
