@@ -81,7 +81,7 @@ async def test_uses_are_counted_once_however_many_come_at_the_same_moment(tmp_pa
     [
         ("run", {"run_name": "corpus-9"}),
         ("clock", {"now": time.time() - MAX_CLOCK_SKEW_S - 30}),
-        ("clock", {"now": time.time() + MAX_CLOCK_SKEW_S + 600}),
+        ("clock", {"now": time.time() + MAX_CLOCK_SKEW_S + 7200}),
         ("signature", {"signer": Identity.create()}),
         ("token", {"token_signer": Identity.create()}),
         ("token", {"token_key": ""}),
@@ -197,10 +197,9 @@ async def test_this_machine_is_dialled_for_those_on_it_only(tmp_path: Path, remo
     async with running_authority(tmp_path, over_http=False) as authority, server:
         for address in (f"{LOCAL}:{port}", f"localhost:{port}"):
             wire = join_wire(Identity.create(), address, authority.invite())
-            with refused(
-                "unreachable" if is_dialled and address.startswith(LOCAL) else "rate" if is_dialled else "address"
-            ):
+            with pytest.raises(RefusedError) as caught:
                 await authority.service.join(wire, remote_host)
+            assert caught.value.reason in (("unreachable", "rate") if is_dialled else ("address",))
         assert bool(connected) == is_dialled
 
 
