@@ -163,9 +163,10 @@ def bench_credentials(arguments: argparse.Namespace) -> dict[str, Any]:
         ("message", _calls, arguments.credentials_calls),
         ("connection", _connections, arguments.credentials_connections),
     ):
-        turns = []
-        for _ in range(arguments.credentials_turns):
-            turns.append((asyncio.run(measure(None, count)), asyncio.run(measure(authority, count))))
+        turns = [
+            (asyncio.run(measure(None, count)), asyncio.run(measure(authority, count)))
+            for _ in range(arguments.credentials_turns)
+        ]
         without_s, with_s = (statistics.median(each) for each in zip(*turns, strict=True))
         ratio = statistics.median(with_ / without for without, with_ in turns)
         rows[name] = {"without_s": without_s, "with_s": with_s, "ratio": ratio}

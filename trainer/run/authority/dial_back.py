@@ -77,11 +77,9 @@ class DialBack:
         return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
     async def _probe(self, peer: Peer, address: str) -> None:
-        challenge = secrets.token_hex(16)
-        who = f"{str(peer.peer_id)[:16]}…"
+        challenge, who = secrets.token_hex(16), f"{str(peer.peer_id)[:16]}…"
         try:
-            body = Probe(challenge=challenge)
-            reply = await self._endpoint.call(peer, PROBE_METHOD, body, ProbeReply, timeout_s=_TIMEOUT_S)
+            answer = await self._asked(peer, challenge)
         except DialRefusedError as error:
             word = "rate" if error.reason in ("pause", "budget") else "address"
             raise RefusedError(word, f"{address} is not dialled now ({error.reason}); try again in a minute") from None
@@ -92,8 +90,22 @@ class DialBack:
                 f"expected {who} to answer at {address}, found {kind}; open that port to the internet, or give the "
                 "address at which it is open (--public-address)",
             ) from None
-        if reply.body.challenge != challenge:
+        if answer != challenge:
             raise RefusedError("unreachable", f"expected {who} to answer the challenge at {address}, found another")
+
+    async def _asked(self, peer: Peer, challenge: str) -> str:
+        """Returns the answer; asks a second time, since a node that has restarted shows another certificate."""
+        body = Probe(challenge=challenge)
+        try:
+            reply = await self._endpoint.call(peer, PROBE_METHOD, body, ProbeReply, timeout_s=_TIMEOUT_S)
+        except DialRefusedError:
+            raise
+        except PeerUnavailableError as first:
+            try:
+                reply = await self._endpoint.call(peer, PROBE_METHOD, body, ProbeReply, timeout_s=_TIMEOUT_S)
+            except DialRefusedError:  # No node has ever answered there, so it is not dialled again so soon.
+                raise first from None
+        return reply.body.challenge
 
 
 async def _resolved(host: str) -> str:
