@@ -19,13 +19,14 @@ from typing import Any
 
 from genesis.serve.server import listen
 from trainer.network.rpc import Admission, Credential, Endpoint, Identity, Message, Reply, Request, RpcConfig
+from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.run.authority.app import serve
-from trainer.run.authority.messages import invitation_key, new_invitation
+from trainer.run.authority.messages import CHECK_PATH, CheckInReply, invitation_key, new_invitation
 from trainer.run.authority.register import Register
 from trainer.run.authority.service import AuthorityConfig, AuthorityService
 from trainer.run.config.admission import AdmissionConfig
-from trainer.run.node import admission as node_side
 from trainer.run.node.admission import AdmissionClient
+from trainer.run.node.revocation_news import INTERVAL_S, NUM_ASKED
 
 _RUN = "bench"
 _LOCAL = "127.0.0.1"
@@ -125,22 +126,22 @@ async def _at_rest() -> dict[str, float]:
             await client.join(endpoint.address)
             nodes.append((endpoint, client))
         (endpoint, client), (other, other_client) = nodes
-        other_client._answers = node_side.TokenBuckets(1e6, 1e6)
-        await client._exchange_news(endpoint, other.peer)
+        other_client._news._answers = TokenBuckets(1e6, 1e6)
+        await client._news.exchange(endpoint, other.peer)
         count = 50
         before, began_s = _bytes_of(endpoint), time.process_time()
         for _ in range(count):
-            await client._exchange_news(endpoint, other.peer)
+            await client._news.exchange(endpoint, other.peer)
         peer_cpu_s = (time.process_time() - began_s) / count
         peer_bytes = (_bytes_of(endpoint) - before) / count
         before, began_s = relay.num_bytes, time.process_time()
         for _ in range(count):
-            await client._ask_any("/v1/check", client._check_request, node_side.CheckInReply, 10.0)
+            await client._authorities.ask_any(CHECK_PATH, client._check_request, CheckInReply, 10.0)
         check_cpu_s = (time.process_time() - began_s) / count
         check_bytes = (relay.num_bytes - before) / count
         ended = True
         await serving
-    asked_per_s = 2 * node_side._ASKED / node_side._GOSSIP_INTERVAL_S  # It asks as many as ask it.
+    asked_per_s = 2 * NUM_ASKED / INTERVAL_S  # It asks as many as ask it.
     checks_per_s = 1.0 / AdmissionConfig().check_interval_s
     return {
         "peer_bytes": peer_bytes,

@@ -1,13 +1,9 @@
-"""A node's side of admission: joins by the run's authority, keeps the credential fresh, hears and spreads revocations.
+"""A node's side of admission: it joins by the run's authority, keeps its credential fresh, and hears of revocations.
 
     stored credential → endpoint answers → join (the authority dials back) → renewed at half its life, in the background
-    every 20 s: the authority is asked for the list of revoked peers · every 15 s: two peers are · news: four are told
+    every 20 s: the authority is told that this node is there, and asked for the list of revoked peers
 
 A node with a valid stored credential starts, and goes on, while no authority answers; one warning says how long it can.
-News of a revocation reaches nodes that have no way to the authority through those that do: told at once to four peers,
-who tell four others, and asked for by all others within 15 s. The cost, measured by `bench_swarm.py credentials`, is a
-quarter of a kB/s.
-
 A node that learns that it was revoked ends with one line: the others refuse it anyway.
 """
 
@@ -18,28 +14,24 @@ import logging
 import platform
 import random
 import secrets
-import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
+from urllib.parse import urlsplit
 
-import httpx
 import tenacity
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from genesis import __version__
 from genesis.store.durable import TemporaryFile
 from genesis.store.limits import RetryPolicy
-from trainer.errors import AdmissionError, PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
-from trainer.network.discovery import Announcement
-from trainer.network.rpc import Endpoint, Identity, Message, Peer, Reply, Request
+from trainer.errors import AdmissionError, PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.network.rpc import Endpoint, Identity, Message, Reply, Request
 from trainer.network.rpc.admission import Admission
-from trainer.network.rpc.credential import MAX_LIST_BYTES, Credential, PeerKey, RevokedPeers, Role
+from trainer.network.rpc.credential import Credential, RevokedPeers, Role
 from trainer.network.rpc.dialing import is_private_host
 from trainer.network.rpc.messages import Reason
-from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.run.authority.messages import (
     CHECK_PATH,
     INFO_PATH,
@@ -52,7 +44,6 @@ from trainer.run.authority.messages import (
     JoinRequest,
     Probe,
     ProbeReply,
-    Refusal,
     invitation_key,
     package_digest,
     sign_check_in,
@@ -60,31 +51,17 @@ from trainer.run.authority.messages import (
 )
 from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
+from trainer.run.node.authority_client import TEMPORARY, AuthorityClient
+from trainer.run.node.revocation_news import Peers, RevocationNews
 
 logger = logging.getLogger(__name__)
 
-REVOKED_METHOD: Final = "admission/revoked"
 RENEW_AT: Final = 0.5
 """Share of a credential's life after which it is renewed."""
-_GOSSIP_INTERVAL_S: Final = 15.0
-_ASKED, _TOLD = 2, 4  # Peers that are asked for news every interval; that are told of it at once.
-_QUESTIONS, _QUESTIONS_PER_S = 8.0, 0.5  # Of one peer that are answered.
 _TIMEOUT_S: Final = 10.0
 _JOIN_TIMEOUT_S: Final = 30.0  # The authority dials back meanwhile.
-_MAX_REPLY_BYTES: Final = MAX_LIST_BYTES + (64 << 10)
 _RENEWAL: Final = RetryPolicy(first_wait_s=1.0, longest_wait_s=60.0)
 _JOINING: Final = RetryPolicy(first_wait_s=0.5, longest_wait_s=10.0)
-_TEMPORARY: Final = frozenset({Reason.BUSY, Reason.RATE, Reason.INTERNAL, "unreachable"})
-"""Refusals that may pass by themselves: ``unreachable`` too, since a port may be opened meanwhile."""
-
-ReplyT = TypeVar("ReplyT", bound=BaseModel)
-Peers = Callable[[], Awaitable[Sequence[Announcement]]]
-
-
-class RevokedNumbers(Message):
-    """The number of the newest list of revoked peers that a node has of each authority; a list may be the payload."""
-
-    numbers: Annotated[dict[PeerKey, Annotated[int, Field(ge=0, lt=2**53)]], Field(max_length=16)]
 
 
 class _Stored(Message):
@@ -120,10 +97,10 @@ class AdmissionClient:
         self._role: Role = role
         self._path = path
         self._clock = clock
+        self._authorities = AuthorityClient(config.urls)
         self._token = invitation_key(config.token) if config.token else None
         self._rng = random.Random(identity.peer_id)
-        self._answers = TokenBuckets(_QUESTIONS, _QUESTIONS_PER_S)
-        self._has_news = asyncio.Event()
+        self._news = RevocationNews(self.admission, self._rng, self._on_news)
         self._is_away = False  # Whether no authority answered last.
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -134,7 +111,7 @@ class AdmissionClient:
             return Reply(ProbeReply(challenge=request.body.challenge))
 
         endpoint.register(PROBE_METHOD, Probe, answer_probe)
-        endpoint.register(REVOKED_METHOD, RevokedNumbers, self._answer_news, max_payload_bytes=MAX_LIST_BYTES)
+        self._news.register(endpoint)
 
     async def join(self, address: str, stop: Callable[[], bool] = lambda: False) -> Credential:
         """Gets a credential for this node, whose endpoint answers at ``address``; returns it.
@@ -168,7 +145,7 @@ class AdmissionClient:
         self._tasks = [
             asyncio.create_task(self._renew_forever(address), name="admission-renewal"),
             asyncio.create_task(self._check_forever(), name="admission-check"),
-            asyncio.create_task(self._spread_forever(peers, endpoint), name="admission-news"),
+            asyncio.create_task(self._news.spread_forever(peers, endpoint), name="admission-news"),
         ]
 
     async def stop(self) -> None:
@@ -197,12 +174,12 @@ class AdmissionClient:
             return
         found = []
         for url in self._config.urls:
-            if not url.startswith("https:") and not is_private_host(httpx.URL(url).host):
+            if not url.startswith("https:") and not is_private_host(str(urlsplit(url).hostname)):
                 raise TrainerUsageError(
                     f"admission.authorities: expected the key of the authority at {url}, since anybody on the way "
                     "could answer for it; give --set admission.authorities=[KEY] (it prints its key), or https"
                 )
-            reply = await self._ask("GET", url, INFO_PATH, b"", AuthorityInfo, _TIMEOUT_S)
+            reply = await self._authorities.ask(url, "GET", INFO_PATH, b"", AuthorityInfo, _TIMEOUT_S)
             if reply.run_name != self.admission.run_name:
                 raise TrainerUsageError(
                     f"--authority {url}: expected run {self.admission.run_name!r}, found {reply.run_name!r}"
@@ -217,7 +194,7 @@ class AdmissionClient:
         """Asks the authorities in turn until one answers, for ``timeout_s``; raises its refusal, or the last error."""
 
         def is_temporary(error: BaseException) -> bool:
-            passes = isinstance(error, RefusedError) and error.reason in _TEMPORARY
+            passes = isinstance(error, RefusedError) and error.reason in TEMPORARY
             return (isinstance(error, PeerUnavailableError) or passes) and not stop()
 
         controller = tenacity.AsyncRetrying(
@@ -233,7 +210,9 @@ class AdmissionClient:
 
     async def _join_once(self, address: str) -> Credential:
         await self._learn_authorities()
-        reply = await self._ask_any(JOIN_PATH, lambda: self._join_request(address), JoinReply, _JOIN_TIMEOUT_S)
+        reply = await self._authorities.ask_any(
+            JOIN_PATH, lambda: self._join_request(address), JoinReply, _JOIN_TIMEOUT_S
+        )
         if reply.credential.peer_id != self._identity.peer_id:
             raise PeerUnavailableError("the run's authority answered with the credential of another node")
         try:
@@ -242,7 +221,7 @@ class AdmissionClient:
             raise PeerUnavailableError(
                 f"the run's authority answered with a credential that is not valid: {error}"
             ) from None
-        self._hear(reply.revoked)
+        self._news.hear(reply.revoked)
         if reply.credential.stage is not None:
             self.stage = reply.credential.stage
         self._store()
@@ -275,7 +254,7 @@ class AdmissionClient:
                 await self._joined(address(), _RENEWAL, left_s)
             except RefusedError as error:
                 if error.reason == Reason.REVOKED:
-                    self._fail(f"the run's authority has revoked this node ({self._identity.peer_id})")
+                    self._fail_as_revoked()
                     return
                 logger.warning(
                     "the run's authority does not renew this node's credential (%s): %s", error.reason, error
@@ -294,11 +273,6 @@ class AdmissionClient:
         life_s = own.expires_at - own.issued_at
         due_at = own.issued_at + life_s * RENEW_AT * self._rng.uniform(0.9, 1.0)
         return max(0.05, due_at - self._clock())
-
-    def _fail(self, text: str) -> None:
-        if self.failure is None:
-            logger.error("%s; it ends", text)
-            self.failure = AdmissionError(f"{text}; ask whoever runs this run")
 
     def _take_stored(self, *, trusts_issuer: bool = False) -> None:
         """Takes up the credential of an earlier life, and the revocations known then, where they are still valid.
@@ -338,20 +312,20 @@ class AdmissionClient:
         while self.failure is None:
             await asyncio.sleep(self._config.check_interval_s * self._rng.uniform(0.8, 1.0))
             try:
-                reply = await self._ask_any(CHECK_PATH, self._check_request, CheckInReply, _TIMEOUT_S)
+                reply = await self._authorities.ask_any(CHECK_PATH, self._check_request, CheckInReply, _TIMEOUT_S)
             except PeerUnavailableError as error:
                 self._note_away(error)
                 continue
             except RefusedError as error:
                 if error.reason == Reason.REVOKED:
-                    self._fail(f"the run's authority has revoked this node ({self._identity.peer_id})")
+                    self._fail_as_revoked()
                 else:
                     logger.warning("the run's authority refuses a check-in (%s): %s", error.reason, error)
                 continue
             if self._is_away:
                 self._is_away = False
                 logger.info("the run's authority answers again")
-            self._hear(reply.revoked)
+            self._news.hear(reply.revoked)
 
     def _note_away(self, error: PeerUnavailableError) -> None:
         own = self.admission.own
@@ -370,106 +344,17 @@ class AdmissionClient:
         )
         return sign_check_in(request, self._identity)
 
-    def _hear(self, news: RevokedPeers | None) -> None:
-        """Takes a list up, and has it told to others where it is news."""
-        if news is None:
-            return
-        try:
-            is_news = self.admission.revoke(news)
-        except RefusedError as error:
-            logger.warning("a list of revoked peers is not believed: %s", error)
-            return
-        if is_news:
-            self._store()
-            self._has_news.set()
-            if self.admission.is_revoked(self._identity.peer_id):
-                self._fail(f"the run's authority has revoked this node ({self._identity.peer_id})")
+    def _on_news(self) -> None:
+        """Keeps a newer list for the next start, and ends this node where it is in it."""
+        self._store()
+        if self.admission.is_revoked(self._identity.peer_id):
+            self._fail_as_revoked()
 
-    async def _answer_news(self, request: Request[RevokedNumbers]) -> Reply[RevokedNumbers]:
-        if not self._answers.take(request.sender):
-            raise RefusedError(Reason.BUSY, "expected fewer questions for revocations; ask again later")
-        self._hear_wire(bytes(request.payload))
-        newer = self.admission.newer_than(request.body.numbers)
-        return Reply(RevokedNumbers(numbers=self.admission.numbers()), b"" if newer is None else newer.wire())
-
-    def _hear_wire(self, wire: bytes) -> None:
-        if wire:
-            news = RevokedPeers.parse(wire)
-            # Older ones cost no signature.
-            if news.number > self.admission.numbers().get(news.issuer, 0):
-                self._hear(news)
-
-    async def _spread_forever(self, peers: Peers, endpoint: Endpoint) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(_GOSSIP_INTERVAL_S * self._rng.uniform(0.8, 1.0)):
-                    await self._has_news.wait()
-            except TimeoutError:
-                pass
-            count = _TOLD if self._has_news.is_set() else _ASKED
-            self._has_news.clear()
-            known = [said.peer() for said in await peers()]
-            chosen = self._rng.sample(known, min(count, len(known)))
-            await asyncio.gather(*(self._exchange_news(endpoint, peer) for peer in chosen))
-
-    async def _exchange_news(self, endpoint: Endpoint, peer: Peer) -> None:
-        """Asks a peer for a newer list, and tells it of this node's if that is newer."""
-        try:
-            numbers = RevokedNumbers(numbers=self.admission.numbers())
-            reply = await endpoint.call(peer, REVOKED_METHOD, numbers, RevokedNumbers, timeout_s=_TIMEOUT_S)
-            self._hear_wire(bytes(reply.payload))
-            newer = self.admission.newer_than(reply.body.numbers)
-            if newer is not None:
-                numbers = RevokedNumbers(numbers=self.admission.numbers())
-                await endpoint.call(
-                    peer, REVOKED_METHOD, numbers, RevokedNumbers, payload=newer.wire(), timeout_s=_TIMEOUT_S
-                )
-        except RpcError as error:
-            logger.debug("no news of revocations exchanged with %s: %s", peer.address, error)
-
-    # -- HTTP ----------------------------------------------------------------------------------------------------------
-
-    async def _ask_any(self, path: str, request: Callable[[], bytes], reply: type[ReplyT], timeout_s: float) -> ReplyT:
-        """Posts to the authorities in turn until one answers; a refusal that may pass has the next one asked too."""
-        failure: RpcError = PeerUnavailableError("expected the address of an authority (--authority URL), found none")
-        for url in self._config.urls:
-            try:
-                return await self._ask("POST", url, path, request(), reply, timeout_s)
-            except PeerUnavailableError as error:
-                failure = error
-            except RefusedError as error:
-                if error.reason not in _TEMPORARY:
-                    raise
-                failure = error
-        raise failure
-
-    async def _ask(
-        self, method: str, url: str, path: str, body: bytes, reply: type[ReplyT], timeout_s: float
-    ) -> ReplyT:
-        """Asks one authority; raises RefusedError, or PeerUnavailableError where it does not answer as one does."""
-        who = f"the authority at {url}"
-        try:
-            async with (
-                httpx.AsyncClient(timeout=timeout_s, follow_redirects=False, verify=_tls()) as client,
-                asyncio.timeout(timeout_s),
-            ):
-                headers = {"content-type": "application/json"}
-                async with client.stream(method, url.rstrip("/") + path, content=body, headers=headers) as response:
-                    answer = bytearray()
-                    async for chunk in response.aiter_bytes():
-                        answer += chunk
-                        if len(answer) > _MAX_REPLY_BYTES:
-                            raise PeerUnavailableError(f"{who} answered with more than {_MAX_REPLY_BYTES} bytes")
-        except (httpx.HTTPError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise PeerUnavailableError(f"{who} does not answer ({reason})") from None
-        try:
-            if response.status_code == httpx.codes.OK:
-                return reply.model_validate_json(bytes(answer))
-            refusal = Refusal.model_validate_json(bytes(answer))
-        except ValidationError:
-            raise PeerUnavailableError(f"{who} answered as none does (HTTP {response.status_code})") from None
-        raise RefusedError(refusal.reason, refusal.text)
+    def _fail_as_revoked(self) -> None:
+        if self.failure is None:
+            text = f"the run's authority has revoked this node ({self._identity.peer_id})"
+            logger.error("%s; it ends", text)
+            self.failure = AdmissionError(f"{text}; ask whoever runs this run")
 
 
 def admission_path(config: RunConfig) -> Path:
@@ -482,12 +367,6 @@ def admission_client(config: RunConfig, identity: Identity, role: Role, stage: s
     if not config.admission.is_required:
         return None
     return AdmissionClient(config.admission, identity, config.run_id, role, admission_path(config), stage=stage)
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Reading the certificates of all authorities of the web takes 20 ms."""
-    return httpx.create_ssl_context()
 
 
 def _memory_bytes() -> int:
