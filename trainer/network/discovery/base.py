@@ -78,6 +78,7 @@ class Discovery(ABC):
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
         self._rng = random.Random(endpoint.peer_id)
+        self._is_pipeline = keeps_callers
         self._strangers = StrangerQueue(config.poll_interval_s, self._rng)
         self._stages: frozenset[str] | None = None
         self._has_candidates = asyncio.Event()
@@ -128,7 +129,8 @@ class Discovery(ABC):
         admission = self._endpoint.admission
         if admission is None:
             return True
-        roles: tuple[Role, ...] = ("worker",) if found.stage is not None else ("node", "driver", "monitor")
+        without_stage: Role = "driver" if self._is_pipeline else "node"
+        roles: tuple[Role, ...] = ("worker",) if found.stage is not None else (without_stage, "monitor")
         return not admission.contradicts(found.peer_id, roles)
 
     @abstractmethod
