@@ -1,4 +1,4 @@
-"""Discovery in a run that names an authority: members find each other, in the role they were admitted in, until revoked."""
+"""Discovery in a run with an authority: members find each other, in the role they were admitted in, until revoked."""
 
 from __future__ import annotations
 
