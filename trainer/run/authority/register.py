@@ -14,7 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -174,7 +174,10 @@ class Register:
         )
         with self._reading() as database:
             rows = database.execute(query).fetchall()
-        return tuple(Member(*row[:4], bool(row[4]), *row[5:13], bool(row[13])) for row in rows)
+        names = [field.name for field in fields(Member)]
+        found: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
+        flags = ("is_reached", "is_revoked")
+        return tuple(Member(**(each | {name: bool(each[name]) for name in flags})) for each in found)
 
     def invitations(self) -> tuple[InvitationLeft, ...]:
         """Returns all invitations, oldest first."""

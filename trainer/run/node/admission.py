@@ -232,7 +232,7 @@ class AdmissionClient:
             run_name=self.admission.run_name,
             peer_id=self._identity.peer_id,
             role=self._role,
-            stage=self.stage,  # type: ignore[arg-type]
+            stage=self.stage,
             address=address,
             device=f"{platform.machine()} {platform.system()}"[:128],
             memory_bytes=_memory_bytes(),
@@ -338,7 +338,7 @@ class AdmissionClient:
         request = CheckIn(
             run_name=self.admission.run_name,
             peer_id=self._identity.peer_id,
-            stage="" if self.stage == "auto" else self.stage,  # type: ignore[arg-type]
+            stage="" if self.stage == "auto" else self.stage,
             known=self.admission.numbers(),
             sent_at=self._clock(),
         )
