@@ -8,6 +8,7 @@
     python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, bottom only
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
+    python scripts/bench_swarm.py credentials    # processor time and bytes of admission: with credentials over without
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench_parts import parts_parser, run_parts
 from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
+from scripts.swarm_bench.credentials import bench_credentials
 from scripts.swarm_bench.goodput import bench_goodput
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
@@ -35,6 +37,7 @@ BENCHES = {
     "churn": bench_churn,
     "goodput": bench_goodput,
     "liars": bench_liars,
+    "credentials": bench_credentials,
 }
 
 
@@ -73,6 +76,9 @@ def main() -> None:
     parser.add_argument("--liars-codec", default="fp16", help="of the links, for liars")
     parser.add_argument("--liars-lies", nargs="+", help="some of the lies, for liars")
     parser.add_argument("--liars-log", default="CRITICAL", help="level of what the swarm's parts log, for liars")
+    parser.add_argument("--credentials-turns", type=int, default=7, help="with and without in turn, for credentials")
+    parser.add_argument("--credentials-calls", type=int, default=300, help="of a turn, for credentials")
+    parser.add_argument("--credentials-connections", type=int, default=20, help="of a turn, for credentials")
     run_parts(parser, BENCHES)
 
 

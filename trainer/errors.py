@@ -99,5 +99,9 @@ class StateTransferError(TrainerError):
     """No donor, or no set of donors, gave the whole state."""
 
 
+class AdmissionError(TrainerError):
+    """The run's authority does not answer and this node has no valid credential, or it was revoked."""
+
+
 class DiscoveryError(TrainerError):
     """Peers cannot be looked up or announced to."""

@@ -34,6 +34,7 @@ from trainer.network.discovery.exchange import (
 )
 from trainer.network.discovery.peer_table import DIRECT, PeerTable
 from trainer.network.discovery.stage_report import StagePartitions, StageUid
+from trainer.network.rpc.credential import Role
 from trainer.network.rpc.dialing import DialRefusedError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Reason, Reply, Request
@@ -78,6 +79,7 @@ class Discovery(ABC):
             endpoint.identity, repeat_after_s=config.announce_interval_s, lifetime_s=config.announcement_lifetime_s
         )
         self._rng = random.Random(endpoint.peer_id)
+        self._is_pipeline = keeps_callers
         self._strangers = StrangerQueue(config.poll_interval_s, self._rng)
         self._stages: frozenset[str] | None = None
         self._has_candidates = asyncio.Event()
@@ -113,11 +115,24 @@ class Discovery(ABC):
             found
             for found in self._table.announcements()
             if self._stages is None or found.stage is None or StageUid.parse(found.stage.uid).stage in self._stages
+            if self._is_admitted(found)
         )
 
     def heard(self) -> tuple[Announcement, ...]:
         """Returns what all other nodes announce, sorted by peer id, also of those that are not reached (any more)."""
-        return tuple(known.announcement for known in self._table.heard_of())
+        return tuple(known.announcement for known in self._table.heard_of() if self._is_admitted(known.announcement))
+
+    def _is_admitted(self, found: Announcement) -> bool:
+        """Returns whether nothing speaks against a node where the run has an authority: revoked, or another role.
+
+        Whoever was reached has shown a credential; who is only heard of may have none.
+        """
+        admission = self._endpoint.admission
+        if admission is None:
+            return True
+        without_stage: Role = "driver" if self._is_pipeline else "node"
+        roles: tuple[Role, ...] = ("worker",) if found.stage is not None else (without_stage, "monitor")
+        return not admission.contradicts(found.peer_id, roles)
 
     @abstractmethod
     def no_peers_reason(self) -> str:

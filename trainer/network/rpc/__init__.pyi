@@ -1,6 +1,9 @@
 """What `trainer.network.rpc` offers, by module; a name's module is imported when the name is first used."""
 
+from .admission import Admission as Admission
 from .config import RpcConfig as RpcConfig
+from .credential import Credential as Credential
+from .credential import RevokedPeers as RevokedPeers
 from .endpoint import Endpoint as Endpoint
 from .envelope import parse_strict_json as parse_strict_json
 from .identity import Identity as Identity

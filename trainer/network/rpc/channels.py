@@ -22,6 +22,7 @@ import grpc
 from grpc import aio
 
 from trainer.errors import PeerUnavailableError
+from trainer.network.rpc.admission import CREDENTIAL_KEY
 from trainer.network.rpc.config import RpcConfig
 from trainer.network.rpc.dialing import Dialing, Socket
 from trainer.network.rpc.envelope import MAX_FRAME_BYTES
@@ -83,11 +84,15 @@ class PeerChannel:
     certificate_pem: bytes | None
     channel: aio.Channel
     calls: set[ClientCall] = field(default_factory=set)
+    peer_id: PeerId = ""  # Who has answered on it; empty: nobody yet.
+    shown: bytes = b""
+    """This node's credential as that peer has taken it (`trainer.network.rpc.admission`)."""
 
-    def begin(self, timeout_s: float) -> ClientCall:
-        """Starts a call; nothing is sent yet."""
+    def begin(self, timeout_s: float, credential: bytes = b"") -> ClientCall:
+        """Starts a call, beside which this node's credential is shown unless it is empty; nothing is sent yet."""
         method: aio.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(METHOD_PATH)
-        call: ClientCall = method(timeout=timeout_s)
+        metadata = ((CREDENTIAL_KEY, credential),) if credential else None
+        call: ClientCall = method(timeout=timeout_s, metadata=metadata)
         self.calls.add(call)
         return call
 
@@ -138,6 +143,7 @@ class ChannelPool:
     def confirm(self, peer: Peer, channel: PeerChannel, sender: PeerId) -> None:
         """Pins the certificate, because a frame signed by ``sender`` has named it."""
         self._dialing.answered(channel.where)
+        channel.peer_id = sender
         if channel.certificate_pem is not None:
             for key in ((sender, peer.address), (peer.peer_id, peer.address)):
                 remember(self._pins, key, channel.certificate_pem, 2 * MAX_CHANNELS)
@@ -150,6 +156,13 @@ class ChannelPool:
         self._pins.pop((peer.peer_id, peer.address), None)
         self._shown.pop(peer.address, None)
         await self._retire(channel)
+
+    async def part_with(self, is_out: Callable[[PeerId], bool]) -> None:
+        """Ends all calls to peers that are out, and the channels to them."""
+        for channel in [each for each in (*self._channels.values(), *self._retired) if is_out(each.peer_id)]:
+            for call in list(channel.calls):
+                call.cancel()
+            await self._retire(channel)
 
     async def finish(self, channel: PeerChannel, call: ClientCall) -> None:
         """Ends a call, whatever state it is in."""

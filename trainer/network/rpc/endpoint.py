@@ -22,14 +22,15 @@ from typing_extensions import Buffer
 
 from genesis.open_files import raise_open_files
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RefusedError, TrainerUsageError
-from trainer.network.rpc.channels import ChannelPool, channel_options, generic_handler
+from trainer.network.rpc.admission import Admission
+from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
 from trainer.network.rpc.dialing import Dialing
-from trainer.network.rpc.envelope import EnvelopeHeader, parse_body, peer_boundary
+from trainer.network.rpc.envelope import EnvelopeHeader, SealedFrame, parse_body, peer_boundary
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
 from trainer.network.rpc.limits import Share
-from trainer.network.rpc.messages import Peer, PeerId, Reply, Request, peer_name
+from trainer.network.rpc.messages import Peer, PeerId, Reason, Reply, Request, peer_name
 from trainer.network.rpc.serving import Method, Serving
 from trainer.network.rpc.stream import Stream
 from trainer.network.rpc.wire import CALL_FRAMES, STREAM_FRAMES, CallerEnd, CallTerms, end_task
@@ -49,9 +50,12 @@ ReplyT = TypeVar("ReplyT", bound=BaseModel)
 
 
 class Endpoint:
-    """Serves and calls, signing everything as ``identity``; messages of other runs than ``run_id`` are refused."""
+    """Serves and calls, signing everything as ``identity``; messages of other runs than ``run_id`` are refused.
 
-    def __init__(self, identity: Identity, run_id: str, config: RpcConfig) -> None:
+    With ``admission`` so are peers without a credential, as callers and as callees.
+    """
+
+    def __init__(self, identity: Identity, run_id: str, config: RpcConfig, admission: Admission | None = None) -> None:
         if not 1 <= len(run_id) <= 128:
             raise TrainerUsageError(f"expected a run_id of 1 to 128 characters, found {len(run_id)}")
         self.identity = identity
@@ -61,7 +65,8 @@ class Endpoint:
         self.certificate: bytes | None = None
         """PEM of this node's TLS certificate, for its announcement; None in plain mode and before `start`."""
         self._config = config
-        self._serving = Serving(identity, run_id, config)
+        self.admission = admission  # None: anyone may take part.
+        self._serving = Serving(identity, run_id, config, admission)
         self.counters = self._serving.counters
         self.contacts = self._serving.contacts  # Tells who has answered, and who was served.
         self.dialing = Dialing(config, identity.peer_id)  # Judges where to connect.
@@ -69,6 +74,7 @@ class Endpoint:
         self._channels = ChannelPool(config, self.dialing)
         self._server: aio.Server | None = None
         self._guard: asyncio.Task[None] | None = None
+        self._parting: asyncio.Task[None] | None = None
         self._port = 0
 
     @property
@@ -133,7 +139,7 @@ class Endpoint:
         self.dialing.listening_at(self.address, self._port)
         await server.start()
         self._server = server
-        guarding = self._serving.connections.guard(self._port, self._serving.end_stalled_calls)
+        guarding = self._serving.connections.guard(self._port, self._sweep)
         self._guard = asyncio.create_task(guarding, name="genesis-rpc-guard")
         logger.info("node %s answers at %s", self.peer_id, self.address)
 
@@ -142,6 +148,8 @@ class Endpoint:
         self._serving.stopping = True
         guard, self._guard = self._guard, None
         await end_task(guard)
+        parting, self._parting = self._parting, None
+        await end_task(parting)
         server, self._server = self._server, None
         if server is not None:
             try:
@@ -177,25 +185,52 @@ class Endpoint:
         silence_s = self._config.stall_timeout_s if stall_timeout_s is None else stall_timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline, self._begun(peer, method, timeout_s, CALL_FRAMES) as call:
-                await call.send("request", body=body, payload=payload)
-                reply = None
-                while (raw := await call.read_within(silence_s)) is not None:  # Until the peer has finished.
-                    with peer_boundary(call.who):
-                        reply = call.open(raw) or reply
-                if reply is None:
-                    raise PeerUnavailableError(f"{call.who}: expected a reply, found the end of the call")
-                with peer_boundary(call.who):
-                    try:
-                        parsed = parse_body(reply, reply_model)
-                    except RefusedError as error:
-                        raise MalformedAnswerError(call.complaint(error)) from None
-                return Reply(parsed, reply.payload, reply.header.sender)
+            async with deadline:
+                found = await self._call(peer, method, body, payload, timeout_s, silence_s, shows=False)
+                if found is None:  # The peer has forgotten this node's credential.
+                    found = await self._call(peer, method, body, payload, timeout_s, silence_s, shows=True)
+            call, reply = found or (None, None)
+            if call is None or reply is None:
+                raise PeerUnavailableError(f"{peer_name(peer.peer_id, peer.address)}: expected a reply, found none")
+            with peer_boundary(call.who):
+                try:
+                    parsed = parse_body(reply, reply_model)
+                except RefusedError as error:
+                    raise MalformedAnswerError(call.complaint(error)) from None
+            return Reply(parsed, reply.payload, reply.header.sender)
         except TimeoutError:
             if not deadline.expired():
                 raise
             who, what = peer_name(peer.peer_id, peer.address), f"an answer to {method!r}"
             raise PeerUnavailableError(f"{who}: expected {what} within {timeout_s:g} s, found none") from None
+
+    async def _call(
+        self,
+        peer: Peer,
+        method: str,
+        body: BaseModel,
+        payload: Buffer,
+        timeout_s: float,
+        silence_s: float,
+        *,
+        shows: bool,
+    ) -> tuple[CallerEnd, SealedFrame] | None:
+        """Calls once; returns None where the peer wants to see a credential that was not shown with this call."""
+        async with self._begun(peer, method, timeout_s, CALL_FRAMES, shows=shows) as call:
+            reply = None
+            try:
+                await call.send("request", body=body, payload=payload)
+                while (raw := await call.read_within(silence_s)) is not None:  # Until the peer has finished.
+                    with peer_boundary(call.who):
+                        reply = call.open(raw) or reply
+            except RefusedError as error:
+                is_forgotten = error.reason == Reason.CREDENTIAL and not call.shows_credential
+                if self.admission is None or not self.admission.own_wire or not is_forgotten:
+                    raise
+                return None
+            if reply is None:
+                raise PeerUnavailableError(f"{call.who}: expected a reply, found the end of the call")
+            return call, reply
 
     @asynccontextmanager
     async def open_stream(
@@ -206,7 +241,7 @@ class Endpoint:
         A block left after both sides have ended waits for the peer's handler to finish; left earlier, it cancels the
         handler. Arguments and errors as `call`; errors come from the stream's methods or the end of the block.
         """
-        async with self._begun(peer, method, timeout_s, STREAM_FRAMES) as call:
+        async with self._begun(peer, method, timeout_s, STREAM_FRAMES, shows=True) as call:
             await call.send("open", body=body)
             share = Share(peer.peer_id or peer.address, True)
             stream = Stream(call, self._config, share, self._serving.budget, stall_timeout_s)
@@ -217,23 +252,33 @@ class Endpoint:
 
     @asynccontextmanager
     async def _begun(
-        self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str]
+        self, peer: Peer, method: str, timeout_s: float, expected: frozenset[str], *, shows: bool
     ) -> AsyncIterator[CallerEnd]:
-        """Begins a call over a channel to ``peer``, and ends it with the block."""
+        """Begins a call over a channel to ``peer``, and ends it with the block.
+
+        With ``shows`` it is shown this node's credential, whatever it has seen before: a stream is not tried again.
+        """
 
         def answered(header: EnvelopeHeader) -> None:
+            self._check_callee(header.sender, call, channel)
             self._channels.confirm(peer, channel, header.sender)
             for listener in self.contacts.when_answered:
                 listener(header.sender, peer.address, header.method)
 
         who = peer_name(peer.peer_id, peer.address)
+        if self.admission is not None and self.admission.any_revoked and peer.peer_id:
+            try:
+                self.admission.check_revoked(peer.peer_id)
+            except RefusedError as error:
+                raise PeerUnavailableError(f"{who} is not called: {error}") from None
         try:
             async with asyncio.timeout(timeout_s):
                 channel = await self._channels.get(peer)
         except TimeoutError:
             raise PeerUnavailableError(f"{who}: expected a connection within {timeout_s:g} s, found none") from None
-        grpc_call = channel.begin(timeout_s)
-        call = CallerEnd(grpc_call, who, self.counters, answered)
+        credential = self._credential_for(peer, channel, shows)
+        grpc_call = channel.begin(timeout_s, credential)
+        call = CallerEnd(grpc_call, who, self.counters, answered, shows_credential=bool(credential))
         terms = CallTerms(
             method=method,
             run_id=self.run_id,
@@ -254,6 +299,32 @@ class Endpoint:
                 await self._channels.finish(channel, grpc_call)
             finally:
                 await call.close(_LAST_WRITE_TIMEOUT_S)
+
+    def _credential_for(self, peer: Peer, channel: PeerChannel, shows: bool) -> bytes:
+        """Returns what to show with a call: nothing where both sides know each other's already."""
+        admission = self.admission
+        if admission is None:
+            return b""
+        is_known = peer.peer_id is not None and admission.is_member(peer.peer_id)
+        return b"" if is_known and channel.shown == admission.own_wire and not shows else admission.own_wire
+
+    def _check_callee(self, sender: PeerId, call: CallerEnd, channel: PeerChannel) -> None:
+        """Checks that who has answered may take part; raises PeerUnavailableError."""
+        if self.admission is None:
+            return
+        try:
+            self.admission.admit(self.admission.screen(sender, call.shown))
+        except RefusedError as error:
+            raise PeerUnavailableError(call.complaint(error)) from None
+        if call.shows_credential:
+            channel.shown = self.admission.own_wire
+
+    def _sweep(self) -> None:
+        """Ends what must not go on, once a second."""
+        self._serving.end_stalled_calls()
+        if self.admission is not None and self.admission.any_revoked:
+            self._serving.end_calls_of_revoked()
+            self._parting = asyncio.create_task(self._channels.part_with(self.admission.is_revoked))
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""

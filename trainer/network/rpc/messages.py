@@ -43,6 +43,8 @@ class Reason(StrEnum):
     PAYLOAD_SIZE = "payload_size"  # More payload than the method takes.
     CLOCK = "clock"  # Sent too far in the past or the future by this node's clock.
     SIGNATURE = "signature"  # Not signed by the sender it names.
+    CREDENTIAL = "credential"  # The run names an authority, and the sender has shown no valid credential of it.
+    REVOKED = "revoked"  # The run's authority has revoked the sender.
     REPLAYED = "replayed"  # The same request came before.
     RATE = "rate"  # More requests from this sender within the clock window than are remembered.
     SEQUENCE = "sequence"  # A frame of a stream out of order, missing, repeated, or of another stream.

@@ -1,8 +1,9 @@
 """The answering side: takes calls and streams in, checks them from cheap to expensive, and runs their handlers.
 
 The order is: free slot of the caller's IP address, a first frame in time, its sizes and header, addressing and clock,
-signature, replay, free slot of the sender, digest of the payload, body, handler. A call that fails is refused with its
-reason and counted; nothing a caller sends ends in more than one log line.
+where the run names an authority a credential, signature, replay, the credential's signature if it is new, free slot of
+the sender, digest of the payload, body, handler. A call that fails is refused with its reason and counted; nothing a
+caller sends ends in more than one log line.
 
 A call whose caller takes nothing for ``stall_timeout_s`` is ended, a stream (whose reader may take its time) when its
 slot is needed. As gRPC cannot break off a write, its connection goes with it.
@@ -23,6 +24,7 @@ from grpc import aio
 from pydantic import BaseModel
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
+from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.network.rpc.connections import Connection, Connections
 from trainer.network.rpc.envelope import (
@@ -67,9 +69,12 @@ class Method:
 class Serving:
     """Everything behind the one gRPC method; the calling side shares its counters, budget and contacts."""
 
-    def __init__(self, identity: Identity, run_id: str, config: RpcConfig) -> None:
+    def __init__(self, identity: Identity, run_id: str, config: RpcConfig, admission: Admission | None = None) -> None:
         self.identity = identity
         self.config = config
+        self.admission = admission  # None: anyone may take part.
+        self.open_calls: set[_ServedCall] = set()
+        """Those whose caller is verified, where it could be revoked."""
         self.counters = Counters()
         self.budget = ByteBudget(config.max_queued_bytes, config.max_queued_bytes_per_peer)
         """For frames of all streams, received ahead of their readers."""
@@ -123,8 +128,19 @@ class Serving:
         for slot in self.calls.stalled(asyncio.get_running_loop().time() - self.config.stall_timeout_s):
             self.calls.shed(slot)
 
-    def admit(self, frame: SealedFrame, connection: Connection, call: CalleeEnd) -> tuple[Method, Share]:
-        """Checks a first frame as far as that needs no payload: addressing, clock, signature, replay."""
+    def end_calls_of_revoked(self) -> None:
+        """Ends the calls and streams of peers that the authority has revoked since they began."""
+        if self.admission is not None and self.admission.any_revoked:
+            for call in [each for each in self.open_calls if self.admission.is_revoked(each.sender)]:
+                call.dismiss()
+
+    def admit(
+        self, frame: SealedFrame, connection: Connection, call: CalleeEnd, shown: bytes | None
+    ) -> tuple[Method, Share]:
+        """Checks a first frame as far as that needs no payload: addressing, clock, credential, signature, replay.
+
+        ``shown`` is the credential that came with the call, if one did.
+        """
         header = frame.header
         if header.kind not in ("request", "open") or header.origin != "caller" or header.sequence != 0:
             raise RefusedError(Reason.KIND, f"expected a request first, found {header.kind} {header.sequence}")
@@ -145,9 +161,12 @@ class Serving:
         if method is None or (method.stream_handler is None) != (header.kind == "request"):
             raise RefusedError(Reason.METHOD, f"expected a method of this node, found {header.kind} {header.method!r}")
         self._replay_guard.check_clock(header.sent_at)
+        credential = None if self.admission is None else self.admission.screen(header.sender, shown)
         verify_header(frame)
         share = self.standing.share(header.sender, connection.address)
         self._replay_guard.remember(header.sender, bytes.fromhex(header.nonce), header.sent_at, share)
+        if self.admission is not None:
+            self.admission.admit(credential)
         self.connections.identified(connection, header.sender)
         call.bind(terms, self.identity, STREAM_FRAMES)
         return method, share
@@ -161,7 +180,8 @@ class _ServedCall:
         self._connection = connection
         self._call = CalleeEnd(context, serving.counters)
         self._patience = asyncio.timeout(None)
-        self._sender: PeerId = ""  # Empty: not verified yet.
+        self.sender: PeerId = ""  # Empty: not verified yet.
+        self._is_dismissed = False
 
     async def run(self) -> None:
         """Serves it; raises RpcError: why it is refused, or the caller went away."""
@@ -171,18 +191,25 @@ class _ServedCall:
         except TimeoutError:
             if not self._patience.expired():
                 raise
+            if self._is_dismissed:
+                raise RefusedError(Reason.REVOKED, "the run's authority has revoked the caller") from None
             raise RefusedError(
                 Reason.STALLED, "expected each frame taken, found this call standing still while others wait"
             ) from None
 
     def shed(self) -> None:
         """Ends it, and its connection if the other side takes nothing; returns at once."""
-        if self._sender:
-            self._serving.standing.disprove(self._sender)
+        if self.sender:
+            self._serving.standing.disprove(self.sender)
         if self._call.stalled_since is not None:
             self._serving.connections.cut_stalled(self._connection)
         with suppress(RuntimeError):  # It has ended meanwhile, and is on its way out.
             self._patience.reschedule(asyncio.get_running_loop().time())
+
+    def dismiss(self) -> None:
+        """Ends it because its caller is out of the run; returns at once."""
+        self._is_dismissed = True
+        self.shed()
 
     async def _in_turn(self) -> None:
         """Serves it, after those before it where only one at a time is served; waiting costs memory alone."""
@@ -216,11 +243,14 @@ class _ServedCall:
         share = serving.connections.share(connection)
         slots, slot = serving.waiting, serving.waiting.take(Slot(share, call.who, lambda: begun_at_s, self.shed))
         try:
+            shown = await self._exchange_credentials()
             # From the start: a request of 1 MiB may take longer over a slow link than its caller bears silence.
             call.start_heartbeats(serving.config.heartbeat_s)
             frame = await self._first_frame()
-            method, share = serving.admit(frame, connection, call)
-            sender = self._sender = frame.header.sender
+            method, share = serving.admit(frame, connection, call, shown)
+            sender = self.sender = frame.header.sender
+            if serving.admission is not None:
+                serving.open_calls.add(self)
             borne_s = (patience - 1.0) * stall_timeout_s
             own = Slot(share, sender, lambda: call.stalled_since, self.shed, _KEEP_STALLED_S, borne_s)
             own_slots = serving.calls if method.stream_handler is None else serving.streams
@@ -233,6 +263,7 @@ class _ServedCall:
             for listener in serving.contacts.when_served:
                 listener(sender, connection.address, method.name)
         finally:
+            serving.open_calls.discard(self)
             try:
                 await call.close(patience * stall_timeout_s, partial(serving.connections.cut_stalled, connection))
             finally:
@@ -253,6 +284,14 @@ class _ServedCall:
                 return frame
         except TimeoutError:
             raise RefusedError(Reason.NO_REQUEST, f"expected a request within {timeout_s:g} s, found none") from None
+
+    async def _exchange_credentials(self) -> bytes | None:
+        """Returns the credential that the caller shows, if it shows one; it is then shown this node's."""
+        admission = self._serving.admission
+        shown = None if admission is None else self._call.shown_credential()
+        if admission is not None and shown is not None and admission.own_wire:
+            await self._call.show_credential(admission.own_wire, self._serving.config.request_timeout_s)
+        return shown
 
     async def _handle(self, method: Method, frame: SealedFrame, share: Share) -> None:
         serving, call = self._serving, self._call

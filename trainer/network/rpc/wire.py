@@ -14,7 +14,7 @@ import asyncio
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, cast
 
@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from typing_extensions import Buffer
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
+from trainer.network.rpc.admission import CREDENTIAL_KEY
 from trainer.network.rpc.channels import ClientCall
 from trainer.network.rpc.envelope import (
     HEARTBEAT,
@@ -57,6 +58,8 @@ _STATUS: dict[str, grpc.StatusCode] = {
     Reason.NO_REQUEST: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.SENDER: grpc.StatusCode.PERMISSION_DENIED,
     Reason.SIGNATURE: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.CREDENTIAL: grpc.StatusCode.PERMISSION_DENIED,
+    Reason.REVOKED: grpc.StatusCode.PERMISSION_DENIED,
     Reason.REPLAYED: grpc.StatusCode.ALREADY_EXISTS,
     Reason.METHOD: grpc.StatusCode.UNIMPLEMENTED,
     Reason.STALLED: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -280,11 +283,20 @@ class CallerEnd(RpcCall):
     _origin = "caller"
 
     def __init__(
-        self, call: ClientCall, who: str, counters: Counters, answered: Callable[[EnvelopeHeader], None]
+        self,
+        call: ClientCall,
+        who: str,
+        counters: Counters,
+        answered: Callable[[EnvelopeHeader], None],
+        *,
+        shows_credential: bool = False,
     ) -> None:
         super().__init__(who, counters)
         self._call = call
-        self._answered = answered  # Is told of the first frame that passes its checks.
+        self._answered = answered  # Is told of the first frame that passes its checks; raises PeerUnavailableError.
+        self.shows_credential = shows_credential  # Whether this side does, and so asks for that of the other.
+        self.shown: bytes | None = None  # The credential that the other side has shown on this call.
+        self._has_metadata = not shows_credential
 
     def open(self, raw: bytes) -> SealedFrame | None:
         """Returns the frame that came, checked in full; raises PeerUnavailableError where it fails a check."""
@@ -303,7 +315,11 @@ class CallerEnd(RpcCall):
 
     async def _read(self) -> object:
         try:
-            return await self._call.read()
+            raw = await self._call.read()
+            if not self._has_metadata:  # It has come before the first frame.
+                self._has_metadata = True
+                self.shown = credential_in(await self._call.initial_metadata())
+            return raw
         except aio.AioRpcError:
             raise await self._status_error() from None
         except asyncio.CancelledError:
@@ -366,6 +382,18 @@ class CalleeEnd(RpcCall):
         super().__init__(context.peer(), counters)
         self._context = context
 
+    def shown_credential(self) -> bytes | None:
+        """Returns the credential that the caller has shown with this call."""
+        return credential_in(self._context.invocation_metadata())
+
+    async def show_credential(self, wire: bytes, timeout_s: float) -> None:
+        """Shows the caller this node's own, before anything else is sent."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._context.send_initial_metadata(((CREDENTIAL_KEY, wire),))
+        except (aio.BaseError, TimeoutError) as error:
+            raise PeerUnavailableError(f"{self.who} went away ({error})") from None
+
     async def _read(self) -> object:
         try:
             return await self._context.read()
@@ -377,6 +405,14 @@ class CalleeEnd(RpcCall):
             await self._context.write(raw)
         except aio.BaseError as error:
             raise PeerUnavailableError(f"{self.who} went away ({error})") from None
+
+
+def credential_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """Returns the credential in the metadata of a call, as it came; None: there is none."""
+    for key, value in metadata or ():
+        if key == CREDENTIAL_KEY and isinstance(value, bytes):
+            return value
+    return None
 
 
 def check_bound(frame: SealedFrame, terms: CallTerms, sender: PeerId | None, recipient: PeerId) -> None:

@@ -32,7 +32,7 @@ class Verdict:
 _BEFORE_ANYTHING = frozenset(
     {
         *("no_request", "size", "magic", "protocol", "head", "kind", "run", "recipient", "sender", "certificate"),
-        *("method", "payload_size", "clock", "signature", "replayed", "sequence", "digest", "body"),
+        *("method", "payload_size", "clock", "signature", "replayed", "sequence", "digest", "body", "credential"),
         *("stage", "nonfinite"),
     }
 )

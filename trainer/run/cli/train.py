@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from trainer.run.config import RunConfig
 
 _SIGNAL_EXIT = 128
+_INVITATION_PREFIX = "invite-"
+"""Tells invitations from wallets, which `--token` names too (`trainer.run.authority.messages`, not imported here: a
+node without an authority needs none of it)."""
 
 _SAME = (
     *("node_id", "run_id", "engine", "strategy", "parallel", "pipeline", "max_steps", "max_tokens"),
@@ -42,6 +45,8 @@ _PATHS = {
     "public_key": "data.public_key",
     "checkpoint_dir": "checkpoint.directory",
     "token": "checkpoint.token",
+    "invitation": "admission.token",
+    "authority": "admission.urls",
     "log_dir": "log.directory",
     "log_to": "log.to",
     "eval_every": "eval.every_steps",
@@ -56,6 +61,10 @@ _Set = Annotated[list[str] | None, typer.Option("--set", help="Any option of the
 _RunId = Annotated[str | None, typer.Option(help="Nodes of one run train one model.")]
 _InitialPeers = Annotated[
     list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
+]
+_Authority = Annotated[
+    list[str] | None,
+    typer.Option(help="Address of the run's authority, https://host:port (docs/admission.md); may be given again."),
 ]
 _Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
 _LogDir = Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")]
@@ -133,8 +142,13 @@ def train_command(
     public_key: Annotated[str | None, typer.Option(help="Key that must have signed the store's manifest.")] = None,
     checkpoint_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints.")] = None,
     token: Annotated[
-        str | None, typer.Option(envvar="GENESIS_TOKEN", help="Wallet that names the checkpoint; else the node id.")
+        str | None,
+        typer.Option(
+            envvar="GENESIS_TOKEN",
+            help="Invitation of the run's authority (invite-…); any other: wallet that names the checkpoint.",
+        ),
     ] = None,
+    authority: _Authority = None,
     log_dir: _LogDir = None,
     log_to: Annotated[
         list[str] | None, typer.Option(help="Curves in tensorboard, wandb, trackio; may be given again.")
@@ -175,6 +189,10 @@ def worker_command(
     initial_peers: _InitialPeers = None,
     port: Annotated[int | None, typer.Option(help="Port for other nodes; else any free one.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this worker at.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="GENESIS_INVITATION", help="Invitation of the run's authority (invite-…).")
+    ] = None,
+    authority: _Authority = None,
     at: Annotated[
         str, typer.Option(help="Begin with the stage's checkpoint of this time; newer ones are set aside.")
     ] = "",
@@ -187,6 +205,8 @@ def worker_command(
 ) -> None:
     """Holds a stage: computes what drivers send, and stays together with the stage's other workers."""
     given = {"node_id": f"worker-{secrets.token_hex(4)}"} | _given(context)
+    if "token" in given:  # A worker has no wallet.
+        given["invitation"] = given.pop("token")
     config = config_of(run, set_ or [], given)
 
     from trainer.run.node.stopping import StopRequest
@@ -199,7 +219,10 @@ def worker_command(
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
-    return {name: value for name, value in context.params.items() if name in _PATHS and value not in (None, [], ())}
+    given = {name: value for name, value in context.params.items() if name in _PATHS and value not in (None, [], ())}
+    if str(given.get("token", "")).startswith(_INVITATION_PREFIX):
+        given["invitation"] = given.pop("token")
+    return given
 
 
 def config_of(file: str | Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:

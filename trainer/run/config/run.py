@@ -36,6 +36,7 @@ from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.ledger.config import LedgerConfig
 from trainer.pipeline.stage import StageConfig
 from trainer.pipeline.worker.config import WorkerConfig
+from trainer.run.config.admission import AdmissionConfig
 from trainer.run.config.reading import SECRET
 
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
@@ -244,6 +245,7 @@ class RunConfig:
     rule: RuleConfig = field(default_factory=RuleConfig)
     collective: CollectiveConfig = field(default_factory=CollectiveConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     state: StateConfig = field(default_factory=StateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -23,6 +23,7 @@ from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
+from trainer.run.node.admission import admission_client
 from trainer.run.node.identity import (
     ComparedPeer,
     FitCheck,
@@ -41,6 +42,7 @@ S = TypeVar("S")
 
 _REMEMBERED_STATES = 64
 _REFRESH_S = 0.5
+_START_S = 60.0
 _FIRST_PEERS_S = 15.0
 _UNHEARD_S = 75.0  # A minute after `_FIRST_PEERS_S`, when it is logged for the first time.
 _CATCH_UP_S = 120.0
@@ -144,7 +146,8 @@ class Network(Generic[S]):
     ``vocabulary_rows`` returns the most rows of vocabulary this node could have now, ``form`` says which states it can
     take up, ``choose`` which of these is to be taken up, and ``same_kind`` whether a node of the run ought to have this
     node's terms. ``stages`` are all of the run's, in order, where its model is cut; ``near`` are its own and those
-    beside it: all it looks for where a DHT is partitioned by stage. ``run`` is the signed run it belongs to, if any.
+    beside it: all it looks for where a DHT is partitioned by stage. ``run`` is the signed run it belongs to, if any;
+    ``stage`` is its own.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class Network(Generic[S]):
         stages: tuple[str, ...] = (),
         near: tuple[str, ...] = (),
         run: SignedRun | None = None,
+        stage: str = "",
     ) -> None:
         self._form = form
         self._stopping = stopping
@@ -168,7 +172,9 @@ class Network(Generic[S]):
         self._is_of_pipeline = bool(near)
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._loop = LoopThread("genesis-network")
-        self.endpoint = Endpoint(identity, config.run_id, config.rpc)
+        self._admission = admission_client(config, identity, "worker" if stage else "node", stage)
+        admission = None if self._admission is None else self._admission.admission
+        self.endpoint = Endpoint(identity, config.run_id, config.rpc, admission)
         """Further methods are registered on it before `start`."""
         self._discovery = open_discovery(self.endpoint, config.discovery, stages)
         if near and config.discovery.partition_by_stage:
@@ -233,7 +239,7 @@ class Network(Generic[S]):
         """Answers and looks for others; waits for the first, and raises `IncompatiblePeerError` if it does not fit."""
         self._listener = listener
         self._loop.start()
-        self._loop.run(self._start(), 60.0)
+        self._loop.run(self._start(), _START_S + (self._config.admission.join_timeout_s if self._admission else 0.0))
         if self._config.discovery.initial_peers:
             self._wait_for_peers()
             if not self.announcements:
@@ -256,9 +262,15 @@ class Network(Generic[S]):
             time.sleep(0.1)
 
     def check_fit(self) -> None:
-        """Raises `IncompatiblePeerError` where the comparison in the background has found a misfit."""
+        """Raises what the background has found: `IncompatiblePeerError`, or `AdmissionError` for a revoked node."""
+        self.check_admitted()
         if self._comparing is not None and self._comparing.done():
             self._comparing.result()
+
+    def check_admitted(self) -> None:
+        """Raises `AdmissionError` once the run's authority has revoked this node."""
+        if self._admission is not None:
+            self._admission.check()
 
     def stop(self) -> None:
         """Ends announcements, rounds and connections; also where `start` was never called."""
@@ -359,7 +371,12 @@ class Network(Generic[S]):
     async def _start(self) -> None:
         self._donor.start()
         register_terms(self.endpoint, self._terms)
+        if self._admission is not None:
+            self._admission.register(self.endpoint)
         await self.endpoint.start()
+        if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
+            await self._admission.join(self.endpoint.address, self._stopping)
+            self._admission.start(lambda: self.endpoint.address, self._discovery.peers, self.endpoint)
         await self._discovery.start()
         if self._records is not None:
             self._records.start()
@@ -372,6 +389,8 @@ class Network(Generic[S]):
                 task.cancel()
         if self._records is not None:
             await self._records.close()
+        if self._admission is not None:
+            await self._admission.stop()
         await self._discovery.close()
         self._donor.close()
         await self.endpoint.stop()

@@ -240,13 +240,20 @@ def _first_terms(config: RunConfig, addresses: list[str]) -> Terms | None:
     """Returns what the first of these peers that answers trains; None where none does in time."""
     from trainer.collective import Terms
     from trainer.network.rpc import Endpoint, Peer
+    from trainer.run.node.admission import admission_client
     from trainer.run.node.identity import TERMS, identity_of
     from trainer.run.node.loop_thread import LoopThread
 
-    loop, endpoint = LoopThread("genesis-question"), Endpoint(identity_of(config), config.run_id, config.rpc)
+    loop, identity = LoopThread("genesis-question"), identity_of(config)
+    client = admission_client(config, identity, "node")
+    endpoint = Endpoint(identity, config.run_id, config.rpc, None if client is None else client.admission)
     nothing = Terms(architecture={}, tokenizer_lineage="", synchronisation={})
 
     async def ask() -> Any:
+        if client is not None:  # The others answer members only.
+            client.register(endpoint)
+            await endpoint.start()
+            await client.join(endpoint.address)
         for address in addresses:
             try:
                 return (await endpoint.call(Peer(None, address), TERMS, nothing, Terms, timeout_s=_QUESTION_S)).body
@@ -262,7 +269,8 @@ def _first_terms(config: RunConfig, addresses: list[str]) -> Terms | None:
 
     loop.start()
     try:
-        found: Terms | None = loop.run(ask_and_stop(), (_QUESTION_S + 1) * (len(addresses) + 1))
+        joining_s = 0.0 if client is None else config.admission.join_timeout_s
+        found: Terms | None = loop.run(ask_and_stop(), joining_s + (_QUESTION_S + 1) * (len(addresses) + 1))
         return found
     finally:
         loop.stop()

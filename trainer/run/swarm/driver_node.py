@@ -44,6 +44,7 @@ from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
 from trainer.run.config.run import keeper_option
+from trainer.run.node.admission import admission_client
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
@@ -96,7 +97,9 @@ class DriverNode:
         self._line = line
         self._steps = 0
         self._step_began_s = time.perf_counter()
-        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
+        self._admission = admission_client(config, identity_of(config), "driver")
+        admission = None if self._admission is None else self._admission.admission
+        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc, admission)
         self._peers = DriverPeerView(
             config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
         )
@@ -121,8 +124,14 @@ class DriverNode:
                 self._open_account(lanes, spec)
             self._peers.register()
             records = self._connected_run()
+            if self._admission is not None:
+                self._admission.register(self._endpoint)
             await self._endpoint.start()
             stack.push_async_callback(self._endpoint.stop)
+            if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
+                await self._admission.join(self._endpoint.address, self._stop)
+                self._admission.start(lambda: self._endpoint.address, self._peers.reached, self._endpoint)
+                stack.push_async_callback(self._admission.stop)
             await self._peers.start()
             stack.push_async_callback(self._peers.stop)
             if records is not None:
@@ -218,6 +227,8 @@ class DriverNode:
         ]
         if self._keeper is not None:
             running += [self._keeper.failed(), _repeated(_NOTE_SHARDS_S, self._note_shards)]
+        if self._admission is not None:
+            running.append(self._admission.failed())
         if self._opening is not None:
             running.append(self._open_leasing(self._opening))
         tasks = [asyncio.create_task(each) for each in running]

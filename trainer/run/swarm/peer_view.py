@@ -142,6 +142,10 @@ class DriverPeerView(SwarmPeers):
             await asyncio.gather(self._refresh_task, return_exceptions=True)
         await self._discovery.close()
 
+    async def reached(self) -> tuple[Announcement, ...]:
+        """Returns the peers that discovery has reached."""
+        return await self._discovery.peers()
+
     async def check_fit(self, wait_s: float, stop: Callable[[], bool]) -> None:
         """Compares this driver with the peers it discovers within a while; waits for none without addresses."""
         deadline_s = time.monotonic() + (wait_s if self._config.discovery.initial_peers else 0.0)

@@ -36,6 +36,7 @@ from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
+from trainer.run.node.admission import admission_client
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
@@ -89,9 +90,7 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
     with only_process(config), stop.on_signals():
         shape = shape_of(config)
         if stage == _AUTO:
-            reports = asyncio.run(_announced_reports(config, stop))
-            stage = neediest_stage(names, reports, int(identity_of(config).peer_id[:8], 16))
-            logger.info("%d workers are there; %s needs help most", len(reports), stage)
+            stage = asyncio.run(_stage_by_need(config, names, stop))
         with as_usage_errors():
             if at:
                 now_us, folder = time_us(time.time()), config.swarm.checkpoint.directory
@@ -103,13 +102,31 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
         WorkerNode(config, shape, built, stop, SignedRun.open(config)).run()
 
 
-async def _announced_reports(config: RunConfig, stop: StopRequest) -> list[StageReport]:
-    """What all workers announce of their stages, after a while for discovery."""
+async def _stage_by_need(config: RunConfig, names: tuple[str, ...], stop: StopRequest) -> str:
+    """The stage that needs help most: as the run's authority says, or as the workers announce."""
+    identity = identity_of(config)
+    client = admission_client(config, identity, "worker", _AUTO)
     async with AsyncExitStack() as stack:
-        endpoint = Endpoint(identity_of(config), config.run_id, config.rpc)
-        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
+        endpoint = Endpoint(identity, config.run_id, config.rpc, None if client is None else client.admission)
+        if client is not None:
+            client.register(endpoint)
         await endpoint.start()
         stack.push_async_callback(endpoint.stop)
+        if client is not None:
+            assigned = (await client.join(endpoint.address, stop)).stage
+            if assigned in names:
+                logger.info("the run's authority has put this worker into %s", assigned)
+                return str(assigned)
+        reports = await _announced_reports(config, endpoint, stop)
+        stage = neediest_stage(names, reports, int(identity.peer_id[:8], 16))
+        logger.info("%d workers are there; %s needs help most", len(reports), stage)
+        return stage
+
+
+async def _announced_reports(config: RunConfig, endpoint: Endpoint, stop: StopRequest) -> list[StageReport]:
+    """What all workers announce of their stages, after a while for discovery."""
+    async with AsyncExitStack() as stack:
+        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
         await discovery.start()
         stack.push_async_callback(discovery.close)
         ends_s, is_settling = time.monotonic() + config.swarm.join.first_peers_s + _DHT_START_S, False
@@ -160,6 +177,7 @@ class WorkerNode:
             stages=shape.plan.names,
             near=shape.plan.around(built.name),
             run=run,
+            stage=built.name,
         )
         network, self._stage_peers = self._network, StagePeers(self._network)
         self._peers = SwarmPeers(config, shape, lambda: network.announcements)
@@ -299,6 +317,7 @@ class WorkerNode:
         for task in (self._worker_task, self._fit_task):
             if task is not None and task.done():
                 task.result()
+        self._network.check_admitted()
         return self._stop()
 
     def _take_up_state(self) -> bool:

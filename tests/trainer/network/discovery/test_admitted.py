@@ -1,0 +1,80 @@
+"""Discovery in a run with an authority: members find each other, in the role they were admitted in, until revoked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tests.support.announcements import announcement
+from tests.support.rpc_node import RUN_ID, fast_config
+from trainer.network.discovery.config import DiscoveryConfig
+from trainer.network.discovery.stage_report import StageReport
+from trainer.network.discovery.static import StaticDiscovery
+from trainer.network.rpc import Admission, Credential, Endpoint, Identity, RevokedPeers
+from trainer.network.rpc.credential import Role
+
+_AUTHORITY = Identity.create()
+_QUICK = DiscoveryConfig(
+    announcement_lifetime_s=30.0, poll_interval_s=0.1, announce_interval_s=0.5, max_retry_interval_s=0.5
+)
+_REPORT = StageReport(uid="head.0.42", incarnation="0" * 16, status="serving")
+
+
+@dataclass
+class _Node:
+    endpoint: Endpoint
+    discovery: StaticDiscovery
+
+    async def knows(self) -> set[str]:
+        return {found.node_id for found in await self.discovery.peers()}
+
+
+@asynccontextmanager
+async def _node(
+    name: str, *addresses: str, role: Role | None, stage: StageReport | None = None
+) -> AsyncIterator[_Node]:
+    identity, admission = Identity.create(), None
+    if role is not None:
+        admission = Admission(RUN_ID, [_AUTHORITY.peer_id])
+        now = time.time()
+        admission.take_own(Credential.issue(_AUTHORITY, RUN_ID, identity.peer_id, role, None, now, 600.0))
+    endpoint = Endpoint(identity, RUN_ID, fast_config(), admission)
+    await endpoint.start()
+    discovery = StaticDiscovery(endpoint, addresses, _QUICK, keeps_callers=True)
+    await discovery.start()
+    await discovery.announce(announcement(identity, node_id=name, run_id=RUN_ID, address=endpoint.address, stage=stage))
+    try:
+        yield _Node(endpoint, discovery)
+    finally:
+        await discovery.close()
+        await endpoint.stop()
+
+
+async def _until_known(node: _Node, *names: str) -> None:
+    async with asyncio.timeout(20.0):
+        while await node.knows() != set(names):
+            await asyncio.sleep(0.05)
+
+
+async def test_members_are_found_strangers_and_false_roles_are_not_and_the_revoked_are_gone_at_once() -> None:
+    async with (
+        _node("worker", role="worker", stage=_REPORT) as worker,
+        _node("driver", worker.endpoint.address, role="driver") as driver,
+        _node("worker as driver", worker.endpoint.address, role="worker"),
+        _node("driver as worker", worker.endpoint.address, role="driver", stage=_REPORT),
+        _node("stranger", worker.endpoint.address, role=None) as stranger,
+    ):
+        await _until_known(driver, "worker")
+        await _until_known(worker, "driver")
+        await asyncio.sleep(1.0)  # For the others to be heard of, if they were believed.
+        assert await driver.knows() == {"worker"}
+        assert await worker.knows() == {"driver"}
+        assert await stranger.knows() == set()
+        admission = worker.endpoint.admission
+        assert admission is not None
+        admission.revoke(RevokedPeers.issue(_AUTHORITY, RUN_ID, 1, [driver.endpoint.peer_id], time.time()))
+        assert await worker.knows() == set()
+        assert all(said.peer_id != driver.endpoint.peer_id for said in worker.discovery.heard())
