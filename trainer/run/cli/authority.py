@@ -37,7 +37,8 @@ _PeerKey = Annotated[str, typer.Argument(metavar="PEER_KEY", help="The node's ke
 @authority_app.callback()
 def authority_command(
     context: typer.Context,
-    run_name: Annotated[str, typer.Option("--run-name", help="Whom it admits to: the nodes' run_id.")] = "",
+    run: Annotated[str, typer.Option("--run", help="The run's signed file, which names this key.")] = "",
+    run_name: Annotated[str, typer.Option("--run-name", help="Without a file: the nodes' run_id.")] = "",
     key: Annotated[Path, typer.Option("--key", help="File of its key; made if it is not there.")] = _KEY,
     db: _Db = _DB,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "0.0.0.0",
@@ -70,7 +71,8 @@ def authority_command(
     from trainer.run.authority.service import AuthorityConfig, AuthorityService
     from trainer.run.node.stopping import StopRequest
 
-    name = _run_name(run_name)
+    identity = load_or_create_identity(key)
+    name, stages = _run_served(run, identity.peer_id, stages) if run else (_run_name(run_name), stages)
     digests = tuple(own_digest() if each == "own" else each for each in package_digest or ())
     config = AuthorityConfig(
         stages=tuple(stage_names(stages)) if stages else (),
@@ -79,7 +81,6 @@ def authority_command(
         allow_private=allow_private,
         tls=not plain,
     )
-    identity = load_or_create_identity(key)
     stop = StopRequest()
     with closing(Register(db.expanduser())) as register, stop.on_signals():
         register.bind(name)
@@ -162,10 +163,27 @@ def list_command(
 
 
 def _run_name(given: str) -> str:
-    """Returns the run's name: the one place where another source of it than the option comes in."""
     if not given:
-        raise TrainerUsageError("--run-name: expected the run_id of the nodes to be admitted, found none")
+        raise TrainerUsageError("--run: expected the run's file, or --run-name its name, found neither")
     return given
+
+
+def _run_served(source: str, key: str, stages: int) -> tuple[str, int]:
+    """Returns name and number of stages of a signed run."""
+    from trainer.run.signed.files import check_config
+    from trainer.run.signed.sources import fetch_run
+
+    fetched = fetch_run(source)
+    if fetched is None:
+        raise TrainerUsageError(f"--run {source}: expected a signed run file (run init makes one), found options")
+    if key not in fetched.file.authorities:
+        logger.warning(
+            "%s does not name this authority's key %s: nodes believe it once a change does (run set authorities=[KEY])",
+            fetched.where,
+            key,
+        )
+    config = check_config(fetched.file, fetched.where)
+    return fetched.file.name, stages or (config.swarm.num_stages if fetched.file.says("swarm.num_stages") else 0)
 
 
 def _role(name: str) -> Role:

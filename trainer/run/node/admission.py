@@ -104,6 +104,11 @@ class AdmissionClient:
         self._is_away = False  # Whether no authority answered last.
         self._tasks: list[asyncio.Task[None]] = []
 
+    def go_by(self, authorities: frozenset[str]) -> None:
+        """Takes up the keys that the run names now; a run that names none any more keeps those it had."""
+        if authorities:
+            self.admission.authorities = authorities
+
     def register(self, endpoint: Endpoint) -> None:
         """Lets an endpoint answer the authority that dials back, and peers that ask for or tell of revocations."""
 

@@ -422,6 +422,8 @@ class Network(Generic[S]):
         while True:
             try:
                 self._book.update(await self._discovery.peers())
+                if self._admission is not None and self._run is not None:
+                    self._admission.go_by(self._run.authorities())
                 if self._listener is not None:
                     self._listener.peers(self.announcements)
                 self._watchdog.look(len(self.announcements))

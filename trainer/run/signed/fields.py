@@ -80,6 +80,10 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "own": "keep_snapshots max_upload_bytes_per_s max_uploads parallel_per_donor chunks_per_request "
         "stall_timeout_s chunk_timeout_s max_failures retry_pause_s",
     },
+    "admission": {
+        # Whose credentials count the file says apart (`AUTHORITIES`).
+        "own": "authorities urls token bandwidth_mbit join_timeout_s check_interval_s",
+    },
     "checkpoint": {"own": "directory token every_steps keep"},
     "api": {"own": "enabled host port allowed_hosts"},
     "log": {"own": "directory to project curves_dir every_steps"},

@@ -90,6 +90,11 @@ class SignedRun:
             self._made[number] = with_settings(self._config, settings) if settings else self._config
         return self._made[number]
 
+    def authorities(self) -> frozenset[str]:
+        """Returns the keys that may admit nodes now; a node without rounds goes by the newest change."""
+        round_index = self.round_index()
+        return frozenset(self.chain.authorities_at(round_index if round_index >= 0 else 1 << 48))
+
     def begin_by(self, number: int) -> None:
         """Notes that what the node does from now on, it does by so many changes."""
         self._trained_by = number

@@ -61,7 +61,10 @@ class FetchedRun:
 
     def options(self) -> dict[str, Any]:
         """Returns the options that every node of the run has, as configuration files have them."""
-        return {**self.file.config, "run_id": self.file.name, "run_digest": self.file.digest()}
+        named: dict[str, Any] = {"run_id": self.file.name, "run_digest": self.file.digest()}
+        if self.file.authorities:
+            named |= {"admission": {"authorities": list(self.file.authorities)}}
+        return {**self.file.config, **named}
 
 
 def fetch_run(source: str) -> FetchedRun | None:
@@ -116,6 +119,9 @@ def check_agrees(config: RunConfig, fetched: FetchedRun) -> None:
     for name, value in (("run_id", fetched.file.name), ("run_digest", fetched.file.digest())):
         if own[name] != value:
             raise _contradiction(fetched, name, value, own[name])
+    authorities, listed = config.admission.authorities, fetched.file.authorities
+    if listed and authorities != listed:
+        raise _contradiction(fetched, "admission.authorities", list(listed), list(authorities))
     for name, standing in STANDINGS.items():
         if standing not in ("fixed", "round"):
             continue

@@ -190,6 +190,8 @@ class DriverNode:
         """Counts steps by the target that is in force at the workers; a driver has no rounds, and takes theirs."""
         if self._run is None or self._driver is None:
             return
+        if self._admission is not None:
+            self._admission.go_by(self._run.authorities())
         rounds = [report.round_index for report in self._peers.reports() if report.status == "serving"]
         frontier = frontier_of(rounds)
         number = self._run.number_at(frontier) if rounds else 0

@@ -51,6 +51,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_run_that_names_authorities_has_its_nodes_ask_them(tmp_path: Path) -> None:
+    file = run_file().model_copy(update={"authorities": (OWNER.peer_id,)}).signed(OWNER)
+    (tmp_path / "run.json").write_bytes(file.to_json())
+    values, fetched = options_of(tmp_path, ())
+    assert fetched is not None
+    config = from_mapping(RunConfig, {**values, "node_id": "a"})
+    assert config.admission.authorities == (OWNER.peer_id,)
+    check_agrees(config, fetched)
+    others, _ = options_of(tmp_path, (f"admission.authorities=[{'0' * 64}]",))
+    with pytest.raises(TrainerUsageError, match=r"admission\.authorities"):
+        check_agrees(from_mapping(RunConfig, {**others, "node_id": "a"}), fetched)
+
+
 def test_from_a_path_and_from_a_folder(folder: Path) -> None:
     for source, changes in ((folder / "run.json", 2), (folder, 2), (folder / "other.yaml", 0)):
         found = fetch_run(str(source))
