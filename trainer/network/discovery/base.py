@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from trainer.errors import RefusedError, RpcError, TrainerUsageError
+from trainer.errors import DiscoveryError, RefusedError, RpcError, TrainerUsageError
 from trainer.network.discovery.announcement import MAX_WIRE_BYTES, Announcement, KnownPeer, OwnRecord
 from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.exchange import (
@@ -31,6 +31,7 @@ from trainer.network.discovery.exchange import (
     records_for,
     unpack_request,
 )
+from trainer.network.discovery.node_report import DhtTraffic, SignedReport
 from trainer.network.discovery.peer_table import DIRECT, PeerTable
 from trainer.network.discovery.stage_report import StagePartitions, StageUid
 from trainer.network.rpc.dialing import DialRefusedError
@@ -55,6 +56,9 @@ class Discovery(ABC):
     From now on the endpoint guards itself against addresses that strangers announce; ``named`` are those, or the hosts,
     that the operator named. With ``keeps_callers`` nodes that cannot be reached are of use to the run, such as drivers.
     """
+
+    stores_reports = False
+    """Whether reports are stored where all can look them up; else nodes tell each other (`report_exchange`)."""
 
     def __init__(
         self, endpoint: Endpoint, config: DiscoveryConfig, *, named: Iterable[str], keeps_callers: bool
@@ -117,6 +121,19 @@ class Discovery(ABC):
     def heard(self) -> tuple[Announcement, ...]:
         """Returns what all other nodes announce, sorted by peer id, also of those that are not reached (any more)."""
         return tuple(known.announcement for known in self._table.heard_of())
+
+    async def store_report(self, report: SignedReport) -> None:
+        """Stores a node's report where others look it up; raises `DiscoveryError` where that fails."""
+        raise DiscoveryError("expected a DHT to store a report in, found discovery by a list of addresses")
+
+    async def stored_reports(self) -> list[tuple[str, bytes]]:
+        """Returns what is stored as reports of the run's nodes, by peer id, unverified; nothing without a DHT."""
+        return []
+
+    @property
+    def dht_traffic(self) -> DhtTraffic | None:
+        """What others have asked this node's part of the DHT, as last heard; None: it has none."""
+        return None
 
     @abstractmethod
     def no_peers_reason(self) -> str:

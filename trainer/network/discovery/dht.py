@@ -24,6 +24,7 @@ from trainer.network.discovery.announcement import Announcement, KnownPeer
 from trainer.network.discovery.base import MAX_NEWS, Discovery
 from trainer.network.discovery.config import DiscoveryConfig, check_seed_address
 from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
+from trainer.network.discovery.node_report import DhtTraffic, SignedReport, report_key
 from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
 from trainer.network.rpc.endpoint import Endpoint
 
@@ -36,6 +37,8 @@ _MAX_TO_STORE = 64
 
 class DhtDiscovery(Discovery):
     """Finds the nodes of a run through a DHT, with the stages dealt over ``partitions``; see `Discovery`."""
+
+    stores_reports = True
 
     def __init__(
         self,
@@ -84,6 +87,23 @@ class DhtDiscovery(Discovery):
         if self.process.num_neighbours:
             return f"the DHT of {seeds} knows nobody of run {self._endpoint.run_id}"
         return f"nobody answers at {seeds}"
+
+    async def store_report(self, report: SignedReport) -> None:
+        """See `Discovery.store_report`; a DHT whose nodes are all of an earlier release takes none."""
+        said, key = report.report, report_key(self._endpoint.run_id)
+        timeout_s = self._config.request_timeout_s
+        await self.process.store(key, said.peer_id, report.wire.decode(), said.expires_at, timeout_s)
+
+    async def stored_reports(self) -> list[tuple[str, bytes]]:
+        """See `Discovery.stored_reports`; raises `DiscoveryError` where the DHT does not answer."""
+        key = report_key(self._endpoint.run_id)
+        records, _ = await self.process.get(key, self._config.request_timeout_s)
+        return [(record.subkey, record.value.encode()) for record in records]
+
+    @property
+    def dht_traffic(self) -> DhtTraffic | None:
+        """See `Discovery.dht_traffic`."""
+        return self.process.traffic
 
     async def close(self) -> None:
         """See `Discovery.close`."""

@@ -55,6 +55,7 @@ from trainer.network.discovery.dht_client import (
     Record,
 )
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
+from trainer.network.discovery.node_report import DhtTraffic, ReportRefusedError, report_key, verify_report
 from trainer.network.discovery.parent import die_with_parent
 from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.dialing import address_group
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[DhtReply], None]
 
+_REPORT = b'{"report":'  # How the canonical form of a report begins.
 _MAX_CLOCK_SKEW_S = 300.0
 _MAX_ACCEPTED = 16_384
 _MAX_GONE = 1024
@@ -75,7 +77,7 @@ _PARENT_CHECK_INTERVAL_S = 2.0
 
 
 class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts a record if it is a signed announcement, stored under its own node, run and partition, until it expires.
+    """Accepts signed announcements and reports, stored under their own node, run and partition, until they expire.
 
     Expired ones pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in. Accepted
     records are not verified again.
@@ -99,19 +101,29 @@ class AnnouncementValidator(RecordValidatorBase):  # type: ignore[misc]
         if not (isinstance(wire, bytes) and isinstance(subkey, str)):
             return False
         try:
-            announcement = verify_announcement(
-                wire, now=time.time(), max_clock_skew_s=_MAX_CLOCK_SKEW_S, subkey=subkey, allow_expired=True
-            )
-        except AnnouncementRefusedError as error:
+            key, expires_at = _verified(wire, subkey)
+        except (AnnouncementRefusedError, ReportRefusedError) as error:
             logger.debug("a DHT record refused: %s", error)
             return False
-        if DHTID.generate(dht_key(announcement.run_id, announcement.filed_under)).to_bytes() != record.key:
+        if DHTID.generate(key).to_bytes() != record.key:
             return False
         # Otherwise an old record could be stored again with a later time, and replace the new one.
-        if not abs(record.expiration_time - announcement.expires_at) <= 1e-3:  # NaN is no such time either.
+        if not abs(record.expiration_time - expires_at) <= 1e-3:  # NaN is no such time either.
             return False
         remember(self._accepted, digest, None, _MAX_ACCEPTED)
         return True
+
+
+def _verified(wire: bytes, subkey: str) -> tuple[str, float]:
+    """Returns the key that a record belongs under, and when it expires; raises what the verifying function does."""
+    now = time.time()
+    if wire.startswith(_REPORT):
+        report = verify_report(wire, now=now, max_clock_skew_s=_MAX_CLOCK_SKEW_S, subkey=subkey, allow_expired=True)
+        return report_key(report.run_id), report.expires_at
+    announcement = verify_announcement(
+        wire, now=now, max_clock_skew_s=_MAX_CLOCK_SKEW_S, subkey=subkey, allow_expired=True
+    )
+    return dht_key(announcement.run_id, announcement.filed_under), announcement.expires_at
 
 
 _stored_by: ContextVar[str] = ContextVar("stored_by", default="")
@@ -119,9 +131,16 @@ _stored_by: ContextVar[str] = ContextVar("stored_by", default="")
 
 
 class _AttributingProtocol(DHTProtocol):  # type: ignore[misc]
-    """hivemind's protocol, which does not tell its storage who stores a record, extended by that."""
+    """hivemind's protocol, which does not tell its storage who stores a record nor counts, extended by both."""
+
+    num_stores = num_finds = 0  # Requests of others since the start; assigned to the instance.
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        self.num_finds += 1
+        return await super().rpc_find(request, context)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        self.num_stores += 1
         _stored_by.set(await self._host_of(context.remote_id))
         return await super().rpc_store(request, context)
 
@@ -263,7 +282,9 @@ class AnnouncementNode:
             fields["error"] = f"no answer of the DHT within {request.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent gets the text
             fields["error"] = f"{type(error).__name__}: {error}"[:500]
-        send(DhtReply(id=request.id, num_neighbours=len(self._node.protocol.routing_table.uid_to_peer_id), **fields))
+        protocol = self._node.protocol
+        num_neighbours = len(protocol.routing_table.uid_to_peer_id)
+        send(DhtReply(id=request.id, num_neighbours=num_neighbours, traffic=_traffic(protocol), **fields))
 
     async def _get(self, key: str) -> tuple[tuple[Record, ...], int]:
         """Returns the newest record of each subkey, and how many were left out as too long, not text, or too many."""
@@ -331,6 +352,12 @@ class AnnouncementNode:
         except Exception as error:  # noqa: BLE001 - a seed that is down fails in many ways, and is retried
             logger.debug("the seed %s cannot be reached: %s", seed, error)
             return False
+
+
+def _traffic(protocol: Any) -> DhtTraffic:
+    stored = [known.value for known in protocol.storage.data.values()]
+    num_records = sum(len(value) if isinstance(value, DictionaryDHTValue) else 1 for value in stored)
+    return DhtTraffic(stores=protocol.num_stores, finds=protocol.num_finds, records=num_records)
 
 
 def _record(subkey: Any, value: Any) -> Record | None:

@@ -32,6 +32,7 @@ from trainer.run.node.identity import (
     register_terms,
 )
 from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.node.state_form import StateForm
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,9 @@ class Network(Generic[S]):
         self._watchdog = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
         self._book = PeerBook(terms.digest(), choose, same_kind)
         self._listener: Listener | None = None
+        self.figures: Callable[[], OwnFigures] | None = None
+        """What to report on this node once a minute; to be set before `start`. None: nothing."""
+        self._reporting: asyncio.Task[None] | None = None
         self._members: tuple[str, ...] = ()
         self._fetched_digest = ""
         self._donors: tuple[Announcement, ...] = ()
@@ -352,13 +356,23 @@ class Network(Generic[S]):
     async def _start(self) -> None:
         self._donor.start()
         register_terms(self.endpoint, self._terms)
+        reporter = self._reporter()
         await self.endpoint.start()
         await self._discovery.start()
+        if reporter is not None:
+            self._reporting = asyncio.create_task(reporter.run(), name="node-reports")
         await self._announce()
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
+    def _reporter(self) -> NodeReporter | None:
+        if self.figures is None or not self._config.discovery.report_interval_s:
+            return None
+        reporter = NodeReporter(self._config, self.endpoint, self._discovery, self.figures)
+        reporter.register()
+        return reporter
+
     async def _stop(self) -> None:
-        for task in (self._refreshing, self._comparing):
+        for task in (self._refreshing, self._comparing, self._reporting):
             if task is not None:
                 task.cancel()
         await self._discovery.close()
