@@ -1,8 +1,8 @@
 """A pipeline whose workers come and go: what it gets done if nobody moves, under SWARM's rule, and under ours.
 
-An event simulation like that of `churn.py`: time is simulated, results depend on the seed alone. Three stages whose rows
-take 1, 2 and 1 operations; workers whose speeds differ by a factor of four arrive and leave, each staying for a while,
-and a newcomer goes to the stage that gets least done (`neediest_stage`). A worker that moves does nothing for `move_s`.
+Like that of `churn.py` a simulation: time is simulated, results depend on the seed alone. Three stages whose rows take
+1, 2 and 1 operations; workers whose speeds differ by a factor of four arrive and leave, each staying for a while, and a
+newcomer goes to the stage that gets least done (`neediest_stage`). A worker that moves does nothing for `move_s`.
 The pipeline does what its slowest stage does; *best* is what it would do if all that are there were spread at will.
 Compared are
 

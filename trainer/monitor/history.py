@@ -1,8 +1,8 @@
 """What a monitor has seen of a run, kept in sqlite: contributions for good, all else for a while.
 
-Sums in reports begin anew with each process, so contributions are kept by node and incarnation and added up when
-asked for: a node that restarts loses nothing of its account here, and one that lowers its figures neither. Reports,
-rounds and looks at the run are kept for `retention_s`, and `max_rows` of each at most; a node and a minute take some 200
+Sums in reports begin anew with each process, so contributions are kept by node and incarnation and added up when asked
+for: a node that restarts loses nothing of its account here, and one that lowers its figures neither. Reports, rounds
+and looks at the run are kept for `retention_s`, and `max_rows` of each at most; a node and a minute take some 200
 bytes. One monitor writes to a file at a time; others may read it. What a look brings is written in two transactions, so
 a kill leaves nothing half written.
 """
@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -197,11 +197,7 @@ class History:
                 self._add_report(file, report)
             file.executemany(
                 "INSERT OR REPLACE INTO round VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                [
-                    (it.stage, it.round_index, it.peer_id, it.at, it.members, it.completeness, it.seconds)
-                    + (it.agree_s, it.reduce_s, it.vote_s, it.sent_bytes, it.error)
-                    for it in rounds
-                ],
+                [astuple(it) for it in rounds],  # Its fields are the columns, in their order.
             )
 
     def add_look(self, look: SeenLook, alarms: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str], float]:
@@ -224,10 +220,11 @@ class History:
             (*values, it.memory_bytes, it.loss, it.tokens_per_s),
         )
         sums = (it.flops, it.confirmed_flops, it.tokens, it.micro_batches, it.active_s, it.rounds_shared)
-        # A figure that went down within one life is either an old report or a lie: the highest stays.
+        # A figure that went down within one life is of an old report, or a lie: the highest stays.
         file.execute(
-            "INSERT INTO contribution VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (peer_id, incarnation) DO UPDATE "
-            "SET node_id=excluded.node_id, role=excluded.role, stage=excluded.stage, flops=max(flops, excluded.flops), "
+            "INSERT INTO contribution VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?) "
+            "ON CONFLICT (peer_id, incarnation) DO UPDATE SET node_id=excluded.node_id, role=excluded.role, "
+            "stage=excluded.stage, flops=max(flops, excluded.flops), "
             "confirmed_flops=max(coalesce(confirmed_flops, excluded.confirmed_flops), "
             "coalesce(excluded.confirmed_flops, confirmed_flops)), tokens=max(tokens, excluded.tokens), "
             "micro_batches=max(micro_batches, excluded.micro_batches), active_s=max(active_s, excluded.active_s), "
@@ -325,12 +322,10 @@ class History:
         [run_id] = file.execute("SELECT run_id FROM run").fetchone()
         if run_id != self._run_id:
             raise TrainerUsageError(
-                f"--db {self._path}: expected the history of run {self._run_id}, found that of {run_id}; name a file for "
-                "each run"
+                f"--db {self._path}: expected the history of run {self._run_id}, found that of {run_id}; name a file "
+                "for each run"
             )
-        file.execute(
-            "PRAGMA synchronous=NORMAL"
-        )  # With the log of WAL a kill loses nothing, a power cut a look or two.
+        file.execute("PRAGMA synchronous=NORMAL")  # With WAL a kill loses nothing, a power cut a look or two.
 
     def _opened(self) -> sqlite3.Connection:
         if self._file is None:

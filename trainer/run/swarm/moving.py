@@ -1,8 +1,8 @@
-"""A worker's own look at whether to move: the rule of `rebalancing` with what this process knows of its run and machine.
+"""A worker's own look at whether to move: the rule of `rebalancing` with what this process knows of run and machine.
 
-What a stage takes is known by its operations, what moving costs by how long this worker took to join, or else by the
-stage's size and `swarm.rebalance.link_bytes_per_s`. Where nobody serves a stage its state is nowhere to be had: a worker
-goes there only with a checkpoint of it on this machine, or while no stage has stepped.
+What a stage takes is known by its operations, what moving costs by how long this worker took to join, and by the
+stage's size and `swarm.rebalance.link_bytes_per_s`. Where nobody serves a stage its state is nowhere to be had: a
+worker goes there only with a checkpoint of it on this machine, or while no stage has stepped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""When a worker that runs moves to another stage: where the whole pipeline gets more done, for longer than moving takes.
+"""When a worker that runs moves to another stage: where the whole pipeline gets more done, longer than moving takes.
 
 A pipeline does what its slowest stage does, and a stage the sum of what its workers do. A worker looks at that sum with
-and without itself, here and there; by the operations of a row in each stage it knows what it would do elsewhere. It goes
-if the slowest stage then does `RebalanceConfig.min_gain` more at least, if what is won in `horizon_s` is more than what
-it would have done while it moves, and if that has been so for `patience_s` without anybody coming or going in the two
-stages. Candidates wait the longer the less their move would bring, so that one goes and the others see it.
+and without itself, here and there; by the operations of a row in each stage it knows what it would do elsewhere. It
+goes if the slowest stage then does `RebalanceConfig.min_gain` more at least, if what is won in `horizon_s` is more than
+what it would have done while it moves, and if that has been so for `patience_s` without anybody coming or going in the
+two stages. Candidates wait the longer the less their move would bring, so that one goes and the others see it.
 
 The trade-off against a server that assigns stages: rates are the workers' own word, so a stage of liars can draw honest
 workers to itself, or keep them away; a rate counts for four times its stage's median at most. SWARM's rule, by which
