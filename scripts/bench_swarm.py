@@ -5,7 +5,7 @@
     python scripts/bench_swarm.py call           # a stage call of 1, 4 and 16 MB: ours, hivemind's RemoteExpert
     python scripts/bench_swarm.py pipeline       # tokens/s of three stages: ours, one process, pipelining over gloo
     python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
-    python scripts/bench_swarm.py churn          # workers that come and go: our rules (who gets work, who moves), SWARM's
+    python scripts/bench_swarm.py churn          # workers that come and go: who gets work, who moves; SWARM's rules too
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
     python scripts/bench_swarm.py monitor        # what reporting and being watched cost a node

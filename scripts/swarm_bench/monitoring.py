@@ -159,7 +159,8 @@ def as_text(report: dict[str, Any]) -> str:
         [
             f"a report a minute, read by a monitor, {report['nodes']} nodes   ({' to '.join(report['load'])})",
             f"  processor: {report['cpu_ms_a_report']:.2f} ms, {100 * report['cpu_share']:.4f} % of a core: "
-            f"{report['of_the_limit_cpu']:.3f} of the 1 % asked (discovery: {100 * report['discovery_cpu_share']:.2f} %)",
+            f"{report['of_the_limit_cpu']:.3f} of the 1 % asked "
+            f"(discovery: {100 * report['discovery_cpu_share']:.2f} %)",
             f"  traffic: {report['sent_bytes_per_s']:.0f} B/s out, {report['received_bytes_per_s']:.0f} B/s in: "
             f"{report['of_the_limit_bytes']:.2f} of the 1 kB/s asked "
             f"(discovery: {report['discovery_bytes_per_s']:,.0f} B/s)",
