@@ -57,10 +57,12 @@ class StageMoves:
             self._took_s = took_s
             self._rule.began_s = now_s
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time to look again."""
+        return now_s - self._looked_s >= _EVERY_S
+
     def look(self, reports: Mapping[str, StageReport], now_s: float) -> Move | None:
         """Returns the move to make now, if there is one; ``reports`` are of all workers by key, this one included."""
-        if now_s - self._looked_s < _EVERY_S:
-            return None
         self._looked_s = now_s
         self._has_stepped = any(report.version for report in reports.values())
         return self._rule.look(placed_workers(reports), now_s)

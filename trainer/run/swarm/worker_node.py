@@ -373,7 +373,7 @@ class WorkerNode:
 
     def _moves_now(self) -> bool:
         """Whether the worker is of more use in another stage, and leaves for it."""
-        if self._moves is None:
+        if self._moves is None or not self._moves.is_due(time.monotonic()):
             return False
         reports = {said.peer_id: said.stage for said in self._peers.workers_heard() if said.stage is not None}
         move = self._moves.look({**reports, self._network.peer_id: self._report()}, time.monotonic())
