@@ -9,7 +9,6 @@ and no child of another. A round with others' work in it proves a node fit, and 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from typing import Final
 
 from trainer.errors import UnfitNodeError
 from trainer.run.config.run import HealthConfig
-
-logger = logging.getLogger(__name__)
 
 _STEADY_S: Final = 3600.0
 _MIN_OTHERS: Final = 2
@@ -54,7 +51,6 @@ class Health:
                 f"itself out {len(self._reasons)} times in a row: {told}. Look at its memory, its link and its clock; "
                 "health.max_withdrawals=0 lets it try for ever"
             )
-        logger.warning("this node takes itself out and takes up the others' state: %s", reason)
 
     def shared(self) -> None:
         """Notes a round that had others' work in it and was committed here."""

@@ -369,6 +369,7 @@ class Node:
             return
         if own_state_is_void and not any(said.state_digest for said in network.alike()):
             return
+        logger.warning("this node takes itself out, and takes up the others' state: %s", reason)
         self.health.withdraw(reason)
         if own_state_is_void:
             network.let_go()

@@ -347,7 +347,8 @@ class WorkerNode:
     def _serve(self) -> None:
         while not self._is_over():
             if reason := self._unfit_because():
-                self._health.withdraw(f"{self._built.name}: {reason}")
+                logger.warning("lost touch with the other workers of %s: %s", self._built.name, reason)
+                self._health.withdraw(reason)
                 self._rejoin()
             elif self._moves_now():
                 return
