@@ -76,3 +76,24 @@ def test_a_node_that_is_of_no_use_says_why_and_ends_alone(tmp_path: Path) -> Non
         west.start()
         swarm.wait(lambda: west.outer_step > there + 2, "west to be back", alive=others)
         assert swarm.stop() == [TERMINATED] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_node_that_computes_nonsense_tries_again_and_then_gives_up(tmp_path: Path) -> None:
+    with TrainingSwarm(tmp_path) as swarm:
+        swarm.begin("north", "east")
+        swarm.wait_for_step(2)
+        others = [swarm["north"], swarm["east"]]
+        # After one step at this rate nothing that it computes is finite.
+        swarm.begin("west", options=["--lr", "1e30"])
+        west = swarm["west"]
+        assert west.exit_code() == 1
+        assert west.output().count("this node takes itself out") == 3
+        assert "not finite at 3 steps in a row; then loss or gradient were not finite" in west.output()
+        assert len(west.events("adopted")) >= 2
+        assert "Traceback" not in west.output()
+        there = max(node.outer_step for node in others)
+        swarm.wait_for_step(there + 2, "north", "east")
+        assert all(step["loss"] < 20 for node in others for step in [event.fields for event in node.events("step")])
+        assert swarm.stop("north", "east") == [TERMINATED] * 2
