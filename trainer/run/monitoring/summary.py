@@ -53,6 +53,8 @@ class RunSummary:
     flops: Mapping[str, float] = field(default_factory=dict)
     knows_keeper: bool = False  # Whether the run file names the keeper by its key.
     _first_heard: dict[str, float] = field(default_factory=dict, init=False)
+    _owners: dict[str, str] = field(default_factory=dict, init=False)
+    """By incarnation, the worker whose process it is; empty: it is disputed."""
     _last_account: tuple[float, int] | None = field(default=None, init=False)
 
     def take(self, look: Look) -> RunView:
@@ -121,12 +123,29 @@ class RunSummary:
             if found is not None:
                 usual[stage] = found
         counts = look.counts if look.account is not None else {}
+        self._owners = self._owners_of({key: claim.incarnation for key, claim in claims.items()})
 
-        def counted(claim: Claim) -> int | None:
-            """A worker whose process the account does not know has had none settled, if it knows any at all."""
-            return counts.get(claim.incarnation, 0 if counts else None)
+        def checked(key: str, claim: Claim) -> Checked:
+            if counts and self._owners.get(claim.incarnation) != key:
+                return Checked(0.0, ("claims to be a process that another node claims to be too",))
+            # A worker whose process the account does not know has had none settled, if it knows any at all.
+            return check(claim, counts.get(claim.incarnation, 0 if counts else None), usual.get(claim.stage))
 
-        return {key: check(claim, counted(claim), usual.get(claim.stage)) for key, claim in claims.items()}
+        return {key: checked(key, claim) for key, claim in claims.items()}
+
+    def _owners_of(self, incarnations: Mapping[str, str]) -> dict[str, str]:
+        """Returns whose each worker process is: who claimed it first. Of two that come together nobody is believed.
+
+        The account knows processes by the names they announce, which anybody may repeat.
+        """
+        claimants: dict[str, list[str]] = {}
+        for key, incarnation in incarnations.items():
+            claimants.setdefault(incarnation, []).append(key)
+        owners = {}
+        for incarnation, keys in claimants.items():
+            known = self._owners.get(incarnation, keys[0] if len(keys) == 1 else "")
+            owners[incarnation] = known
+        return owners
 
     def _node(
         self, node: WatchedNode, look: Look, checked: Mapping[str, Checked], kept: Mapping[str, Contribution]

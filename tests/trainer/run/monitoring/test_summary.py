@@ -81,6 +81,20 @@ def test_a_process_that_the_account_never_heard_of_has_nothing_confirmed() -> No
     assert not the(view, 1).doubts
 
 
+def test_who_takes_the_name_of_anothers_process_gets_nothing_of_its_work() -> None:
+    honest = a_worker(0, "head", 1000)
+    thief = a_worker(1, "head", 1000, incarnation=f"{0:016x}")
+    look = {"account": an_account(), "counts": {f"{0:016x}": 1000}}
+    with History(None, "run") as history:
+        summary = RunSummary("run", history)
+        summary.take(seen(honest, **look))
+        view = summary.take(seen(honest, thief, **look))
+        assert the(view, 0).confirmed_pflops == pytest.approx(1.0)
+        assert (the(view, 1).confirmed_pflops, the(view, 1).health) == (0.0, "doubtful")
+    view = shown(seen(honest, thief, **look))  # They come together: nobody can tell.
+    assert {the(view, number).health for number in (0, 1)} == {"doubtful"}
+
+
 def test_with_a_run_file_a_claim_of_too_many_flops_is_seen_of_a_single_worker() -> None:
     inflated = a_node(0, "head", micro_batches=1000, flops=1000 * 50 * EACH)
     look = seen(inflated, account=an_account(), counts={f"{0:016x}": 1000})
