@@ -154,8 +154,9 @@ class HealthConfig:
     max_skipped_steps: int = 3
     """Steps in a row whose loss or gradient is not finite, if there are others with a state to take up; 0: only
     `inner.max_skipped_in_a_row` matters."""
-    max_loss_ratio: float = 2.0
-    """Of a node's loss, over some 50 steps, to the median of two others or more; 0: is not compared."""
+    max_loss_ratio: float = 3.0
+    """Of a node's loss, over some 50 steps, to the median of two others or more; 0: is not compared. Nodes on code and
+    on prose differ by up to three times."""
 
     def __post_init__(self) -> None:
         _require_least(self, "health.", max_withdrawals=0, max_failed_rounds=1, max_skipped_steps=0)

@@ -69,10 +69,10 @@ def test_skipped_steps_count_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("own", "others", "is_unfit"),
     [
-        (7.0, [3.0, 3.2], True),
-        (7.0, [3.0], False),  # One other may be the wrong one.
-        (7.0, [3.0, 0.01, 4.0, 3.5], True),
-        (6.0, [3.0, 3.2], False),
+        (11.0, [3.0, 3.2], True),
+        (11.0, [3.0], False),  # One other may be the wrong one.
+        (11.0, [3.0, 0.01, 4.0, 3.5], True),
+        (9.0, [3.0, 3.2], False),
         (None, [3.0, 3.0], False),
         (7.0, [0.0, 0.0, 0.0], False),
         (7.0, [9.0, 1.0, 8.0], False),  # One liar moves no median of honest ones.
