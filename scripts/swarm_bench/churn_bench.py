@@ -16,7 +16,7 @@ from scripts.trainer_bench.crew import load_average
 
 ASKED = 2.0
 _STAYS_S = (12.0, 25.0, 50.0, 100.0)
-_PIPELINES = tuple((stay_s, move_s) for stay_s in (900.0, 1800.0, 7200.0) for move_s in (30.0, 120.0, 600.0))
+_PIPELINES = tuple((stay_s, move_s) for stay_s in (900.0, 1800.0, 7200.0) for move_s in (30.0, 300.0))
 """How long workers of a pipeline stay, and how long fetching another stage takes, in seconds."""
 
 

@@ -107,11 +107,11 @@ class _Simulation:
             self.workers = {key: it for key, it in self.workers.items() if it.leaves_s > now_s}
             if now_s - heard_s >= plan.hear_s:
                 heard_s, self.heard = now_s, self._announced(now_s)
+                if self.rule == "ours":
+                    self._move_as_ours(now_s)
             if self.rule == "swarm" and now_s >= swarm_s:
                 swarm_s += _SWARM_EVERY_S
                 self._move_as_swarm(now_s)
-            elif self.rule == "ours":
-                self._move_as_ours(now_s)
             self._count(now_s)
             now_s += _STEP_S
         return self.result
