@@ -82,7 +82,7 @@ class RunSummary:
             recent_rounds=_outcomes(rounds),
             account=look.account,
         )
-        alarms = [*alarms_of(facts, self.limits), *_clock_of_strangers(look)]
+        alarms = [*_silence(look), *alarms_of(facts, self.limits), *_clock_of_strangers(look)]
         seen = SeenLook(
             at=look.at,
             step=progress.step,
@@ -197,7 +197,8 @@ class RunSummary:
         outer_steps = [it.outer_step for it in said if it.stage is None]
         step = median_low(versions) if versions else median_low(outer_steps) if outer_steps else None
         kind = "swarm" if stages else "whole-model" if said else "unknown"
-        claimed = sum(node.tokens for node in holding)
+        # Each stage of a swarm counts a token once more: there the drivers' figures are the run's.
+        claimed = sum(node.tokens for node in nodes if (node.role == "driver") == bool(stages))
         return RunProgress(
             kind=kind,
             step=step,
@@ -437,6 +438,12 @@ def _dht(nodes: Iterable[WatchedNode]) -> DhtSummary | None:
     if not num_nodes:
         return None
     return DhtSummary(num_nodes=num_nodes, stores_per_s=round(stores, 2), finds_per_s=round(finds, 2), records=records)
+
+
+def _silence(look: Look) -> list[AlarmStatus]:
+    if any(node.is_reached for node in look.nodes.values()):
+        return []
+    return [AlarmStatus(kind="unreachable", subject="run", text="no node of it answers this monitor")]
 
 
 def _clock_of_strangers(look: Look) -> list[AlarmStatus]:

@@ -186,6 +186,11 @@ def test_a_liar_moves_the_loss_by_little_and_no_line_of_a_terminal() -> None:
     assert RunView.model_validate_json(view.model_dump_json()) == view
 
 
+def test_a_run_of_which_nobody_answers_is_an_alarm() -> None:
+    assert [(it.kind, it.subject) for it in shown(seen()).alarms] == [("unreachable", "run")]
+    assert not shown(seen(a_node(0))).alarms
+
+
 def test_records_from_the_future_are_an_alarm() -> None:
     view = shown(seen(a_node(0), num_future=3))
     assert [(it.kind, it.subject) for it in view.alarms if it.kind == "clock"] == [("clock", "run")]
