@@ -85,7 +85,7 @@ class NodeSummary(_Part):
     memory_bytes: int
     clock_offset_s: float | None = Field(description="Its clock ahead of the monitor's, measured; null: not measured.")
     checkpoint_age_s: float | None
-    doubts: tuple[str, ...] = Field((), description="What does not agree with the account or with its peers.")
+    doubts: tuple[str, ...] = Field(default=(), description="What does not agree with the account or with its peers.")
 
 
 class RoundSummary(_Part):
@@ -121,13 +121,15 @@ class AlarmStatus(_Part):
     kind: AlarmKind
     subject: str = Field(description="A stage, a node, or the run.")
     text: str
-    since: str = Field("", description="UTC.")
+    since: str = Field(default="", description="UTC.")
 
 
 class RunView(_Part):
     """A run at a moment."""
 
-    format: int = Field(VIEW_FORMAT, description="Grows where a field changes its meaning; unknown fields are new.")
+    format: int = Field(
+        default=VIEW_FORMAT, description="Grows where a field changes its meaning; unknown fields are new."
+    )
     run_id: str
     time: str
     progress: RunProgress
@@ -136,7 +138,7 @@ class RunView(_Part):
         (), description="Those that are there, then the greatest of those that left."
     )
     rounds: tuple[RoundSummary, ...] = ()
-    account: SwarmAccount | None = Field(None, description="As the keeper that answered last told it.")
-    dht: DhtSummary | None = Field(None, description="Null: no node tells of a DHT.")
+    account: SwarmAccount | None = Field(default=None, description="As the keeper that answered last told it.")
+    dht: DhtSummary | None = Field(default=None, description="Null: no node tells of a DHT.")
     alarms: tuple[AlarmStatus, ...] = ()
-    unverified: tuple[str, ...] = Field((), description="What of all this nobody but the node itself says.")
+    unverified: tuple[str, ...] = Field(default=(), description="What of all this nobody but the node itself says.")

@@ -175,9 +175,9 @@ class RebalanceConfig:
     """Share by which the slowest stage has to do more afterwards."""
     horizon_s: float = 900.0
     """How long a gain is expected to last: in that time it has to be more than what moving costs."""
-    patience_s: float = 60.0
+    patience_s: float = 30.0
     """How long it has to be so, without anybody coming or going in the two stages."""
-    stay_s: float = 300.0
+    stay_s: float = 120.0
     """How long a worker stays in a stage at least."""
     link_bytes_per_s: float = 10e6
     """At which a stage's state is taken to be fetched, until this process has fetched one and knows."""

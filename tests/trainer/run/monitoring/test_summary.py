@@ -48,7 +48,7 @@ def seen(*nodes: WatchedNode, at: float = 1000.0, **fields: Any) -> Look:
 def shown(look: Look, history: History | None = None, **options: Any) -> RunView:
     if history is not None:
         return RunSummary("run", history, stages=STAGES, **options).take(look)
-    with History(None, "run") as fresh:
+    with History(None, "run", clock=lambda: look.at) as fresh:
         return RunSummary("run", fresh, stages=STAGES, **options).take(look)
 
 
@@ -85,7 +85,7 @@ def test_who_takes_the_name_of_anothers_process_gets_nothing_of_its_work() -> No
     honest = a_worker(0, "head", 1000)
     thief = a_worker(1, "head", 1000, incarnation=f"{0:016x}")
     look = {"account": an_account(), "counts": {f"{0:016x}": 1000}}
-    with History(None, "run") as history:
+    with History(None, "run", clock=lambda: 1000.0) as history:
         summary = RunSummary("run", history)
         summary.take(seen(honest, **look))
         view = summary.take(seen(honest, thief, **look))
@@ -105,7 +105,7 @@ def test_with_a_run_file_a_claim_of_too_many_flops_is_seen_of_a_single_worker() 
 
 
 def test_lives_are_added_up_and_who_has_left_is_still_known() -> None:
-    with History(None, "run") as history:
+    with History(None, "run", clock=lambda: 1000.0) as history:
         shown(seen(a_worker(0, "head", 1000)), history)
         second = a_worker(0, "head", 500, at=2000.0, incarnation="f" * 16)
         view = shown(seen(second, at=2000.0), history)
@@ -130,7 +130,7 @@ def test_a_driver_need_not_be_reachable_and_a_silent_node_is_quiet_after_a_while
     driver.is_reached = False
     silent = a_node(1)
     silent.report = None
-    with History(None, "run") as history:
+    with History(None, "run", clock=lambda: 1000.0) as history:
         summary = RunSummary("run", history)
         view = summary.take(seen(driver, silent))
         assert (the(view, 0).health, the(view, 1).health) == ("ok", "ok")

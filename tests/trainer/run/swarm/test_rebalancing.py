@@ -127,10 +127,12 @@ def test_workers_that_leave_are_not_there_and_unknown_rates_are_those_of_the_slo
     assert stage_rates(NAMES, workers) == {"head": 8.0, "body-1": 0.0, "tail": 0.0}
 
 
-def test_in_the_simulation_it_does_more_than_either_other_rule() -> None:
-    report = compare(PipelinePlan(duration_s=2 * 3600.0), seeds=2)
-    assert report["ours"] > 1.05 * report["stay"]
-    assert report["ours"] > 1.02 * report["swarm"]
+@pytest.mark.slow
+def test_in_the_simulation_it_does_more_than_either_other_rule_with_few_moves() -> None:
+    report = compare(PipelinePlan(stay_s=7200.0), seeds=3)
+    assert report["ours"] > 1.03 * report["stay"]
+    assert report["ours"] > 1.03 * report["swarm"]
+    assert report["ours_moves_per_h"] < 6.0
 
 
 @pytest.mark.parametrize("stay_s", [900.0, 7200.0])
