@@ -25,6 +25,7 @@ AlarmKind = Literal[
     "contribution",
 ]
 Health = Literal["ok", "quiet", "unreachable", "failing", "doubtful", "gone"]
+RunKind = Literal["whole-model", "swarm", "unknown"]
 VIEW_FORMAT: Final = 1
 
 
@@ -35,7 +36,7 @@ class _Part(BaseModel):
 class RunProgress(_Part):
     """How far the run is."""
 
-    kind: Literal["whole-model", "swarm", "unknown"] = Field(description="What its nodes hold.")
+    kind: RunKind = Field(description="What its nodes hold.")
     step: int | None = Field(description="Of a swarm the version most stages have reached; else outer steps.")
     trained_tokens: int | None = Field(description="Of a swarm by its account; else what the nodes seen here claim.")
     loss: float | None = Field(description="Mean over the nodes of their moving averages, nats a token; bounded.")

@@ -23,6 +23,7 @@ from trainer.monitor.run_view import (
     Health,
     NodeSummary,
     RoundSummary,
+    RunKind,
     RunProgress,
     RunView,
     StageSummary,
@@ -196,7 +197,7 @@ class RunSummary:
         versions = [stage.version for stage in stages if stage.version is not None]
         outer_steps = [it.outer_step for it in said if it.stage is None]
         step = median_low(versions) if versions else median_low(outer_steps) if outer_steps else None
-        kind = "swarm" if stages else "whole-model" if said else "unknown"
+        kind: RunKind = "swarm" if stages else "whole-model" if said else "unknown"
         # Each stage of a swarm counts a token once more: there the drivers' figures are the run's.
         claimed = sum(node.tokens for node in nodes if (node.role == "driver") == bool(stages))
         return RunProgress(
@@ -259,7 +260,7 @@ def _contributed(past: Contribution | None) -> dict[str, Any]:
     }
 
 
-def _own_counts(report: NodeReport | None) -> dict[str, int]:
+def _own_counts(report: NodeReport | None) -> dict[str, Any]:
     """What a node counts in its present life."""
     names = ("rounds_shared", "rounds_alone", "rounds_failed", "withdrawals", "memory_bytes")
     return {name: 0 if report is None else getattr(report, name) for name in names}
@@ -309,7 +310,8 @@ def _per_s(node: WatchedNode, name: str) -> float | None:
     report, before = node.report, node.before
     if report is None or before is None or report.sent_at <= before.sent_at:
         return None
-    return round(max(0, getattr(report, name) - getattr(before, name)) / (report.sent_at - before.sent_at), 1)
+    more: int = max(0, getattr(report, name) - getattr(before, name))
+    return round(more / (report.sent_at - before.sent_at), 1)
 
 
 def _seen(report: NodeReport, checked: Mapping[str, Checked]) -> SeenReport:
