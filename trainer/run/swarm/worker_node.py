@@ -613,10 +613,10 @@ class WorkerFigures:
 
     def __call__(self) -> OwnFigures:
         """Returns them as of now."""
-        figures, replies = self._worker.runtime.figures, self._worker.replies
-        incarnation, applied = replies.incarnation, replies.applied
+        figures, computed_s = self._worker.runtime.figures, self._worker.runtime.computed_s
+        incarnation, applied = self._worker.replies.incarnation, self._worker.replies.applied
         if incarnation != self._incarnation:
-            self._incarnation, self._before_s, self._began_at = incarnation, figures.total_s, time.time()
+            self._incarnation, self._before_s, self._began_at = incarnation, computed_s, time.time()
         checkpoints, done = self._saving.checkpoints, self._watch.work_done()
         age_s = checkpoints.unsaved_s(time.time())
         return OwnFigures(
@@ -628,7 +628,7 @@ class WorkerFigures:
             num_tokens=applied * self._tokens,
             num_steps=done.num_steps,
             micro_batches=applied,
-            active_s=max(0.0, figures.total_s - self._before_s),
+            active_s=max(0.0, computed_s - self._before_s),
             loss=self._watch.tracker.smoothed_loss,
             tokens_per_s=figures.rows_per_s * figures.busy * self._tokens / self._rows,
             checkpoint_age_s=age_s or None,
