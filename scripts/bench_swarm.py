@@ -5,10 +5,11 @@
     python scripts/bench_swarm.py call           # a stage call of 1, 4 and 16 MB: ours, hivemind's RemoteExpert
     python scripts/bench_swarm.py pipeline       # tokens/s of three stages: ours, one process, pipelining over gloo
     python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
-    python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, bottom only
+    python scripts/bench_swarm.py churn          # workers that come and go: who gets work, who moves; SWARM's rules too
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
     python scripts/bench_swarm.py credentials    # processor time and bytes of admission: with credentials over without
+    python scripts/bench_swarm.py monitor        # what reporting and being watched cost a node
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
 where links matter (that needs root); all of them end with this one. Figures go to docs/performance.md.
@@ -28,6 +29,7 @@ from scripts.swarm_bench.credentials import bench_credentials
 from scripts.swarm_bench.goodput import bench_goodput
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
+from scripts.swarm_bench.monitoring import bench_monitor
 from scripts.swarm_bench.pipeline import bench_pipeline
 
 BENCHES = {
@@ -38,6 +40,7 @@ BENCHES = {
     "goodput": bench_goodput,
     "liars": bench_liars,
     "credentials": bench_credentials,
+    "monitor": bench_monitor,
 }
 
 
@@ -75,6 +78,8 @@ def main() -> None:
     parser.add_argument("--liars-lr", type=float, default=1e-2, help="of AdamW, for liars")
     parser.add_argument("--liars-codec", default="fp16", help="of the links, for liars")
     parser.add_argument("--liars-lies", nargs="+", help="some of the lies, for liars")
+    parser.add_argument("--monitor-nodes", type=int, default=8, help="in one process, for monitor")
+    parser.add_argument("--monitor-s", type=float, default=20.0, help="of each phase, for monitor")
     parser.add_argument("--liars-log", default="CRITICAL", help="level of what the swarm's parts log, for liars")
     parser.add_argument("--credentials-turns", type=int, default=7, help="with and without in turn, for credentials")
     parser.add_argument("--credentials-calls", type=int, default=300, help="of a turn, for credentials")

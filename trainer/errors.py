@@ -19,6 +19,10 @@ class NonFiniteTrainingError(TrainerError):
     """Loss or gradient stayed NaN or infinite for too many steps in a row."""
 
 
+class UnfitNodeError(TrainerError):
+    """A node has taken itself out too often in a row: the others' state does not mend what is wrong with it."""
+
+
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or used."""
 

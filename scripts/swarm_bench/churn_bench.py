@@ -1,4 +1,7 @@
-"""How the rules compare: for stays of several lengths in the simulation, for one of them with real workers."""
+"""How the rules compare: for stays of several lengths in the simulation, for one of them with real workers.
+
+Then those by which workers move between the stages of a pipeline, simulated alone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from typing import Any
 
 from scripts.swarm_bench.churn import ChurnPlan, compare
 from scripts.swarm_bench.churn_live import measure_live
+from scripts.swarm_bench.rebalancing import PipelinePlan
+from scripts.swarm_bench.rebalancing import compare as compare_moves
 from scripts.trainer_bench.crew import load_average
 
 ASKED = 2.0
 _STAYS_S = (12.0, 25.0, 50.0, 100.0)
+_PIPELINES = tuple((stay_s, move_s) for stay_s in (900.0, 1800.0, 7200.0) for move_s in (30.0, 300.0))
+"""How long workers of a pipeline stay, and how long fetching another stage takes, in seconds."""
 
 
 def bench_churn(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -22,6 +29,10 @@ def bench_churn(arguments: argparse.Namespace) -> dict[str, Any]:
         "best_per_s": plans[0].num_fast / plans[0].fast_s,
         "rows": rows,
     }
+    report["moves"] = [
+        compare_moves(PipelinePlan(stay_s=stay_s, move_s=move_s), arguments.churn_seeds)
+        for stay_s, move_s in _PIPELINES
+    ]
     if arguments.churn_live_s:
         report["load"] = [load_average()]
         report["live"] = measure_live(ChurnPlan(), arguments.churn_live_s)
@@ -44,4 +55,16 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(
             f"  {row['stay_s']:>16g} s {rates}   {row['ours_over_swarm']:>11.2f} {row['ours_over_bottom']:>11.2f}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_moves_text(report)])
+
+
+def _moves_text(report: dict[str, Any]) -> list[str]:
+    title = "workers of a pipeline come and go (simulated): what the slowest stage does, of the best there could be"
+    heading = f"{'nobody':>8} {'SWARM':>8} {'ours':>8}   {'over nobody':>11} {'over SWARM':>11}   moves an hour"
+    lines = [title, f"  {'stay, fetching':18} {heading}"]
+    for row in report["moves"]:
+        shares = f"{row['stay']:>8.3f} {row['swarm']:>8.3f} {row['ours']:>8.3f}"
+        ratios = f"{row['ours_over_stay']:>11.2f} {row['ours_over_swarm']:>11.2f}"
+        moves = f"{row['swarm_moves_per_h']:.1f} SWARM, {row['ours_moves_per_h']:.1f} ours"
+        lines.append(f"  {row['stay_s']:>8g} s {row['move_s']:>6g} s {shares}   {ratios}   {moves}")
+    return lines

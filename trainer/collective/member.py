@@ -51,6 +51,7 @@ class RoundMember:
         self._rule_decision: RuleDecision | None = None
         self._residual: torch.Tensor | None = None
         self._sums_of_all: list[Moments] = []
+        self._reduce_s = self._vote_s = 0.0
 
     @property
     def timeout_s(self) -> float:
@@ -71,6 +72,7 @@ class RoundMember:
             async with asyncio.timeout(self._config.round_timeout_s):
                 agreement = await self._come_together()
                 self.agreement = agreement
+                agree_s = time.monotonic() - began_s
                 commit, values = await self._carry_out(agreement)
             report = self._report(agreement, commit)
         except TimeoutError as error:
@@ -87,6 +89,7 @@ class RoundMember:
             sent_bytes=counters.sent_bytes - sent_bytes,
             received_bytes=counters.received_bytes - received_bytes,
             seconds=time.monotonic() - began_s,
+            phases=(agree_s, self._reduce_s, self._vote_s),
         )
         progress = common_progress([member.progress for member in agreement.members], agreement.weights)
         return RoundResult(
@@ -259,6 +262,7 @@ class RoundMember:
             self._results |= {task.key: TaskResult(task, arithmetic, values) for task in plan.fresh}
             plan_digest = plan.fingerprint()
             self._service.offer(plan_digest, list(own.values()))
+            reduce_from_s = time.monotonic()
             failed = await ReductionPass(
                 plan=plan,
                 plan_digest=plan_digest,
@@ -269,7 +273,10 @@ class RoundMember:
                 stall_timeout_s=self._config.stall_timeout_s,
                 timeout_s=max(1.0, deadline_s - time.monotonic() + self._config.stall_timeout_s),
             ).run()
+            vote_from_s = time.monotonic()
             decision = await self._vote(agreement, plan, failed)
+            self._reduce_s += vote_from_s - reduce_from_s
+            self._vote_s += time.monotonic() - vote_from_s
             if decision.plan is None:
                 return self._settle(agreement, decision), values
             following = decision.plan

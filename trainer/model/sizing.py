@@ -98,6 +98,18 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 6 * (num_parameters(config) - looked_up) + 12 * config.num_layers * config.query_dim * seq_len
 
 
+def stage_flops_per_token(config: ModelConfig, layers: range, *, has_output: bool, seq_len: int) -> int:
+    """Counts what `flops_per_token` does for a stage of these layers; stages add up to the model.
+
+    The head looks its ids up and multiplies nothing for that; the tail ``has_output``, the norm and matrix before the
+    loss.
+    """
+    constant = 2 * config.dim * sum(map(config.is_constrained, layers)) if config.reorder_norm else 0
+    weights = len(layers) * layer_parameters(config) - constant
+    weights += (config.vocab_size + 1) * config.dim if has_output else 0
+    return 6 * weights + 12 * len(layers) * config.query_dim * seq_len
+
+
 def memory_bytes(config: ModelConfig, *, bytes_per_parameter: int = TRAINING_BYTES_PER_PARAMETER) -> int:
     """Returns the bytes of the training state, without activations."""
     return num_parameters(config) * bytes_per_parameter

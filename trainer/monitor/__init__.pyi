@@ -31,3 +31,5 @@ from .status import TallyStatus as TallyStatus
 from .status import TrainingStatus as TrainingStatus
 from .status import WorkerStatus as WorkerStatus
 from .tracker import TrainingTracker as TrainingTracker
+from .work import WorkDone as WorkDone
+from .work import WorkTally as WorkTally

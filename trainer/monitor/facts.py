@@ -39,7 +39,7 @@ class RoundFacts(Protocol):
 
     ``members`` contributed, this node included; ``dropped`` are others, and why: a word or two, then a colon and text.
     ``completeness`` is the share of the contributions agreed upon that are in the result, 0 to 1; ``num_passes`` is 1,
-    and one more for each time a reducer died.
+    and one more for each time a reducer died. ``phases`` are the seconds until all agreed, of the tensors, of the vote.
     """
 
     @property
@@ -66,6 +66,8 @@ class RoundFacts(Protocol):
     def validation(self) -> Sequence[object]: ...
     @property
     def note(self) -> str: ...
+    @property
+    def phases(self) -> tuple[float, float, float]: ...
 
 
 class LossFacts(Protocol):

@@ -34,6 +34,7 @@ from trainer.monitor.event_log import EventLog
 from trainer.monitor.facts import AnnouncedNode, EvaluationFacts, LossFacts, RoundFacts, StepFacts
 from trainer.monitor.status import TrainingStatus
 from trainer.monitor.tracker import TrainingTracker
+from trainer.monitor.work import WorkTally
 
 METRICS_MEDIA_TYPE = CONTENT_TYPE_LATEST
 CheckpointOutcome = Literal["saved", "skipped", "failed"]
@@ -224,7 +225,9 @@ class Observer:
         metrics: TrainingMetrics,
         log: EventLog | None = None,
         curves: CurveLog | None = None,
+        work: WorkTally | None = None,
     ) -> None:
+        self._work = WorkTally() if work is None else work
         self._tracker = tracker
         self._metrics = metrics
         self._log = log
@@ -237,6 +240,7 @@ class Observer:
         ``num_tokens`` are those of the run so far.
         """
         self._steps_taken, self._num_tokens = step.step + 1, num_tokens
+        self._work.step(step)
         self._tracker.add_step(step)
         self._metrics.step(step, loader_wait_s=loader_wait_s)
         if self._log:
@@ -260,6 +264,7 @@ class Observer:
 
     def round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
         """Reports a round that ended with an outer step; step and digest are those of the state after it."""
+        self._work.round(report)
         self._tracker.add_round(report, outer_step=outer_step, state_digest=state_digest)
         self._metrics.round(report)
         if self._log:
@@ -269,12 +274,15 @@ class Observer:
 
     def round_failed(self, round_index: int, reason: str) -> None:
         """Reports a round without a result; its work goes into the next."""
+        self._work.round_failed(round_index, reason)
         self._tracker.add_failed_round()
         self._metrics.round_failed()
         self.event("round_failed", round_index=round_index, reason=reason)
 
     def checkpoint(self, outcome: CheckpointOutcome, *, step: int, seconds: float) -> None:
         """Reports a checkpoint that was due, and the seconds it cost the training thread."""
+        if outcome == "saved":
+            self._work.saved()
         self._metrics.checkpoint(outcome, seconds)
         self.event("checkpoint", outcome=outcome, step=step, seconds=round(seconds, 6))
 

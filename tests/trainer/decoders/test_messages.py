@@ -26,7 +26,9 @@ from trainer.collective.planning import check_agreement, check_plan, first_plan,
 from trainer.errors import DiscoveryError, RefusedError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement, sign_announcement, verify_announcement
 from trainer.network.discovery.exchange import PeerExchangeReply, PeerExchangeRequest
+from trainer.network.discovery.node_report import NodeReport, ReportRefusedError, sign_report, verify_report
 from trainer.network.discovery.peer_table import PeerTable
+from trainer.network.discovery.report_exchange import ReportsReply
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Identity
 from trainer.network.rpc.envelope import parse_body, parse_header, parse_strict_json, seal
@@ -34,7 +36,15 @@ from trainer.network.rpc.identity import certificate_digest
 from trainer.network.transfer.descriptor import TensorSpec
 from trainer.pipeline.driver.failure_detector import is_refused
 from trainer.pipeline.driver.workers import workers_in
-from trainer.pipeline.ledger.messages import Account, LeaseAnswer, LeaseAsk, RenewAnswer, SettleAnswer, SettleAsk
+from trainer.pipeline.ledger.messages import (
+    Account,
+    LeaseAnswer,
+    LeaseAsk,
+    RenewAnswer,
+    SettleAnswer,
+    SettleAsk,
+    WorkerCounts,
+)
 from trainer.pipeline.protocol.messages import AppliedAnswer, ChainAsk, ForwardAsk, ProgressReport, StageAnswer
 from trainer.pipeline.worker.status import StatusAnswer
 
@@ -70,6 +80,10 @@ STATUS = {"stage": "tail", "status": "serving", "incarnation": "a" * 16, "refuse
 STATUS |= dict.fromkeys(("version", "num_tokens", "applied", "shared_through", "queued", "queued_bytes"), 1)
 STATUS |= dict.fromkeys(("computed", "cached_bytes", "reply_bytes"), 1)
 STATUS |= dict.fromkeys(("batch_rows", "compute_s", "rows_per_s", "busy"), 0.5)
+ROUND = {"round_index": 3, "ended_at": NOW, "num_members": 2, "completeness": 0.5, "seconds": 1.5, "error": "late"}
+NODE_REPORT = {"peer_id": KEYS[0], "node_id": "gpu-7", "run_id": "run", "role": "worker", "incarnation": "a" * 16}
+NODE_REPORT |= {"flops": 1e15, "num_tokens": 5, "active_s": 1.0, "rounds": [ROUND], "loss": 3.0, "is_called": True}
+NODE_REPORT |= {"dht": {"stores": 1, "finds": 2, "records": 3}, "checkpoint_age_s": 60.0}
 MESSAGES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (StageAnswer, ANSWER),
     (AppliedAnswer, {"incarnation": "a" * 16, "micro_batches": ["e7.s1.r4"], "counted_as": None}),
@@ -77,6 +91,9 @@ MESSAGES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (ChainAsk, {**ASK, "apply_within_s": 5.0, "route": [{"stage": "tail", "peer_id": KEYS[0], "address": "h:9"}]}),
     (ProgressReport, {"incarnation": "a" * 16, "version": 3, "num_tokens": 4, "joining": False}),
     (StageReport, REPORT),
+    (NodeReport, NODE_REPORT),
+    (ReportsReply, {"sizes": [10, 20], "now": NOW}),
+    (WorkerCounts, {"workers": [{"stage": "head", "incarnation": "a" * 16, "micro_batches": 3}]}),
     (LeaseAsk, {"token": "0" * 32, "data_digest": "0" * 16, "preferred": [1], "num_units": 1}),
     (LeaseAnswer, {"runs": [RUN], "lease_s": 30.0, "finished": False}),
     (RenewAnswer, {"live": ["0" * 32], "lease_s": 30.0}),
@@ -142,6 +159,8 @@ def test_odd_json(literal: str, form: str) -> None:
             model.model_validate_json(text)
     with pytest.raises(DiscoveryError):
         verify_announcement(text, now=NOW, max_clock_skew_s=10.0)
+    with pytest.raises(ReportRefusedError):
+        verify_report(text, now=NOW, max_clock_skew_s=10.0)
 
 
 def _announced(document: Any) -> bytes:
@@ -165,6 +184,27 @@ def test_announcements(data: st.DataObject) -> None:
     table = PeerTable("r", "0" * 64, max_peers=4, max_clock_skew_s=10.0, clock=lambda: NOW)
     assert (table.offer(wire) is not None) == (said is not None and said.run_id == "r")
     assert len(workers_in(table.announcements())) <= 1
+
+
+def _reported(document: Any) -> bytes:
+    signature = KEY.sign(b"genesis node report 1\n" + canonical_json(document)).hex()
+    return canonical_json({"report": document, "signature": signature})
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_reports(data: st.DataObject) -> None:
+    said = NodeReport.model_validate_json(json.dumps({**NODE_REPORT, "peer_id": KEY.peer_id})).stamped(NOW, 180.0)
+    true = sign_report(said, KEY).wire
+    document = json.loads(true)["report"]
+    assert _reported(document) == true
+    assert verify_report(true, now=NOW, max_clock_skew_s=10.0) == said
+    try:
+        wire = data.draw(changed(document).map(_reported) | damaged(true))
+    except UnicodeEncodeError:
+        return
+    found = outcome(ReportRefusedError, lambda: verify_report(wire, now=NOW, max_clock_skew_s=10.0))
+    assert found is None or found.peer_id == KEY.peer_id
 
 
 @EXAMPLES

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.support.model_configs import small_config
@@ -19,9 +19,10 @@ from trainer.model import (
     memory_bytes,
     num_parameters,
     preset,
+    stage_ranges,
 )
 from trainer.model.config import ModelConfig
-from trainer.model.sizing import memory_tier_bytes, num_embedding_parameters
+from trainer.model.sizing import memory_tier_bytes, num_embedding_parameters, stage_flops_per_token
 
 _UNITS = {"m": 1e6, "b": 1e9}
 
@@ -81,6 +82,23 @@ def test_flops_count_multiplications_only():
 
     gpt2 = preset("125m", 50_304)
     assert flops_per_token(gpt2, 1024) == pytest.approx(6 * 114e6 + 12 * 12 * 768 * 1024, rel=0.01)
+
+
+@given(
+    shape=st.builds(
+        small_config,
+        num_layers=st.integers(2, 6),
+        qk_norm=st.booleans(),
+        reorder_norm=st.booleans(),
+        tie_embeddings=st.booleans(),
+    ),
+    num_stages=st.integers(2, 6),
+)
+def test_the_flops_of_stages_add_up_to_the_models(shape: ModelConfig, num_stages: int):
+    assume(num_stages <= shape.num_layers)
+    ranges = stage_ranges(shape.num_layers, num_stages)
+    each = [stage_flops_per_token(shape, layers, has_output=layers is ranges[-1], seq_len=16) for layers in ranges]
+    assert sum(each) == flops_per_token(shape, 16)
 
 
 _MB = 1_000_000

@@ -11,6 +11,8 @@ from .config import DiscoveryConfig as DiscoveryConfig
 from .dht import DhtDiscovery as DhtDiscovery
 from .dht import SeedConfig as SeedConfig
 from .dht import seed as seed
+from .node_report import NodeReport as NodeReport
+from .report_exchange import ReportExchange as ReportExchange
 from .stage_report import StagePartitions as StagePartitions
 from .stage_report import settled_uid as settled_uid
 from .stage_report import workers_of as workers_of

@@ -32,6 +32,7 @@ from trainer.network.discovery.exchange import (
     records_for,
     unpack_request,
 )
+from trainer.network.discovery.node_report import DhtTraffic
 from trainer.network.discovery.peer_table import DIRECT, PeerTable
 from trainer.network.discovery.stage_report import StagePartitions, StageUid
 from trainer.network.rpc.credential import Role
@@ -57,6 +58,9 @@ class Discovery(ABC):
     From now on the endpoint guards itself against addresses that strangers announce; ``named`` are those, or the hosts,
     that the operator named. With ``keeps_callers`` nodes that cannot be reached are of use to the run, such as drivers.
     """
+
+    stores_reports = False
+    """Whether reports are stored where all can look them up; else nodes tell each other (`report_exchange`)."""
 
     def __init__(
         self, endpoint: Endpoint, config: DiscoveryConfig, *, named: Iterable[str], keeps_callers: bool
@@ -133,6 +137,11 @@ class Discovery(ABC):
         without_stage: Role = "driver" if self._is_pipeline else "node"
         roles: tuple[Role, ...] = ("worker",) if found.stage is not None else (without_stage, "monitor")
         return not admission.contradicts(found.peer_id, roles)
+
+    @property
+    def dht_traffic(self) -> DhtTraffic | None:
+        """What others have asked this node's part of the DHT, as last heard; None: it has none."""
+        return None
 
     @abstractmethod
     def no_peers_reason(self) -> str:

@@ -39,6 +39,8 @@ class DiscoveryConfig:
     """Seconds for one look-up, one announcement or one exchange."""
     max_retry_interval_s: float = 30.0
     """Longest pause, in seconds, before an address that does not answer is retried."""
+    report_interval_s: float = 60.0
+    """Seconds between two reports on this node's work, which `python -m trainer monitor` reads; 0: none."""
     max_peers: int = 1024
     """Most peers remembered. Beyond it, hosts with many peers that were never of use lose some."""
     allow_private: bool = False
@@ -64,6 +66,7 @@ class DiscoveryConfig:
         ranges = {
             **dict.fromkeys(intervals, (0.05, 3600.0)),
             "announcement_lifetime_s": (1.0, 3600.0),
+            "report_interval_s": (0.0, 1200.0),
             "max_clock_skew_s": (0.0, 3600.0),
             "max_peers": (1, 100_000),
             "dht_port": (0, 65535),

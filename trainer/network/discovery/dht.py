@@ -24,6 +24,7 @@ from trainer.network.discovery.announcement import Announcement, KnownPeer
 from trainer.network.discovery.base import MAX_NEWS, Discovery
 from trainer.network.discovery.config import DiscoveryConfig, check_seed_address
 from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
+from trainer.network.discovery.node_report import DhtTraffic
 from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
 from trainer.network.rpc.endpoint import Endpoint
 
@@ -36,6 +37,8 @@ _MAX_TO_STORE = 64
 
 class DhtDiscovery(Discovery):
     """Finds the nodes of a run through a DHT, with the stages dealt over ``partitions``; see `Discovery`."""
+
+    stores_reports = True
 
     def __init__(
         self,
@@ -95,6 +98,11 @@ class DhtDiscovery(Discovery):
         if skipped:
             self._table.refused["oversized"] += skipped
         return [(it.subkey, it.value.encode()) for it in records]
+
+    @property
+    def dht_traffic(self) -> DhtTraffic | None:
+        """See `Discovery.dht_traffic`."""
+        return self.process.traffic
 
     async def close(self) -> None:
         """See `Discovery.close`."""

@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from genesis.extras import with_extra
 from trainer.errors import DiscoveryError
+from trainer.network.discovery.node_report import DhtTraffic
 from trainer.network.rpc.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class DhtReply(Message):
     skipped: int = 0  # Number of records left out because they are too long, not text, or too many.
     addresses: tuple[str, ...] = ()  # The node's addresses, each with its peer id: initial peers for others.
     num_neighbours: int = 0
+    traffic: DhtTraffic = DhtTraffic()
 
 
 class DhtProcess:
@@ -104,6 +106,7 @@ class DhtProcess:
     def __init__(self, settings: DhtSettings) -> None:
         self.num_restarts = 0
         self.num_neighbours = 0  # Nodes in its routing table, by its last reply.
+        self.traffic = DhtTraffic()  # What others have asked it, by its last reply.
         self._settings = settings
         self._process: Process | None = None
         self._pending: dict[int, asyncio.Future[DhtReply]] = {}
@@ -255,7 +258,7 @@ class DhtProcess:
         except ValidationError as error:
             logger.error("unreadable reply of the DHT process: %s", error.errors(include_input=False)[0]["msg"])
             return
-        self.num_neighbours = reply.num_neighbours
+        self.num_neighbours, self.traffic = reply.num_neighbours, reply.traffic
         future = self._pending.get(reply.id)
         if reply.id == 0:
             self._is_ready = True

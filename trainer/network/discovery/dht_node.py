@@ -55,6 +55,7 @@ from trainer.network.discovery.dht_client import (
     Record,
 )
 from trainer.network.discovery.dht_quotas import Place, RecordQuotas
+from trainer.network.discovery.node_report import DhtTraffic, ReportRefusedError
 from trainer.network.discovery.parent import die_with_parent
 from trainer.network.discovery.record_kinds import check_stored
 from trainer.network.discovery.records import RecordRefusedError
@@ -78,8 +79,8 @@ _PARENT_CHECK_INTERVAL_S = 2.0
 class StoredRecordValidator(RecordValidatorBase):  # type: ignore[misc]
     """Accepts what the table of `record_kinds` has: signed, under its own name and run, within its bounds.
 
-    Expired announcements pass: hivemind drops those itself, and refusing one here refuses the whole reply it came in.
-    Accepted records are not verified again.
+    Expired announcements and reports pass: hivemind drops those itself, and refusing one here refuses the whole reply
+    it came in. Accepted records are not verified again.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class StoredRecordValidator(RecordValidatorBase):  # type: ignore[misc]
             key = check_stored(
                 wire, subkey, record.expiration_time, now=time.time(), max_clock_skew_s=_MAX_CLOCK_SKEW_S
             )
-        except (AnnouncementRefusedError, RecordRefusedError) as error:
+        except (AnnouncementRefusedError, RecordRefusedError, ReportRefusedError) as error:
             logger.debug("a DHT record refused: %s", error)
             return False
         if DHTID.generate(key).to_bytes() != record.key:
@@ -117,9 +118,16 @@ _stored_by: ContextVar[str] = ContextVar("stored_by", default="")
 
 
 class _AttributingProtocol(DHTProtocol):  # type: ignore[misc]
-    """hivemind's protocol, which does not tell its storage who stores a record, extended by that."""
+    """hivemind's protocol, which does not tell its storage who stores a record nor counts, extended by both."""
+
+    num_stores = num_finds = 0  # Requests of others since the start; assigned to the instance.
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        self.num_finds += 1
+        return await super().rpc_find(request, context)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        self.num_stores += 1
         _stored_by.set(await self._host_of(context.remote_id))
         return await super().rpc_store(request, context)
 
@@ -261,7 +269,9 @@ class AnnouncementNode:
             fields["error"] = f"no answer of the DHT within {request.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - hivemind raises anything; the parent gets the text
             fields["error"] = f"{type(error).__name__}: {error}"[:500]
-        send(DhtReply(id=request.id, num_neighbours=len(self._node.protocol.routing_table.uid_to_peer_id), **fields))
+        protocol = self._node.protocol
+        num_neighbours = len(protocol.routing_table.uid_to_peer_id)
+        send(DhtReply(id=request.id, num_neighbours=num_neighbours, traffic=_traffic(protocol), **fields))
 
     async def _get(self, key: str) -> tuple[tuple[Record, ...], int]:
         """Returns the newest record of each subkey, and how many were left out as too long, not text, or too many."""
@@ -329,6 +339,12 @@ class AnnouncementNode:
         except Exception as error:  # noqa: BLE001 - a seed that is down fails in many ways, and is retried
             logger.debug("the seed %s cannot be reached: %s", seed, error)
             return False
+
+
+def _traffic(protocol: Any) -> DhtTraffic:
+    stored = [known.value for known in protocol.storage.data.values()]
+    num_records = sum(len(value) if isinstance(value, DictionaryDHTValue) else 1 for value in stored)
+    return DhtTraffic(stores=protocol.num_stores, finds=protocol.num_finds, records=num_records)
 
 
 def _record(subkey: Any, value: Any) -> Record | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trainer.network.discovery.announcement import MAX_LIFETIME_S, MAX_WIRE_BYTES, verify_announcement
+from trainer.network.discovery.node_report import MAX_REPORT_BYTES, report_key, verify_report
 from trainer.network.discovery.records import RecordRefusedError, SignedRecord, is_record, record_key
 from trainer.network.discovery.run_change import RunChange
 from trainer.network.discovery.stage_report import dht_key
@@ -20,6 +21,8 @@ from trainer.network.rpc.envelope import parse_strict_json
 RECORD_MODELS: Final[dict[str, type[SignedRecord]]] = {model.KIND.name: model for model in (RunChange,)}
 """The kinds of records by name; a further kind is a line here and a row in docs/records.md."""
 _EXPIRY_SLACK_S: Final = 1e-3
+_REPORT: Final = b'{"report":'
+"""How the canonical form of a report begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class RecordRow:
 
 
 def table_rows() -> tuple[RecordRow, ...]:
-    """Returns the table: announcements, then the kinds of records by name."""
+    """Returns the table: announcements, the kinds of records by name, reports."""
     announcements = RecordRow(
         "announcement",
         "Announcement",
@@ -55,16 +58,29 @@ def table_rows() -> tuple[RecordRow, ...]:
         )
         for _, model in sorted(RECORD_MODELS.items())
     )
-    return (announcements, *records)
+    reports = RecordRow(
+        "report",
+        "NodeReport",
+        "the node it is of (peer_id)",
+        MAX_REPORT_BYTES,
+        f"{MAX_LIFETIME_S:g} s",
+        "1 of a node; of 256 nodes without a DHT",
+    )
+    return (announcements, *records, reports)
 
 
 def check_stored(wire: bytes, subkey: str, expires_at: float, *, now: float, max_clock_skew_s: float) -> str:
     """Checks what somebody stores in a DHT; returns the key that it belongs under.
 
     Raises:
-        AnnouncementRefusedError: an announcement that does not hold, or is to be kept longer than it says.
+        AnnouncementRefusedError, ReportRefusedError: an announcement or report that does not hold.
         RecordRefusedError: a record that does not hold, of a kind that is not in the table, or to be kept too long.
     """
+    if wire.startswith(_REPORT):
+        report = verify_report(wire, now=now, max_clock_skew_s=max_clock_skew_s, subkey=subkey, allow_expired=True)
+        if not abs(expires_at - report.expires_at) <= _EXPIRY_SLACK_S:
+            raise RecordRefusedError("expired", "to be kept until another time than it says itself")
+        return report_key(report.run_id)
     if not is_record(wire):
         said = verify_announcement(wire, now=now, max_clock_skew_s=max_clock_skew_s, subkey=subkey, allow_expired=True)
         # Otherwise an old record could be stored again with a later time, and replace the new one.

@@ -82,6 +82,8 @@ class RoundReport:
     """For each member, in the agreed order, if validation is on and this node has reduced anything. Judge a member by
     these: ``validation`` and ``dropped`` are partly the word of others."""
     note: str = ""  # Anything else a reader of the log must know.
+    phases: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of `seconds`: until all had agreed, while tensors moved, for the vote; zeros where an engine does not tell."""
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""

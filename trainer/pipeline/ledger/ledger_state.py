@@ -13,7 +13,15 @@ from typing import Self
 
 from trainer.errors import LedgerError
 from trainer.pipeline.ledger import records
-from trainer.pipeline.ledger.messages import Account, LaneProgress, LostCount, PerishedCount, Tally
+from trainer.pipeline.ledger.messages import (
+    MAX_WORKER_COUNTS,
+    Account,
+    LaneProgress,
+    LostCount,
+    PerishedCount,
+    Tally,
+    WorkerCount,
+)
 from trainer.pipeline.ledger.records import LedgerSnapshot, Record, WorkerSeen, WorkerSnapshot
 from trainer.pipeline.ledger.units import Intervals, LaneLeases, LaneSnapshot, LedgerSpec, Run, runs_of
 from trainer.pipeline.protocol.work import MicroBatchId, StageCredit
@@ -47,6 +55,8 @@ class _Worker:
     shared_through: int = 0
     unshared: Intervals = field(default_factory=Intervals)
     """Numbers of the micro-batches that it acknowledged and is not known to have shared."""
+    credited: int = 0
+    """Micro-batches that drivers settled with it, each once: what it has contributed, by somebody else's word."""
 
     def acknowledge(self, number: int) -> int:
         """Notes a micro-batch that it has counted; returns by how much what it is not known to have shared grows."""
@@ -198,6 +208,16 @@ class LedgerState:
             ),
             lanes=tuple(lanes),
         )
+
+    def worker_counts(self) -> tuple[WorkerCount, ...]:
+        """Returns how many micro-batches drivers settled with each worker, those lately gone included."""
+        known = [*self.workers.items(), *self._departed.items()]
+        counts = (
+            WorkerCount(stage=worker.stage, incarnation=incarnation, micro_batches=worker.credited)
+            for incarnation, worker in known
+            if worker.credited
+        )
+        return tuple(sorted(counts, key=lambda it: -it.micro_batches)[:MAX_WORKER_COUNTS])
 
     def snapshot(self) -> LedgerSnapshot:
         """Returns all of it as one record."""
@@ -369,12 +389,14 @@ class LedgerState:
         worker = self.workers.get(credit.incarnation)
         departed = self._departed.get(credit.incarnation) if worker is None else None
         if departed is not None:
+            departed.credited += 1
             self._perished_by[departed.stage] += departed.acknowledge(credit.applied_number)
             return
         if worker is None:
             if sum(not each.announced for each in self.workers.values()) >= _MOST_UNANNOUNCED:
                 return
             worker = self.workers[credit.incarnation] = _Worker(credit.stage)
+        worker.credited += 1
         worker.acknowledge(credit.applied_number)
 
 
@@ -386,6 +408,7 @@ def _worker_snapshots(workers: Mapping[str, _Worker]) -> tuple[WorkerSnapshot, .
             announced=worker.announced,
             shared_through=worker.shared_through,
             unshared=tuple(worker.unshared),
+            credited=worker.credited,
         )
         for incarnation, worker in workers.items()
     )
@@ -393,7 +416,8 @@ def _worker_snapshots(workers: Mapping[str, _Worker]) -> tuple[WorkerSnapshot, .
 
 def _workers_of(snapshots: Iterable[WorkerSnapshot]) -> dict[str, _Worker]:
     return {
-        it.incarnation: _Worker(it.stage, it.announced, it.shared_through, Intervals(it.unshared)) for it in snapshots
+        it.incarnation: _Worker(it.stage, it.announced, it.shared_through, Intervals(it.unshared), it.credited)
+        for it in snapshots
     }
 
 

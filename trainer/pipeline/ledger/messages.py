@@ -6,6 +6,7 @@
 | `ledger/renew`   | :class:`RenewAsk`   | :class:`RenewAnswer` |
 | `ledger/settle`  | :class:`SettleAsk`  | :class:`SettleAnswer`|
 | `ledger/account` | :class:`AccountAsk` | :class:`Account`     |
+| `ledger/workers` | :class:`AccountAsk` | :class:`WorkerCounts`|
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Final, TypeAlias
 
 from pydantic import Field
 
-from trainer.network.discovery.stage_report import Counted
+from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
 from trainer.pipeline.ledger.config import MAX_LEASE_UNITS
 from trainer.pipeline.ledger.units import Run
@@ -22,8 +23,11 @@ from trainer.pipeline.protocol.work import MicroBatchKey, Settlement
 
 LEDGER_LEASE, LEDGER_RENEW = "ledger/lease", "ledger/renew"
 LEDGER_SETTLE, LEDGER_ACCOUNT = "ledger/settle", "ledger/account"
+LEDGER_WORKERS = "ledger/workers"
 MAX_PREFERRED: Final = 256
 MAX_SAID: Final = 256
+MAX_WORKER_COUNTS: Final = 512
+"""Of an answer's 64 KiB each takes some 90 bytes."""
 _MAX_COUNTS: Final = 4096
 
 Token: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -137,3 +141,17 @@ class Account(Message):
     lost: Annotated[tuple[LostCount, ...], Field(max_length=_MAX_COUNTS)]
     perished: Annotated[tuple[PerishedCount, ...], Field(max_length=_MAX_COUNTS)]
     lanes: Annotated[tuple[LaneProgress, ...], Field(max_length=_MAX_COUNTS)]
+
+
+class WorkerCount(Message):
+    """How many micro-batches drivers settled with one worker process, each once."""
+
+    stage: StageName
+    incarnation: Incarnation
+    micro_batches: Counted
+
+
+class WorkerCounts(Message):
+    """The workers with the most micro-batches, those lately gone included."""
+
+    workers: Annotated[tuple[WorkerCount, ...], Field(max_length=MAX_WORKER_COUNTS)] = ()

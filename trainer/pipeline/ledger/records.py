@@ -106,6 +106,7 @@ class WorkerSnapshot(Message):
     announced: bool = True  # False: only drivers have named it.
     shared_through: Counted
     unshared: tuple[Span, ...]
+    credited: Counted = 0  # Journals of earlier releases do not have it.
 
 
 class LedgerSnapshot(Message):

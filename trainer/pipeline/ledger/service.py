@@ -158,6 +158,7 @@ class LedgerService:
         self.endpoint.register(messages.LEDGER_RENEW, messages.RenewAsk, self._renew)
         self.endpoint.register(messages.LEDGER_SETTLE, messages.SettleAsk, self._settle)
         self.endpoint.register(messages.LEDGER_ACCOUNT, messages.AccountAsk, self._account)
+        self.endpoint.register(messages.LEDGER_WORKERS, messages.AccountAsk, self._workers)
 
     async def start(self) -> None:
         """Begins to watch over leases."""
@@ -244,6 +245,10 @@ class LedgerService:
 
     async def _account(self, _request: Request[messages.AccountAsk]) -> Reply[Account]:
         return Reply(await self._answered(self.ledger.account))
+
+    async def _workers(self, _request: Request[messages.AccountAsk]) -> Reply[messages.WorkerCounts]:
+        counts = await self._answered(lambda: self.ledger.state.worker_counts())
+        return Reply(messages.WorkerCounts(workers=counts))
 
     async def _answered(self, work: Callable[[], T]) -> T:
         try:

@@ -276,7 +276,7 @@ class Runtime:
         self._thread = threading.Thread(target=self._work, name="genesis-compute", daemon=True)
         self._stopping = self._refusing = self._woken = False
         self._computed = self._num_broken = 0
-        self._batch_rows = self._compute_s = self._rows = self._busy_s = self._averaged_s = 0.0
+        self._batch_rows = self._compute_s = self._rows = self._busy_s = self._averaged_s = self._computed_s = 0.0
         self._decayed_s = clock()
 
     def start(self) -> None:
@@ -354,6 +354,11 @@ class Runtime:
                 busy=min(1.0, self._busy_s / self._averaged_s) if self._averaged_s > 1e-6 else 0.0,
             )
 
+    @property
+    def computed_s(self) -> float:
+        """Seconds in which it computed for drivers, since it was made."""
+        return self._computed_s
+
     def _work(self) -> None:
         failure: Exception | None = None
         try:
@@ -430,6 +435,7 @@ class Runtime:
         self._decay()
         self._rows += rows
         self._busy_s += took_s
+        self._computed_s += took_s
         weight = 0.1 if self._computed else 1.0
         self._batch_rows += weight * (rows - self._batch_rows)
         self._compute_s += weight * (took_s / len(jobs) - self._compute_s)

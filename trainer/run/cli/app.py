@@ -19,7 +19,7 @@ from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.cli import authority, commands, evaluating, profile, run_file, train
+from trainer.run.cli import authority, commands, evaluating, monitoring, profile, run_file, train
 
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
 _CLICK_ERROR: type[Exception] = next(
@@ -45,6 +45,7 @@ app.command("eval")(evaluating.eval_command)
 app.command("rollback")(commands.rollback_command)
 app.command("plot")(commands.plot_command)
 app.command("profile")(profile.profile_command)
+app.command("monitor")(monitoring.monitor_command)
 app.add_typer(commands.swarm_app, name="swarm")
 app.add_typer(run_file.run_app, name="run")
 app.add_typer(authority.authority_app, name="authority")

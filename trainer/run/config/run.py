@@ -145,6 +145,54 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """When a node takes itself out to take up the others' state, and when it gives up."""
+
+    max_withdrawals: int = 3
+    """Times in a row, without a round with others in between; the last ends the process with exit code 1. 0: never."""
+    max_failed_rounds: int = 2
+    """Failed rounds in a row, while the others went on, of a node that holds a whole model; workers of a stage have
+    `swarm.join.max_failed_rounds`."""
+    max_skipped_steps: int = 3
+    """Steps in a row whose loss or gradient is not finite, if there are others with a state to take up; 0: only
+    `inner.max_skipped_in_a_row` matters."""
+    max_loss_ratio: float = 3.0
+    """Of a node's loss, over some 50 steps, to the median of two others or more; 0: is not compared. Nodes on code and
+    on prose differ by up to three times."""
+
+    def __post_init__(self) -> None:
+        _require_least(self, "health.", max_withdrawals=0, max_failed_rounds=1, max_skipped_steps=0)
+        ratio = self.max_loss_ratio
+        if not (math.isfinite(ratio) and (ratio == 0 or ratio > 1)):
+            raise TrainerUsageError(f"health.max_loss_ratio: expected 0 or more than 1, found {ratio}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceConfig:
+    """When a worker whose stage nobody has chosen for it (``--stage auto``) moves to another one."""
+
+    enabled: bool = True
+    """Whether it ever does."""
+    min_gain: float = 0.1
+    """Share by which the slowest stage has to do more afterwards."""
+    horizon_s: float = 900.0
+    """How long a gain is expected to last: in that time it has to be more than what moving costs."""
+    patience_s: float = 30.0
+    """How long it has to be so, without anybody coming or going in the two stages."""
+    stay_s: float = 120.0
+    """How long a worker stays in a stage at least."""
+    link_bytes_per_s: float = 10e6
+    """At which a stage's state is taken to be fetched, until this process has fetched one and knows."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_gain", "horizon_s", "patience_s", "stay_s", "link_bytes_per_s"):
+            value = getattr(self, name)
+            is_positive = value > 0 or (value == 0 and name in ("patience_s", "stay_s"))
+            if not (math.isfinite(value) and is_positive):
+                raise TrainerUsageError(f"swarm.rebalance.{name}: expected a number above 0, found {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
     """How workers of a stage come and go."""
 
@@ -195,6 +243,7 @@ class SwarmConfig:
     sparta: SpartaConfig = field(default_factory=SpartaConfig)
     checkpoint: StagewiseConfig = field(default_factory=StagewiseConfig)
     join: JoinConfig = field(default_factory=JoinConfig)
+    rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
 
     def __post_init__(self) -> None:
         _require_least(self, "swarm.", num_stages=2)
@@ -252,6 +301,7 @@ class RunConfig:
     api: ApiConfig = field(default_factory=ApiConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from trainer.run.node.identity import (
     register_terms,
 )
 from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.node.state_form import StateForm
 from trainer.run.signed import SignedRun
 
@@ -182,6 +183,9 @@ class Network(Generic[S]):
         self._watchdog = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
         self._book = PeerBook(terms.digest(), choose, same_kind)
         self._listener: Listener | None = None
+        self.figures: Callable[[], OwnFigures] | None = None
+        """What to report on this node once a minute; to be set before `start`. None: nothing."""
+        self._reporting: asyncio.Task[None] | None = None
         self._members: tuple[str, ...] = ()
         self._fetched_digest = ""
         self._donors: tuple[Announcement, ...] = ()
@@ -373,6 +377,7 @@ class Network(Generic[S]):
         register_terms(self.endpoint, self._terms)
         if self._admission is not None:
             self._admission.register(self.endpoint)
+        reporter = self._reporter()
         await self.endpoint.start()
         if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
             await self._admission.join(self.endpoint.address, self._stopping)
@@ -380,11 +385,20 @@ class Network(Generic[S]):
         await self._discovery.start()
         if self._records is not None:
             self._records.start()
+        if reporter is not None:
+            self._reporting = asyncio.create_task(reporter.run(), name="node-reports")
         await self._announce()
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
+    def _reporter(self) -> NodeReporter | None:
+        if self.figures is None or not self._config.discovery.report_interval_s:
+            return None
+        reporter = NodeReporter(self._config, self.endpoint, self._discovery, self.figures)
+        reporter.register()
+        return reporter
+
     async def _stop(self) -> None:
-        for task in (self._refreshing, self._comparing):
+        for task in (self._refreshing, self._comparing, self._reporting):
             if task is not None:
                 task.cancel()
         if self._records is not None:

@@ -300,6 +300,10 @@ def _build(
     first_step = saved.training_rounds if saved is not None else 0
     curves = _curves(resolved, curve_id, first_step) if ranks.rank == 0 else None
     watch = Watch(resolved, network, stop.ask, speed=meter, curves=curves)
+    if network is not None:
+        from trainer.run.node.reporting import NodeFigures
+
+        network.figures = NodeFigures(watch, "node", flops_per_token(shape, resolved.inner.seq_len))
     if saved is not None:
         replica.load(saved)
         dataset.load_state_dict(saved.loader["stream"])

@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from loader import GenesisDataset, LoaderError
@@ -36,9 +37,12 @@ from trainer.monitor.app import add_pipeline_pages
 from trainer.monitor.metrics import CheckpointOutcome, Sources
 from trainer.monitor.speed import Phase
 from trainer.monitor.status import PipelineView, SpeedStatus
+from trainer.monitor.swarm import plausible_node
+from trainer.monitor.work import WorkDone, WorkTally
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.config import RunConfig
 from trainer.run.node.data import StoreWatch
+from trainer.run.node.health import Health
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
 
@@ -57,6 +61,8 @@ logger = logging.getLogger(__name__)
 _MOST_STATES = 5
 """Taken up one after the other: the others may have gone on while their state was on its way, and a node that begins
 to train on an old one comes too late to the next round, and to each one after that."""
+_COMPARED_STEPS = 50
+"""Steps between two looks at the others' losses, and about as many are in a smoothed one."""
 FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
@@ -105,7 +111,8 @@ class Watch:
         )
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
         self.curves = curves
-        self.observer = Observer(self.tracker, metrics, self.log, curves)
+        self.work = WorkTally()
+        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work)
         self._speed = speed
         if speed is not None:
             self.tracker.set_speed(speed.status)
@@ -176,6 +183,10 @@ class Watch:
             shards=self._shards,
         )
 
+    def work_done(self) -> WorkDone:
+        """Returns the sums of what this process has done, to be reported to others."""
+        return self.work.done()
+
     def __enter__(self) -> Self:
         if self.log is not None:
             self.log.start()
@@ -218,8 +229,12 @@ class Node:
     """The run it belongs to, whose changes it goes by; None: its options alone."""
     awaits_state: bool = False
     """Whether its weights are nobody's: it trains and saves nothing before it has taken up the others' state."""
+    health: Health = field(init=False)
     _store_has_grown: bool = False
     _num_changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.config.health, noted=self.watch.work.withdrew)
 
     def begin(self) -> None:
         """Joins the others, if there are any: takes up their state, and announces its own."""
@@ -341,6 +356,9 @@ class Node:
         )
         self._after_round(outcome)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
+        self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
+        if self.replica.inner.step_index % _COMPARED_STEPS == 0:
+            self._withdraw_if(self.health.loss(self.watch.tracker.smoothed_loss, self._losses_of_others()))
         committed = outcome is not None and outcome.committed
         self._evaluate(after_round=committed)
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
@@ -362,8 +380,12 @@ class Node:
         if outcome.report is None:
             self.watch.observer.round_failed(outcome.round_index, outcome.error)
             if self.network is not None and self.network.collective.behind:
-                self._catch_up()
+                self._withdraw_if("the others hold another state, or have gone on without it")
+            else:
+                self._withdraw_if(self.health.round_failed(others_went_on=self._others_went_on()))
             return
+        if len(outcome.report.members) > 1:
+            self.health.shared()
         self._adopt_store_changes()
         diloco = self.replica.diloco
         if self.network is not None and diloco is not None:
@@ -371,10 +393,38 @@ class Node:
         digest = diloco.state_digest() if diloco is not None and self.network is None else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
         if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
-            logger.warning(
-                "most of the others hold another state: this node was cut off from them, and takes up theirs"
-            )
-            self._catch_up(wait_s=0.0)
+            reason = "most of the others hold another state: this node was cut off from them"
+            self._withdraw_if(reason, wait_s=0.0)
+
+    def _others_went_on(self) -> bool:
+        """Whether most of those that train alike say that they have made an outer step that this node has not."""
+        if self.network is None or self.replica.diloco is None:
+            return False
+        steps = [said.outer_step for said in self.network.alike()]
+        return bool(steps) and median_low(steps) > self.replica.diloco.outer_step
+
+    def _losses_of_others(self) -> list[float]:
+        if self.network is None:
+            return []
+        losses = (plausible_node(said).loss for said in self.network.alike())
+        return [loss for loss in losses if loss is not None]
+
+    def _withdraw_if(self, reason: str, *, wait_s: float = 120.0, own_state_is_void: bool = False) -> None:
+        """Takes the node out and takes up the others' state, if there is a reason and others with a state.
+
+        With ``own_state_is_void`` any state of theirs is taken up, also the one that this node's last outer step made:
+        its weights since then are worth nothing. Raises `UnfitNodeError` if this was once too often.
+        """
+        network = self.network
+        if not reason or network is None or self.replica.diloco is None:
+            return
+        if own_state_is_void and not any(said.state_digest for said in network.alike()):
+            return
+        logger.warning("this node takes itself out, and takes up the others' state: %s", reason)
+        self.health.withdraw(reason)
+        if own_state_is_void:
+            network.let_go()
+        self._catch_up(wait_s=wait_s)
 
     def _adopt_store_changes(self) -> None:
         """Adds rows for the ids that all members know of, and the store's new shards, read from the next epoch on."""

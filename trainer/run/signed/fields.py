@@ -72,8 +72,8 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     },
     "discovery": {
         "own": "max_peers max_clock_skew_s dht_host dht_port dht_client_mode",
-        "offered": "initial_peers announce_interval_s announcement_lifetime_s poll_interval_s request_timeout_s "
-        "max_retry_interval_s allow_private",
+        "offered": "initial_peers announce_interval_s announcement_lifetime_s poll_interval_s report_interval_s "
+        "request_timeout_s max_retry_interval_s allow_private",
         "fixed": "partition_by_stage num_partitions",
     },
     "state": {
@@ -85,6 +85,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "own": "authorities urls token bandwidth_mbit join_timeout_s check_interval_s",
     },
     "checkpoint": {"own": "directory token every_steps keep"},
+    "health": {"offered": "max_withdrawals max_failed_rounds max_skipped_steps max_loss_ratio"},
     "api": {"own": "enabled host port allowed_hosts"},
     "log": {"own": "directory to project curves_dir every_steps"},
     "eval": {
@@ -117,6 +118,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "fixed": "unit_rows lease_units lease_s lease_margin_s inquiry_s reissue_after_s worker_gone_s max_open epochs "
         "call_timeout_s",
     },
+    "swarm.rebalance": {"offered": "enabled min_gain horizon_s patience_s stay_s link_bytes_per_s"},
     "swarm.sparta": {
         "fixed": "num_slices background ghost_rounds max_staleness_rounds max_failed_rounds",
         "round": "every_steps",

@@ -47,6 +47,7 @@ from trainer.run.config.run import keeper_option
 from trainer.run.node.admission import admission_client
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
+from trainer.run.node.reporting import NodeFigures
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import TrainingDisplay, Watch
 from trainer.run.signed import SignedRun
@@ -111,6 +112,7 @@ class DriverNode:
         self._inner = config.inner
         self.view = DriverView(config, shape, self._peers)
         self._watch = Watch(config, None, stop.ask, self.view.figures)
+        self._peers.figures = NodeFigures(self._watch, "driver", makes_checkpoints=False)
 
     async def run(self) -> None:
         """Drives until it is done."""

@@ -21,6 +21,7 @@ from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import ComparedPeer, FitCheck, NodeStats, announcement_of, register_terms
+from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.swarm.keeper import keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
 
@@ -114,7 +115,10 @@ class DriverPeerView(SwarmPeers):
         self._hearing = hearing
         self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
         self._watchdog = PeerWatchdog(self._discovery, "worker of any stage", _UNHEARD_S)
-        self._refresh_task: asyncio.Task[None] | None = None
+        self.figures: Callable[[], OwnFigures] | None = None
+        """What to report on this driver once a minute; to be set before `register`. None: nothing."""
+        self._reporter: NodeReporter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._last_words: dict[str, tuple[float, LastWord]] = {}
         """By key: when the newest announcement was sent, by its own account, and what matters of it."""
         self._announcements: tuple[Announcement, ...] = ()
@@ -128,18 +132,23 @@ class DriverPeerView(SwarmPeers):
     def register(self) -> None:
         """Answers what this driver drives; before the endpoint starts."""
         register_terms(self._endpoint, self._own_terms)
+        if self.figures is not None and self._config.discovery.report_interval_s:
+            self._reporter = NodeReporter(self._config, self._endpoint, self._discovery, self.figures)
+            self._reporter.register()
 
     async def start(self) -> None:
         """Starts discovery and announces the driver."""
         await self._discovery.start()
         await self._announce()
-        self._refresh_task = asyncio.create_task(self._refresh_forever(), name="driver-peer-view")
+        self._tasks.append(asyncio.create_task(self._refresh_forever(), name="driver-peer-view"))
+        if self._reporter is not None:
+            self._tasks.append(asyncio.create_task(self._reporter.run(), name="node-reports"))
 
     async def stop(self) -> None:
         """Ends discovery."""
-        if self._refresh_task is not None:
-            self._refresh_task.cancel()
-            await asyncio.gather(self._refresh_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._discovery.close()
 
     async def reached(self) -> tuple[Announcement, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import logging
 import math
 import time
@@ -26,6 +27,7 @@ from trainer.compression.activations import LinkMeter
 from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError, TrainerUsageError
 from trainer.inner import StepResult
 from trainer.model.config import stage_names
+from trainer.model.sizing import stage_flops_per_token
 from trainer.network.discovery import Announcement, open_discovery, settled_uid
 from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
 from trainer.network.rpc import Endpoint
@@ -37,8 +39,10 @@ from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
 from trainer.run.node.admission import admission_client
+from trainer.run.node.health import Health
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
+from trainer.run.node.reporting import OwnFigures
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Watch
 from trainer.run.signed import SignedRun
@@ -54,6 +58,7 @@ from trainer.run.swarm.lifecycle import (
     shut_down_gracefully,
     version_of_state,
 )
+from trainer.run.swarm.moving import StageMoves
 from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, target_tokens_of
 from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
@@ -88,7 +93,7 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
         torch.set_num_threads(config.threads)
     check_keeper(config)
     with only_process(config), stop.on_signals():
-        shape = shape_of(config)
+        shape, may_move = shape_of(config), stage == _AUTO and config.swarm.rebalance.enabled
         if stage == _AUTO:
             stage = asyncio.run(_stage_by_need(config, names, stop))
         with as_usage_errors():
@@ -99,7 +104,16 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
                 done = roll_back(folder, config.run_id, until_us, now_us, plan=shape.plan, stages=(stage,), in_use=True)
                 logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
             built = build_stage_site(config, shape, stage)
-        WorkerNode(config, shape, built, stop, SignedRun.open(config)).run()
+        run = SignedRun.open(config)
+        node = WorkerNode(config, shape, built, stop, run, may_move=may_move)
+        node.run()
+        while node.moves_to and not stop():
+            stage = node.moves_to
+            del node, built  # Before the next stage takes their memory.
+            gc.collect()
+            built = build_stage_site(config, shape, stage)
+            node = WorkerNode(config, shape, built, stop, SignedRun.open(config), may_move=True)
+            node.run()
 
 
 async def _stage_by_need(config: RunConfig, names: tuple[str, ...], stop: StopRequest) -> str:
@@ -138,7 +152,10 @@ async def _announced_reports(config: RunConfig, endpoint: Endpoint, stop: StopRe
 
 
 class WorkerNode:
-    """One worker; ``stop`` says whether it has been asked to stop, ``run`` is the signed run it belongs to, if any."""
+    """One worker; ``stop`` says whether it has been asked to stop, ``run`` is the signed run it belongs to, if any.
+
+    ``may_move`` says whether it may leave its stage.
+    """
 
     def __init__(
         self,
@@ -147,7 +164,12 @@ class WorkerNode:
         built: BuiltStage,
         stop: StopRequest,
         run: SignedRun | None = None,
+        *,
+        may_move: bool = False,
     ) -> None:
+        self.moves_to = ""
+        """The stage it has left its own for, to be known once it has run; empty: none."""
+        self._began_at, self._began_s = time.time(), time.monotonic()
         self._config = config
         self._run = run
         self._num_changes = 0
@@ -231,6 +253,11 @@ class WorkerNode:
         self._watch = Watch(config, network, stop.ask, self._figures)
         if run is not None:
             run.round_index = lambda: self._synchroniser.place()[0]
+        self._health = Health(config.health, noted=self._watch.work.withdrew)
+        self._nonsense = ""  # Why what it computes is of no use; set in the compute thread.
+        self._reported = WorkerFigures(config, shape, built, self._worker, self._watch, self._saving)
+        network.figures = self._reported
+        self._moves = StageMoves(config, shape, built.name, network.peer_id) if may_move else None
 
     def run(self) -> None:
         """Serves until it is asked to stop; raises `TrainerError` if it cannot begin, or not go on."""
@@ -287,6 +314,8 @@ class WorkerNode:
             return False
         self._lost_touch, self._is_current = False, True
         self._joined_s = time.monotonic()
+        if self._moves is not None:
+            self._moves.serves(self._joined_s, self._joined_s - self._began_s)
         # From now on the others wait for it in a round.
         self._network.collective.move_to(self._synchroniser.place()[0])
         self._set_status("serving")
@@ -385,24 +414,54 @@ class WorkerNode:
 
     def _serve(self) -> None:
         while not self._is_over():
-            if self._has_lost_touch():
-                logger.warning("lost touch with the other workers of %s; taking up their state", self._built.name)
+            if reason := self._unfit_because():
+                logger.warning("lost touch with the other workers of %s: %s", self._built.name, reason)
+                self._health.withdraw(reason)
                 self._rejoin()
+            elif self._moves_now():
+                return
             elif not self._startup_check.may_serve():
                 self._rejoin()
             self._startup_check.compare()
             self._hand_out_state()
             time.sleep(_LOOK_S)
 
-    def _has_lost_touch(self) -> bool:
-        if self._lost_touch or self._synchroniser.is_lost() or self._worker.stepper.is_left_behind:
-            return bool(self._stage_peers.serving())
+    def _unfit_because(self) -> str:
+        """Returns why the worker has to take up the others' state; empty: it has not, or there are no others."""
         num_members, self._last_round_size = self._last_round_size, 0
-        return num_members > 0 and self._network.is_on_its_own(num_members)
+        is_on_its_own = num_members > 0 and self._network.is_on_its_own(num_members)
+        reasons = (
+            (self._lost_touch, "its rounds failed while the others went on, or they hold another state"),
+            (self._synchroniser.is_lost(), "too many rounds behind the others, or its rounds failed without them"),
+            (self._worker.stepper.is_left_behind, "too many steps behind the others"),
+            (is_on_its_own, "most of the others hold a state that it has never had"),
+            (bool(self._nonsense), self._nonsense),
+        )
+        found = next((reason for holds, reason in reasons if holds), "")
+        return found if found and (is_on_its_own or self._stage_peers.serving()) else ""
+
+    def _moves_now(self) -> bool:
+        """Whether the worker is of more use in another stage, and leaves for it."""
+        if self._moves is None or not self._moves.is_due(time.monotonic()):
+            return False
+        reports = {said.peer_id: said.stage for said in self._peers.workers_heard() if said.stage is not None}
+        move = self._moves.look({**reports, self._network.peer_id: self._report()}, time.monotonic())
+        if move is None:
+            return False
+        logger.info(
+            "moves from %s to %s: the slowest stage does %.1f rows a second, and then %.1f",
+            self._built.name,
+            move.to,
+            move.before,
+            move.after,
+        )
+        self.moves_to = move.to
+        return True
 
     def _rejoin(self) -> None:
         self._set_status("joining")
         self._is_resumed = self._is_current = False
+        self._nonsense = ""
         self._network.collective.move_to(-1)  # Nobody waits in a round for a worker without a state to contribute.
         self._network.let_go()
         self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._joined_s)
@@ -438,6 +497,7 @@ class WorkerNode:
                 seconds=info.seconds,
             )
         )
+        self._nonsense = self._health.step(is_skipped=not info.applied and info.num_tokens > 0) or self._nonsense
         self._saving.stepped(info)
         self._go_by_changes()
 
@@ -450,6 +510,8 @@ class WorkerNode:
         else:
             self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest="")
             members = result.report.members
+            if len(members) > 1 and result.committed:
+                self._health.shared()
             if len(members) > 1 and (remarks := result.report.remarks()):
                 logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))
         if result.committed:
@@ -464,7 +526,7 @@ class WorkerNode:
 
     def _leave(self) -> None:
         """Saves and shares this worker's state, if it is the stage's: an old one must not be the newest saved."""
-        if not self._is_current or self._has_lost_touch():
+        if not self._is_current or self._unfit_because():
             self._set_status("joining")
             logger.info("leaving without saving: this worker had not caught up with the others of %s", self._built.name)
             return
@@ -591,3 +653,55 @@ class WorkerNode:
                 f"expected the compute thread to answer within {timeout_s:.0f} s, found it busy; is a round or the "
                 "device hanging?"
             ) from None
+
+
+class WorkerFigures:
+    """A worker's figures for its report: sums since it became the incarnation that it is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: SwarmShape,
+        built: BuiltStage,
+        worker: StageWorker,
+        watch: Watch,
+        saving: WorkerSaving,
+    ) -> None:
+        layers = shape.plan.ranges[shape.plan.index(built.name)]
+        has_output = built.name == shape.plan.names[-1]
+        each = stage_flops_per_token(shape.model, layers, has_output=has_output, seq_len=config.inner.seq_len)
+        self._rows = max(1, config.inner.micro_batch_size)
+        self._tokens = self._rows * config.inner.seq_len
+        self._flops = each * self._tokens
+        self._stage = built.name
+        self._worker = worker
+        self._watch = watch
+        self._saving = saving
+        self._incarnation = worker.replies.incarnation
+        self._began_at = time.time()
+        self._before_s = 0.0  # Of compute, by earlier incarnations.
+
+    def __call__(self) -> OwnFigures:
+        """Returns them as of now."""
+        figures, computed_s = self._worker.runtime.figures, self._worker.runtime.computed_s
+        incarnation, applied = self._worker.replies.incarnation, self._worker.replies.applied
+        if incarnation != self._incarnation:
+            self._incarnation, self._before_s, self._began_at = incarnation, computed_s, time.time()
+        checkpoints, done = self._saving.checkpoints, self._watch.work_done()
+        age_s = checkpoints.unsaved_s(time.time())
+        return OwnFigures(
+            role="worker",
+            incarnation=incarnation,
+            began_at=self._began_at,
+            stage=self._stage,
+            flops=float(applied * self._flops),
+            num_tokens=applied * self._tokens,
+            num_steps=done.num_steps,
+            micro_batches=applied,
+            active_s=max(0.0, computed_s - self._before_s),
+            loss=self._watch.tracker.smoothed_loss,
+            tokens_per_s=figures.rows_per_s * figures.busy * self._tokens / self._rows,
+            checkpoint_age_s=age_s or None,
+            checkpoint_problem=checkpoints.failure,
+            done=done,
+        )

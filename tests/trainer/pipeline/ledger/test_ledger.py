@@ -232,6 +232,23 @@ def test_what_perished_with_a_worker_is_what_it_is_not_known_to_have_shared(kept
     assert set(kept.state.workers) == {WORKER["tail"]}
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_each_micro_batch_settled_with_a_worker_is_counted_once(kept: ListedLedger, compacted: bool) -> None:
+    kept.ledger.note_workers(ALIVE, 0.0)
+    given = kept.given("one", A, 3)
+    for number, each in enumerate(given[:5], 1):
+        for _ in range(2):  # Drivers repeat what they were not answered.
+            kept.ledger.settle("one", A, [done(each, number)])
+    kept.ledger.settle("one", A, [lost(given[5])])
+    expected = {(stage, WORKER[stage]): 5 for stage in STAGES}
+    assert {(it.stage, it.incarnation): it.micro_batches for it in kept.state.worker_counts()} == expected
+    (kept.compact if compacted else kept.restart)(1.0)
+    kept.ledger.note_workers([], 20.0)
+    kept.ledger.note_workers([], 60.0)
+    assert not kept.state.workers  # All are gone, and what they did is still known.
+    assert {(it.stage, it.incarnation): it.micro_batches for it in kept.state.worker_counts()} == expected
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize("compacted", [False, True])
 def test_what_a_worker_goes_on_with_of_one_before_has_not_perished(kept, is_gone, compacted):

@@ -1,0 +1,98 @@
+"""`python -m trainer monitor`: looks at a run from outside, and prints or serves what it sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.errors import TrainerUsageError
+from trainer.run.cli.train import StoppedBySignal, config_of
+
+if TYPE_CHECKING:
+    from trainer.monitor.run_view import RunView
+
+_CLEAR = "\x1b[2J\x1b[H"
+
+
+def monitor_command(
+    initial_peers: Annotated[
+        list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", "--config", help="The run file; without one stages and keeper are hearsay.")
+    ] = None,
+    run_id: Annotated[str, typer.Option(help="Name of the run, if there is no file; else the file's.")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file.")] = None,
+    db: Annotated[
+        Path | None,
+        typer.Option(help="File of the history; else RUN.sqlite in ~/.neuroshard/monitor, none with --once."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Serve a page and JSON at this port; 0: any free one.")] = None,
+    host: Annotated[str, typer.Option(help="Address to serve at.")] = "127.0.0.1",
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 60.0,
+    key: Annotated[Path | None, typer.Option(help="File of the monitor's key, made if it is not there.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a look on standard output.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+) -> None:
+    """Watches a run without joining it: progress, stages, nodes, rounds, alarms; keeps the history in sqlite."""
+    if not 1.0 <= interval_s <= 3600.0:
+        raise TrainerUsageError(f"--interval-s: expected 1 to 3600, found {interval_s:g}")
+    given = {"node_id": "monitor", "initial_peers": initial_peers or [], "run_id": run_id}
+    config = config_of(run, set_ or [], {name: value for name, value in given.items() if value})
+    if not config.discovery.initial_peers:
+        raise TrainerUsageError(
+            "--initial-peers: expected host:port of a node of the run, or the address that a seed prints, found none"
+        )
+
+    from trainer.monitor import ApiConfig
+    from trainer.run.config import read_run
+    from trainer.run.monitoring.process import MonitorOptions, run_monitor
+    from trainer.run.node.stopping import StopRequest
+
+    if db is None and not once:
+        db = Path(config.state_dir).expanduser() / "monitor" / f"{config.run_id}.sqlite"
+    options = MonitorOptions(
+        once=once,
+        interval_s=interval_s,
+        path=db,
+        key=key,
+        api=None if port is None else ApiConfig(host=host, port=port),
+        has_run_file=run is not None,
+        is_swarm=run is not None and "swarm" in read_run(run, set_ or []),
+    )
+    stop = StopRequest()
+    run_monitor(config, options, stop, _shower(stop.ask, as_json=json, in_full=once))
+    if stop.signal is not None:
+        raise StoppedBySignal(stop.signal)
+
+
+def _shower(stop: Callable[[], None], *, as_json: bool, in_full: bool) -> Callable[[RunView], None]:
+    """What shows a look: JSON, a table that is redrawn on a terminal, a line a look elsewhere."""
+    from trainer.monitor.run_text import run_line, run_lines
+
+    is_terminal = sys.stdout.isatty()
+    is_coloured = is_terminal and not os.environ.get("NO_COLOR")
+
+    def show(view: RunView) -> None:
+        try:
+            if as_json:
+                typer.echo(view.model_dump_json())
+            elif in_full or is_terminal:
+                width = shutil.get_terminal_size().columns if is_terminal else 0
+                lines = run_lines(view, is_coloured=is_coloured)
+                shown = [line if not width or line.startswith("\x1b") else line[:width] for line in lines]
+                typer.echo(("" if in_full else _CLEAR) + "\n".join(shown), color=is_coloured or None)
+            else:
+                typer.echo(f"{view.time} {run_line(view)}")
+        except BrokenPipeError:
+            # What is still buffered would fail again, at the latest at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            stop()
+
+    return show
