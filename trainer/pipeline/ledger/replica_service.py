@@ -145,6 +145,7 @@ class ReplicaService:
         self._incoming = bytearray()  # Pieces of a whole journal, under this ballot.
         self._incoming_ballot = 0
         self._keeper: PeerId | None = None
+        self._is_closed = False
         # A member that begins again may have heard of a keeper a moment ago; one without a vote has promised nothing.
         self._heard_s = boottime_s() if replica.state().is_voter else -math.inf
 
@@ -166,7 +167,9 @@ class ReplicaService:
         self._endpoint.register(KEEPER, KeeperAsk, self._answer_keeper)
 
     async def run(self, work: Callable[[Replica], T]) -> T:
-        """Does something with the copy, in its thread; raises LedgerError if the disk fails."""
+        """Does something with the copy, in its thread; raises LedgerError if the disk fails, or this was closed."""
+        if self._is_closed:
+            raise LedgerError("expected a member that keeps a copy of the journal, found that it stops")
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, self._replica))
         except OSError as error:
@@ -178,7 +181,8 @@ class ReplicaService:
         self._heard_s = -math.inf if keeper is None else boottime_s()
 
     async def close(self) -> None:
-        """Lets go of the copy."""
+        """Lets go of the copy; the other members are refused from then on."""
+        self._is_closed = True
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
         self._replica.close()
 
@@ -200,9 +204,8 @@ class ReplicaService:
             return Reply(WriteAnswer(written=False, state=await self._answered(Replica.state)))
         if ask.is_whole and len(self._incoming) < ask.size_bytes:
             return Reply(WriteAnswer(written=True, state=await self._answered(Replica.state)))
-        lines, self._incoming = (
-            (bytes(self._incoming), bytearray()) if ask.is_whole else (bytes(payload), self._incoming)
-        )
+        lines = bytes(self._incoming if ask.is_whole else payload)
+        self._incoming = bytearray()
 
         def write(replica: Replica) -> WriteAnswer:
             if ask.is_whole:
@@ -247,5 +250,6 @@ class ReplicaService:
         try:
             return await self.run(work)
         except LedgerError as error:
-            logger.error("%s", error)
+            if not self._is_closed:
+                logger.error("%s", error)
             raise RefusedError("journal", str(error)) from error

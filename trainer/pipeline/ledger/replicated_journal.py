@@ -4,14 +4,14 @@ The members are named in the run file (`swarm.ledger.keepers`), three or five, a
 them keeps the account under a ballot, the fencing token:
 
 1. It asks the others to promise to follow a ballot that is higher than theirs. Those that heard from a keeper within
-   `takeover_s` refuse. With most of the members' promises no former keeper can get a line acknowledged by most any more.
+   `takeover_s` refuse. With most members' promises no former keeper gets a line acknowledged by most any more.
 2. Of those copies it takes the one with the highest ballot, and of these the longest: whatever most members had
    acknowledged is in it. It puts that on its own disk under its ballot, and on most of the others', before it answers.
 3. Then it sends lines to all. A member that lags behind, or has others, is sent what it lacks, or all.
 
 A member that lost its disk has no vote, since it may have forgotten lines and promises. It gets its vote back when it
-has been brought up to date and most of the others have confirmed the keeper after that. Only at the very beginning, when
-nobody has a vote, all members have to be there. So of three members one may be lost with its disk at any time, and
+has been brought up to date and most of the others have confirmed the keeper after that. Only at the very beginning,
+when nobody has a vote, all members have to be there. So of three members one may be lost with its disk at any time, and
 another as soon as the first has been replaced; with two away at once the account stands still, and is not forked.
 
 The trade-off against Raft: the members are fixed for the life of the account; a lagging copy is replaced whole rather
@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from genesis.populate.crashpoint import crash_point
 from trainer.errors import JournalLostError, LedgerError, PeerUnavailableError, RpcError
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.network.rpc.token_buckets import TokenBuckets
@@ -59,6 +60,14 @@ from trainer.pipeline.protocol.work import boottime_s
 
 logger = logging.getLogger(__name__)
 
+REPLICATED_CRASH_POINTS: Final = (
+    "journal-promised",
+    "journal-installed",
+    "journal-copy-written",
+    "journal-acknowledged",
+    "journal-copy-replaced",
+)
+"""Where a test can have a keeper killed (`genesis.populate.crashpoint`), in the order of its life."""
 _KEPT_BYTES: Final = 4 << 20
 """Of lines in memory, for members that lag behind; one that lags further is sent all."""
 _CALL_S: Final = 5.0
@@ -93,6 +102,7 @@ class _Follower:
     acked: int = -1  # Up to this record it has acknowledged them under the keeper's ballot.
     heard_s: float = -math.inf  # When the last call began that it answered so.
     caught_up_s: float = math.inf  # When it first had all of them, without a vote.
+    may_vote: bool = False  # It gets its vote with the first lines.
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -130,13 +140,12 @@ class ReplicatedTarget:
         self._own_acked = state.index
         self._own_is_voter = state.is_voter
         self._takeover_s = takeover_s
-        self._is_first = is_first
         self._entries: deque[_Entry] = deque()
         self._entries_bytes = 0
         self._lost = ""
         self._news = asyncio.Event()
         self._log_limit = TokenBuckets(1.0, 1.0 / _LOG_EVERY_S)
-        self._followers = [self._follower_of(name, found.get(name)) for name in members.others]
+        self._followers = [self._follower_of(name, found.get(name), is_first) for name in members.others]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -158,7 +167,9 @@ class ReplicatedTarget:
                 self._ballot, entry.index_before, entry.digest_before, lines, num_records, as_voter=False
             )
         )
+        crash_point("journal-copy-written")
         await self._acknowledged(entry.index)
+        crash_point("journal-acknowledged")
 
     async def replace(self, lines: bytes, digest: str, num_records: int) -> None:
         """See `JournalTarget`."""
@@ -170,6 +181,7 @@ class ReplicatedTarget:
         for follower in self._followers:
             follower.at = None
         self._wake_all()
+        crash_point("journal-copy-replaced")
         await self._acknowledged(index)
 
     async def confirm(self) -> None:
@@ -179,6 +191,9 @@ class ReplicatedTarget:
         await self._written(lambda own: own.append(self._ballot, self._index, self._digest, b"", 0, as_voter=False))
         await self._until(lambda: self._confirmed_s() >= began_s)
         await self._acknowledged(self._index)
+        if not self._own_is_voter:
+            await self._written(lambda own: own.append(self._ballot, self._index, self._digest, b"", 0, as_voter=True))
+            self._own_is_voter = True
 
     async def close(self) -> None:
         """See `JournalTarget`."""
@@ -246,11 +261,11 @@ class ReplicatedTarget:
 
     # -- the other members ---------------------------------------------------------------------------------------------
 
-    def _follower_of(self, name: str, state: ReplicaState | None) -> _Follower:
+    def _follower_of(self, name: str, state: ReplicaState | None, may_vote: bool) -> _Follower:
         if state is None:
             return _Follower(name, is_voter=False, at=None)
         is_same = (state.index, state.digest) == (self._index, self._digest)
-        return _Follower(name, is_voter=state.is_voter, at=state.index if is_same else None)
+        return _Follower(name, state.is_voter, state.index if is_same else None, may_vote=may_vote)
 
     def _wake_all(self) -> None:
         for follower in self._followers:
@@ -267,7 +282,13 @@ class ReplicatedTarget:
                     logger.warning("member %s has no copy of the journal's newest lines: %s", follower.name, error)
                 await asyncio.sleep(self._takeover_s / _RETRIES)
                 continue
-            if follower.at == self._index:
+            except LedgerError as error:
+                self._lost = str(error)
+                self._news.set()
+                return
+            if follower.at is None:
+                await asyncio.sleep(self._takeover_s / _RETRIES)
+            elif follower.at == self._index:
                 await follower.wake.wait()
 
     async def _send(self, follower: _Follower) -> None:
@@ -275,21 +296,25 @@ class ReplicatedTarget:
         if peer is None:
             raise PeerUnavailableError(f"expected member {follower.name}, found it not announced")
         began_s = boottime_s()
-        answer, index = await (
-            self._send_all(follower, peer) if self._lacks_all(follower) else self._add(follower, peer)
-        )
+        send = self._send_all if self._lacks_all(follower) else self._add
+        answer, index = await send(follower, peer)
         if answer.state.promised > self._ballot:
             self._lost = (
                 f"expected to keep the account under ballot {self._ballot}, found that member {follower.name} follows "
                 f"{answer.state.promised}"
             )
         elif answer.written:
-            follower.at = follower.acked = max(index, follower.acked)
-            follower.heard_s, follower.is_voter = began_s, answer.state.is_voter
-            if not follower.is_voter and follower.caught_up_s == math.inf:
-                follower.caught_up_s = boottime_s()
+            follower.at = follower.acked = index
+            follower.heard_s = began_s
+            if not answer.state.is_voter:
+                follower.caught_up_s = min(follower.caught_up_s, boottime_s())
+            else:
+                follower.may_vote = False
+            follower.is_voter = answer.state.is_voter
         else:
             follower.at = None
+            if not answer.state.is_voter:  # It has lost its disk: what it acknowledged before does not count any more.
+                follower.is_voter, follower.acked, follower.caught_up_s = False, -1, math.inf
         self._news.set()
 
     def _lacks_all(self, follower: _Follower) -> bool:
@@ -301,9 +326,9 @@ class ReplicatedTarget:
         first = next((it for it in self._entries if it.index_before == follower.at), None)
         return first is None or len(first.lines) > CHUNK_BYTES
 
-    def _counts(self, follower: _Follower) -> bool:
-        """Whether it has a vote from now on: others have confirmed this keeper since it was brought up to date."""
-        return follower.is_voter or self._is_first or self._confirmed_s() > follower.caught_up_s
+    def _is_admitted(self, follower: _Follower) -> bool:
+        """Whether it gets a vote now: others have confirmed this keeper since it was brought up to date."""
+        return not follower.is_voter and (follower.may_vote or self._confirmed_s() > follower.caught_up_s)
 
     async def _add(self, follower: _Follower, peer: Peer) -> tuple[WriteAnswer, int]:
         """Sends some of what it lacks; returns its answer, and the record up to which it then has all."""
@@ -316,7 +341,11 @@ class ReplicatedTarget:
                     break
                 lines, num_records = lines + entry.lines, num_records + entry.num_records
         ask = WriteAsk(
-            ballot=self._ballot, index=index, digest=digest, num_records=num_records, as_voter=self._counts(follower)
+            ballot=self._ballot,
+            index=index,
+            digest=digest,
+            num_records=num_records,
+            as_voter=self._is_admitted(follower),
         )
         return await self._call(peer, ask, lines), index + num_records
 
@@ -328,7 +357,7 @@ class ReplicatedTarget:
                 ballot=self._ballot,
                 index=state.index,
                 digest=state.digest,
-                as_voter=self._is_first or follower.is_voter,
+                as_voter=follower.may_vote,
                 is_whole=True,
                 offset=offset,
                 size_bytes=len(lines),
@@ -414,6 +443,7 @@ class ReplicatedSite:
         promised = await self._ask_all(PromiseAsk(ballot=ballot))
         if not self._suffice(own, promised):
             return None
+        crash_point("journal-promised")
         is_first = len(promised) == len(self._members.names) - 1
         best = max(promised, key=lambda name: promised[name].rank, default="")
         lines, state = await service.run(Replica.lines)
@@ -424,6 +454,7 @@ class ReplicatedSite:
             lines, state = fetched, promised[best]
         if not await service.run(lambda copy: copy.install(ballot, state.index, lines, as_voter=is_first)):
             return None
+        crash_point("journal-installed")
         return await self._confirmed(service, ballot, promised, lines, began_s, is_first=is_first)
 
     async def _confirmed(
@@ -466,8 +497,8 @@ class ReplicatedSite:
         if self._log_limit.take("members"):
             missing = ", ".join(name for name in self._members.others if name not in others)
             logger.warning(
-                "nobody keeps the account: %d of %d members with a vote can be reached and follow a new keeper; not: %s",
-                *(voters, len(self._members.names), missing),
+                "nobody keeps the account: of %d members, %d with a vote would follow a new keeper; not reached: %s",
+                *(len(self._members.names), voters, missing),
             )
         return False
 
