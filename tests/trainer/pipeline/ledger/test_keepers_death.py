@@ -1,21 +1,20 @@
 """Keepers that die with their disks, or stand still and come back: another driver goes on, and the account adds up.
 
-Keepers are processes (`tests.support.keeper_seats`) that kill themselves behind a write, by a seeded plan, or are killed
-from outside at a seeded count of micro-batches. Two drivers work on, in this process.
+Keepers are processes (`tests.support.keeper_seats`) that kill themselves behind a write, by a seeded plan, or are
+killed from outside at a seeded count of micro-batches. Two drivers work on, in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.keeper_seats import SEAT_CONFIG, TAKEOVER_S, SeatProcess, Succession, succession
+from tests.support.keeper_seats import SEAT_CONFIG, SeatProcess, Succession, succession
 from tests.support.ledger_cast import done
 from tests.support.ledger_run import Run, ledger_run
 from tests.support.rpc_node import running_endpoint
@@ -218,27 +217,3 @@ def test_a_keeper_that_stood_still_is_refused_when_it_goes_on(journal: str, run:
     with succession(tmp_path, run, journal) as keepers:
         keepers.begin()
         asyncio.run(stand_still(keepers))
-
-
-@pytest.mark.slow
-def test_a_keeper_that_ends_in_order_is_not_waited_for(run: Run, tmp_path: Path) -> None:
-    async def hand_over(keepers: Succession) -> None:
-        async with driving(run, keepers) as (drivers, site, _):
-            async with asyncio.timeout(60):
-                while len(drivers.found) < 10:
-                    await asyncio.sleep(0.02)
-            former = keepers.named(site.keeper)
-            assert former is not None
-            assert former.process.stdin is not None
-            former.process.stdin.close()
-            await asyncio.to_thread(former.process.wait, 60)
-            shutil.rmtree(former.disk, ignore_errors=True)
-            began_s, before = asyncio.get_running_loop().time(), len(drivers.found)
-            async with asyncio.timeout(60):
-                while keepers.named(site.keeper) in (former, None) or len(drivers.found) < before + 200:
-                    await asyncio.sleep(0.01)
-            assert asyncio.get_running_loop().time() - began_s < 60 * TAKEOVER_S
-
-    with succession(tmp_path, run, str(tmp_path / "shared")) as keepers:
-        keepers.begin()
-        asyncio.run(hand_over(keepers))
