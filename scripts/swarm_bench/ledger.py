@@ -106,8 +106,8 @@ def bench_ledger(arguments: argparse.Namespace) -> dict[str, Any]:
 def as_text(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [
-        f"micro-batches a second through the account, {report['drivers']} drivers that settle {report['bundle']} at once "
-        f"({' to '.join(report['load'])})",
+        f"micro-batches a second through the account, {report['drivers']} drivers that settle {report['bundle']} at a "
+        f"time ({' to '.join(report['load'])})",
         f"  {'journal':34} {'a second':>9} {'over local':>11}   asked {_GOAL_PER_S:g} with 50 ms a put",
     ]
     for name, found in report["kinds"].items():

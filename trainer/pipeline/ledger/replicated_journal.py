@@ -72,7 +72,7 @@ _KEPT_BYTES: Final = 4 << 20
 """Of lines in memory, for members that lag behind; one that lags further is sent all."""
 _CALL_S: Final = 5.0
 _LOOKS: Final = 5  # In `takeover_s`.
-_RETRIES: Final = 20  # In `takeover_s`, to reach a member that did not answer.
+_RETRIES: Final = 20  # In `takeover_s`, to reach a member that did not answer once; later fewer.
 _LOG_EVERY_S: Final = 60.0
 _GIVE_BACK_S: Final = 1.0
 
@@ -273,21 +273,24 @@ class ReplicatedTarget:
 
     async def _follow(self, follower: _Follower) -> None:
         """Sends a member what it lacks, and otherwise a sign whenever one is asked for."""
+        first_s = pause_s = self._takeover_s / _RETRIES
         while not self._lost:
             follower.wake.clear()
             try:
                 await self._send(follower)
+                pause_s = first_s
             except RpcError as error:
                 if self._log_limit.take(follower.name):
                     logger.warning("member %s has no copy of the journal's newest lines: %s", follower.name, error)
-                await asyncio.sleep(self._takeover_s / _RETRIES)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._takeover_s / _LOOKS)
                 continue
             except LedgerError as error:
                 self._lost = str(error)
                 self._news.set()
                 return
             if follower.at is None:
-                await asyncio.sleep(self._takeover_s / _RETRIES)
+                await asyncio.sleep(first_s)
             elif follower.at == self._index:
                 await follower.wake.wait()
 
