@@ -1,6 +1,6 @@
 """From a run file to a driver's place in the succession of keepers: which journal, which members, what a keeper opens.
 
-A folder of the run's own (``replica``) holds this driver's copy of a replicated journal. Members are found by their
+A driver's copy of a replicated journal is in ``state_dir/ledger/RUN/replica/NODE``. Members are found by their
 announcements; in a private run by node id, so that a machine that was replaced, and has another key, is a member again.
 """
 
@@ -46,7 +46,7 @@ def open_seat(
             members = _members(config, endpoint, peers)
             service = None
             if members.own is not None:
-                replica = Replica.open(ledger_folder(config) / "replica")
+                replica = Replica.open(ledger_folder(config) / "replica" / config.node_id)
                 service = ReplicaService(endpoint, replica, members, ledger.takeover_s)
             site = ReplicatedSite(endpoint, service, members, ledger.takeover_s)
         else:
