@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from genesis.errors import StoreUnavailableError
 from genesis.store.folder import FolderStore
+from tests.support.event_loop import on_event_loop
+from tests.support.fault_proxy import FAST_FAULTS, Fault, FaultProxy
 from tests.support.ledger_cast import STAGES, WORKER, spec
-from tests.support.s3_servers import moto_s3, rclone_s3, speaking_to
+from tests.support.s3_servers import moto_s3, point_boto3_at, rclone_s3, speaking_to
 from trainer.errors import JournalLostError, LedgerError, TrainerUsageError
 from trainer.pipeline.ledger import LedgerConfig
 from trainer.pipeline.ledger.group_commit import GroupCommitJournal
@@ -456,6 +458,27 @@ async def test_a_write_whose_answer_was_lost_is_known_to_have_been_made(tmp_path
     assert "the journal cannot be written" in caplog.text
     assert decode_lines(read_journal(place)[0], "store")[0] == [OPENED, note(1)]
     await taken.target.close()
+
+
+@pytest.mark.slow
+def test_a_bad_network_to_the_store_loses_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_event_loop
+    async def test() -> None:
+        place = StorePlace.of("s3://genesis/bad", "run")
+        taken = await site_in(place, "a", takeover_s=600.0).follow()
+        records: list[Record] = [OPENED]
+        digest = await appended(taken, OPENED)
+        for version in range(40):
+            line, digest = encode_line(note(version), digest)
+            await taken.target.append(line, digest, 1)
+            records.append(note(version))
+        await taken.target.close()
+        assert list((await site_in(place, "b").follow()).records) == records
+
+    with moto_s3("genesis") as server, FaultProxy(server.port, seed=5, rate=0.25, faults=FAST_FAULTS) as proxy:
+        point_boto3_at(server, proxy.port, monkeypatch)
+        test()
+        assert proxy.injected[Fault.LOST_ACK] > 0
 
 
 async def test_heads_are_read_as_they_were_written(tmp_path: Path) -> None:
