@@ -35,11 +35,12 @@ from trainer.pipeline.ledger import (
     open_ledger,
 )
 from trainer.pipeline.ledger import messages as asks
+from trainer.pipeline.ledger.election import ReplicatedSite
 from trainer.pipeline.ledger.group_commit import GroupCommitJournal
 from trainer.pipeline.ledger.replica import Replica
 from trainer.pipeline.ledger.replica_service import Members, ReplicaService
-from trainer.pipeline.ledger.replicated_journal import ReplicatedSite
-from trainer.pipeline.ledger.store_journal import StorePlace, StoreSite
+from trainer.pipeline.ledger.store_journal import StoreSite
+from trainer.pipeline.ledger.store_place import StorePlace
 from trainer.pipeline.ledger.succession import JournalSite
 from trainer.pipeline.protocol.work import Settlement, StageCredit
 

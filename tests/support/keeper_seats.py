@@ -24,18 +24,21 @@ from tests.support.rpc_node import RUN_ID, fast_config
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.network.rpc.identity import load_or_create_identity
 from trainer.pipeline.ledger import KeeperSeat, LedgerConfig, LedgerService, ledger_in
+from trainer.pipeline.ledger.election import ReplicatedSite
 from trainer.pipeline.ledger.group_commit import AccountJournal
 from trainer.pipeline.ledger.records import Record
 from trainer.pipeline.ledger.replica import Replica
 from trainer.pipeline.ledger.replica_service import Members, ReplicaService
-from trainer.pipeline.ledger.replicated_journal import ReplicatedSite
-from trainer.pipeline.ledger.store_journal import StorePlace, StoreSite
+from trainer.pipeline.ledger.store_journal import StoreSite
+from trainer.pipeline.ledger.store_place import StorePlace
 from trainer.pipeline.ledger.succession import JournalSite
 
 NAMES = ("driver-1", "driver-2", "driver-3")
 TAKEOVER_S = 2.0
 SEAT_CONFIG = replace(CONFIG, compact_bytes=1 << 12, epochs=100_000, takeover_s=TAKEOVER_S, lease_s=60.0)
 KEY_FOLDER = "keys"
+_BEGIN_S = 300.0
+"""For a process to import everything, three at once on a busy machine."""
 
 
 def site_of(
@@ -80,7 +83,7 @@ class SeatProcess(Child):
 
     def begin(self) -> None:
         self.say("go")
-        peer_id, address = self.hear()
+        peer_id, address = self.hear(_BEGIN_S)
         self.peer = Peer(peer_id, address)
 
     def lose_disk(self) -> None:

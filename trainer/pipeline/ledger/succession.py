@@ -2,7 +2,7 @@
 
     local       one driver, named in the run file, with its own disk: nobody takes over
     a store     whoever swaps the journal's head in a folder or bucket (`store_journal`)
-    replicated  whoever most of the named drivers have promised to follow (`replicated_journal`)
+    replicated  whoever most of the named drivers have promised to follow (`election`)
 
 Time alone decides when a driver tries: after `takeover_s` without a sign of the keeper. What a former keeper can still
 do is decided by the fencing token that it writes under, whatever its clock says: another driver has got a higher one,

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.ledger import KeeperSeat, LedgerService
 from trainer.pipeline.ledger.config import is_key
+from trainer.pipeline.ledger.election import ReplicatedSite
 from trainer.pipeline.ledger.group_commit import AccountJournal
 from trainer.pipeline.ledger.records import Record
 from trainer.pipeline.ledger.replica import Replica
 from trainer.pipeline.ledger.replica_service import Members, ReplicaService
-from trainer.pipeline.ledger.replicated_journal import ReplicatedSite
-from trainer.pipeline.ledger.store_journal import StorePlace, StoreSite
+from trainer.pipeline.ledger.store_journal import StoreSite
+from trainer.pipeline.ledger.store_place import StorePlace
 from trainer.pipeline.ledger.succession import JournalSite
 from trainer.run.config import RunConfig
 from trainer.run.swarm.keeper import ledger_folder

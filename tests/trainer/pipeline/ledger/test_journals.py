@@ -34,7 +34,8 @@ from trainer.pipeline.ledger.records import (
     Workers,
     WorkerSeen,
 )
-from trainer.pipeline.ledger.store_journal import Head, StorePlace, StoreSite, read_journal
+from trainer.pipeline.ledger.store_journal import StoreSite
+from trainer.pipeline.ledger.store_place import Head, StorePlace, read_journal
 from trainer.pipeline.ledger.succession import TakenJournal
 from trainer.pipeline.ledger.units import Run
 from trainer.pipeline.protocol.work import Settlement, StageCredit, boottime_s

@@ -18,6 +18,7 @@ from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import RUN_ID, fast_config
 from trainer.errors import JournalLostError, LedgerError, RefusedError
 from trainer.network.rpc import Endpoint, Identity, Peer
+from trainer.pipeline.ledger.election import ReplicatedSite
 from trainer.pipeline.ledger.group_commit import GroupCommitJournal
 from trainer.pipeline.ledger.journal_lines import SEED, decode_lines, encode_line
 from trainer.pipeline.ledger.records import Record, Workers
@@ -32,7 +33,6 @@ from trainer.pipeline.ledger.replica_service import (
     WriteAnswer,
     WriteAsk,
 )
-from trainer.pipeline.ledger.replicated_journal import ReplicatedSite
 from trainer.pipeline.ledger.succession import TakenJournal
 
 NAMES = ("north", "south", "west")
