@@ -1,7 +1,8 @@
 """Who keeps a replicated journal: a member that the others promise to follow, with whatever most of them have.
 
-A member stands when it has heard of no keeper for `takeover_s`. It first asks whether the others would follow, so that
-one that is cut off does not raise ballots in vain. The rules are in `replicated_journal`.
+A member stands when it has heard of no keeper for `takeover_s`, nor promised itself to another for half of that. It
+first asks whether the others would follow, so that one that is cut off does not raise ballots in vain. The rules are in
+`replicated_journal`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ReplicatedSite:
         own = self._members.own or 0
         await asyncio.sleep(own * self._takeover_s / _STAGGER)  # Begun together, the first named comes first.
         while True:
-            if self._service.quiet_s >= self._takeover_s:
+            if self._service.is_free_for(self._endpoint.peer_id):
                 taken = await self._stand(self._service)
                 if taken is not None:
                     return taken
@@ -110,13 +111,19 @@ class ReplicatedSite:
             return None
         began_s = boottime_s()
         ballot = self._members.ballot_above(max(own.promised, *(each.promised for each in polled.values()), 0))
-        if not await service.run(lambda copy: service.quiet_s >= self._takeover_s and copy.promise(ballot)):
+        if not await service.run(lambda copy: service.promise(copy, ballot, self._endpoint.peer_id)):
             return None
         promised = await self._ask_all(PromiseAsk(ballot=ballot))
         if not self._suffice(own, promised):
             return None
         crash_point("journal-promised")
         is_first = len(promised) == len(self._members.names) - 1
+        num_voters = own.is_voter + sum(each.is_voter for each in promised.values())
+        if 0 < num_voters < self._members.majority:
+            logger.warning(
+                "only %d of %d members still have their copies; the account goes on with what these have",
+                *(num_voters, len(self._members.names)),
+            )
         best = max(promised, key=lambda name: promised[name].rank, default="")
         lines, state = await service.run(Replica.lines)
         if best and promised[best].rank > own.rank:

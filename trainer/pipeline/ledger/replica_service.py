@@ -146,6 +146,8 @@ class ReplicaService:
         self._incoming_ballot = 0
         self._keeper: PeerId | None = None
         self._is_closed = False
+        self._candidate: PeerId | None = None  # Whom this member has promised to follow last, and when.
+        self._promised_s = -math.inf
         # A member that begins again may have heard of a keeper a moment ago; one without a vote has promised nothing.
         self._heard_s = boottime_s() if replica.state().is_voter else -math.inf
 
@@ -175,6 +177,21 @@ class ReplicaService:
         except OSError as error:
             raise LedgerError(f"expected a copy of the journal that can be written, found {error}") from error
 
+    def is_free_for(self, candidate: PeerId) -> bool:
+        """Whether this member would follow a candidate: no keeper was heard of, and no other candidate lately."""
+        is_other = candidate != self._candidate and boottime_s() < self._promised_s + self._takeover_s / 2
+        return self.quiet_s >= self._takeover_s and not is_other
+
+    def promise(self, replica: Replica, ballot: int, candidate: PeerId) -> bool:
+        """Promises to follow a candidate, if this member is free.
+
+        To be called by `run`: in the thread that takes the keeper's lines, none comes between the look and the promise.
+        """
+        if not (self.is_free_for(candidate) and replica.promise(ballot)):
+            return False
+        self._candidate, self._promised_s = candidate, boottime_s()
+        return True
+
     def note_keeper(self, keeper: PeerId | None) -> None:
         """Notes a sign of the keeper; None: it has given the journal back."""
         self._keeper = keeper
@@ -191,8 +208,10 @@ class ReplicaService:
         ask = request.body
 
         def promise(replica: Replica) -> PromiseAnswer:
-            # In the thread that takes the keeper's lines: none comes between the look and the promise.
-            granted = self.quiet_s >= self._takeover_s and (ask.is_poll or replica.promise(ask.ballot))
+            if ask.is_poll:
+                granted = self.is_free_for(request.sender)
+            else:
+                granted = self.promise(replica, ask.ballot, request.sender)
             return PromiseAnswer(granted=granted, state=replica.state())
 
         return Reply(await self._answered(promise))
