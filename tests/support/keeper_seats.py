@@ -1,6 +1,8 @@
 """Drivers that may keep an account, as processes that tests kill with their disks, stop, continue and replace.
 
-Each is told over its standard input who else there is, and where; it drives nothing. `Succession` keeps so many of them
+What may be lost at once is one machine: a replicated journal has to have brought its copy up to date before the next.
+
+Each process is told over its standard input who else there is, and where; it drives nothing. `Succession` keeps so many of them
 alive and finds the keeper as a driver does that may not keep the account itself.
 """
 
@@ -12,7 +14,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -68,49 +70,53 @@ def seat_of(run: Run, endpoint: Endpoint, site: JournalSite, config: LedgerConfi
 
 
 class SeatProcess(Child):
-    """A driver of that name, which only imports until it is to begin; at its crash point, if any, it kills itself."""
+    """A driver of that name, which only imports until it is to begin."""
 
-    def __init__(self, folder: Path, name: str, journal: str, crash_at: str) -> None:
-        self.name, self.crash_at = name, crash_at
+    def __init__(self, folder: Path, name: str, journal: str) -> None:
+        self.name = name
         self.disk = folder / "disks" / name
         self.log_file = folder / f"{name}.log"
         self.peer = Peer(None, "")
-        super().__init__("keeper_seats", folder, name, journal, crash_at, log=self.log_file)
+        super().__init__("keeper_seats", folder, name, journal, log=self.log_file)
 
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether its copy of the journal, if it has one, counts again."""
+        try:
+            with (self.disk / "replica" / "journal").open("rb") as file:
+                return bool(json.loads(file.readline())["is_voter"])
+        except (OSError, ValueError):
+            return False
 
     def begin(self) -> None:
         self.say("go")
         peer_id, address = self.hear(_BEGIN_S)
         self.peer = Peer(peer_id, address)
 
-    def lose_disk(self) -> None:
-        shutil.rmtree(self.disk, ignore_errors=True)
+    def arm(self, crash_at: str) -> None:
+        """From now on it kills itself when it passes that point so often; empty: it does not."""
+        with suppress(BrokenPipeError):
+            self.say({"crash_at": crash_at})
 
 
 class Succession:
-    """Drivers of a run; those that die lose their disks, and others of the same name and key take their places.
+    """Drivers of a run; those that die lose their disks, and others of the same name and key take their places."""
 
-    ``plan``: the crash points of those that are started, one after the other; after them none has one.
-    """
-
-    def __init__(self, folder: Path, run: Run, journal: str, plan: Iterable[str] = ()) -> None:
+    def __init__(self, folder: Path, run: Run, journal: str) -> None:
         self.folder, self.run, self.journal = folder, run, journal
-        self._plan = iter(plan)
         self.seats: dict[str, SeatProcess] = {}
         self._spares: dict[str, SeatProcess] = {}
         self.peers: dict[str, Peer] = {}
 
     def begin(self, names: Sequence[str] = NAMES) -> None:
-        self._spares |= {name: self._started(name) for name in names}
+        self._spares |= {name: SeatProcess(self.folder, name, self.journal) for name in names}
         for name in names:
             self._place(name)
         self.tell_all()
-
-    def _started(self, name: str) -> SeatProcess:
-        return SeatProcess(self.folder, name, self.journal, next(self._plan, ""))
 
     def _place(self, name: str) -> None:
         seat = self._spares.pop(name)
@@ -121,22 +127,29 @@ class Succession:
         known = {name: [peer.peer_id, peer.address] for name, peer in self.peers.items()}
         for seat in self.seats.values():
             with suppress(BrokenPipeError):  # It has just died.
-                seat.say(known)
+                seat.say({"peers": known})
 
     def prepare_spares(self) -> None:
         """Has those import that take the next places."""
-        self._spares |= {name: self._started(name) for name in self.seats if name not in self._spares}
+        for name in self.seats:
+            if name not in self._spares:
+                self._spares[name] = SeatProcess(self.folder, name, self.journal)
 
-    def dead(self) -> list[str]:
-        return [name for name, seat in self.seats.items() if not seat.is_alive]
+    @property
+    def is_whole(self) -> bool:
+        """Whether any one of them may be lost now."""
+        seats = self.seats.values()
+        return all(seat.is_alive and (self.journal != "replicated" or seat.may_be_lost) for seat in seats)
 
-    def replace(self, name: str) -> None:
-        """A dead one's disk is gone; another takes its name."""
+    def replace(self, name: str, *, with_disk: bool = True) -> None:
+        """One that died is replaced by another of that name; its disk is gone too, unless that is all it has left."""
         old = self.seats.pop(name)
         old.__exit__()
-        old.lose_disk()
+        if with_disk:
+            shutil.rmtree(old.disk, ignore_errors=True)
+        self.prepare_spares()
         if name not in self._spares:
-            self._spares[name] = self._started(name)
+            self._spares[name] = SeatProcess(self.folder, name, self.journal)
         self._place(name)
         self.tell_all()
 
@@ -164,18 +177,16 @@ class Succession:
 
 
 @contextmanager
-def succession(folder: Path, run: Run, journal: str, plan: Iterable[str] = ()) -> Iterator[Succession]:
-    found = Succession(folder, run, journal, plan)
+def succession(folder: Path, run: Run, journal: str) -> Iterator[Succession]:
+    found = Succession(folder, run, journal)
     try:
         yield found
     finally:
         found.close()
 
 
-async def _serve(folder: Path, name: str, journal: str, crash_at: str) -> None:
+async def _serve(folder: Path, name: str, journal: str) -> None:
     await asyncio.to_thread(sys.stdin.readline)
-    if crash_at:
-        os.environ["GENESIS_CRASH_AT"] = crash_at
     run = run_of(folder / "store", folder / "cache" / name, folder / "unused")
     keys = folder / KEY_FOLDER
     keys.mkdir(exist_ok=True)
@@ -188,7 +199,10 @@ async def _serve(folder: Path, name: str, journal: str, crash_at: str) -> None:
     loop, told, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def learn(found: dict[str, Any]) -> None:
-        peers.update({name: Peer(*peer) for name, peer in found.items()})
+        if "crash_at" in found:
+            os.environ["GENESIS_CRASH_AT"] = found["crash_at"]
+            return
+        peers.update({name: Peer(*peer) for name, peer in found["peers"].items()})
         told.set()
 
     def listen() -> None:

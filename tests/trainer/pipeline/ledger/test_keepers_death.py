@@ -1,14 +1,14 @@
 """Keepers that die with their disks, or stand still and come back: another driver goes on, and the account adds up.
 
-Keepers are processes (`tests.support.keeper_seats`) that kill themselves behind a write, by a seeded plan, or are
-killed from outside at a seeded count of micro-batches. Two drivers work on, in this process.
+Keepers are processes (`tests.support.keeper_seats`) that kill themselves behind a write, by a seeded plan; so does a
+driver that is about to take over. Two drivers work on, in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -46,13 +46,16 @@ def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield {"folder": str(tmp_path / "shared"), "replicated": "replicated"}[request.param]
 
 
+AT_TAKEOVER = ("journal-taken", "journal-promised", "journal-installed")
+
+
 def crash_plan(journal: str, count: int, seed: int) -> list[str]:
     """Where keepers kill themselves: every place in turn, each at a seeded time that it is passed."""
     places = REPLICATED_CRASH_POINTS if journal == "replicated" else JOURNAL_CRASH_POINTS
-    once, draw = {"journal-taken", "journal-promised", "journal-installed"}, random.Random(seed)
+    draw = random.Random(seed)
     found = [places[n % len(places)] for n in range(count)]
     draw.shuffle(found)
-    return [f"{place}:{1 if place in once else draw.randint(1, 6)}" for place in found]
+    return [place if place in AT_TAKEOVER else f"{place}:{draw.randint(1, 6)}" for place in found]
 
 
 class Drivers:
@@ -119,40 +122,63 @@ def check_account(drivers: Drivers, account: Account) -> None:
         assert (client.stale, client.refused, client.cache.num_unreported) == (0, 0, 0)
 
 
-async def dies_or_is_killed(keepers: Succession, drivers: Drivers, site: JournalSite, patience: int) -> str:
-    """The next keeper that dies: at its crash point, or when drivers were given ``patience`` more micro-batches."""
-    until = len(drivers.found) + patience
-    async with asyncio.timeout(120):
-        while not (dead := keepers.dead()):
-            if len(drivers.found) >= until:
-                keeper = keepers.named(site.keeper)
-                if keeper is not None and keeper.is_alive:
-                    keeper.kill()
+async def keeper_in(keepers: Succession, site: JournalSite) -> SeatProcess:
+    """The keeper, once everything is as it was: any machine may be lost."""
+    async with asyncio.timeout(240):
+        while True:
+            keeper = keepers.named(site.keeper)
+            if keepers.is_whole and keeper is not None:
+                return keeper
             await asyncio.sleep(0.02)
-    return dead[0]
 
 
-async def outlive(run: Run, keepers: Succession, num_deaths: int, seed: int) -> None:
+async def given(drivers: Drivers, count: int, unless: Callable[[], bool] = lambda: False) -> None:
+    """Waits until drivers were given so many more, or the other thing holds."""
+    until = len(drivers.found) + count
+    async with asyncio.timeout(240):
+        while len(drivers.found) < until and not unless():
+            await asyncio.sleep(0.02)
+
+
+async def lose_a_machine(
+    keepers: Succession, drivers: Drivers, site: JournalSite, place: str, draw: random.Random
+) -> None:
+    """The keeper dies at a place, with its disk; or the one that is about to take over from it does."""
+    keeper = await keeper_in(keepers, site)
+    victim = keeper
+    if place in AT_TAKEOVER:
+        victim = draw.choice([seat for seat in keepers.seats.values() if seat is not keeper])
+        victim.arm(place)
+        keeper.kill()
+        before = victim.peer.peer_id
+        others = [seat.peer.peer_id for seat in keepers.seats.values() if seat not in (keeper, victim)]
+        async with asyncio.timeout(240):
+            while victim.is_alive and site.keeper not in (before, *others):
+                await asyncio.sleep(0.02)
+        await given(drivers, 20, lambda: not victim.is_alive)
+    else:
+        victim.arm(place)
+        await given(drivers, draw.randint(60, 200), lambda: not victim.is_alive)
+    if victim.is_alive:  # It never came to that place.
+        victim.kill()
+    for seat in keepers.seats.values():
+        seat.arm("")
+    if victim is not keeper:
+        await asyncio.to_thread(keepers.replace, keeper.name, with_disk=False)
+    await asyncio.to_thread(keepers.replace, victim.name)
+
+
+async def outlive(run: Run, keepers: Succession, places: Sequence[str], seed: int) -> None:
     draw = random.Random(seed)
     async with driving(run, keepers) as (drivers, site, endpoint):
-        keepers.prepare_spares()
-        for _ in range(num_deaths):
-            name = await dies_or_is_killed(keepers, drivers, site, draw.randint(20, 120))
-            await asyncio.to_thread(keepers.replace, name)
-            if len(keepers.dead()) == 0:
-                keepers.prepare_spares()
-        done_before = len(drivers.found)
-        async with asyncio.timeout(240):
-            while len(drivers.found) < done_before + 40:
-                for name in keepers.dead():
-                    await asyncio.to_thread(keepers.replace, name)
-                await asyncio.sleep(0.05)
+        await asyncio.to_thread(keepers.prepare_spares)
+        for place in places:
+            await lose_a_machine(keepers, drivers, site, place, draw)
+        await given(drivers, 40)
         drivers.ending.set()
         for client in drivers.clients:
             async with asyncio.timeout(120):
                 while client.cache.num_unreported:
-                    for name in keepers.dead():
-                        await asyncio.to_thread(keepers.replace, name)
                     await asyncio.sleep(0.05)
         for client in drivers.clients:
             await client.close()
@@ -161,17 +187,17 @@ async def outlive(run: Run, keepers: Succession, num_deaths: int, seed: int) -> 
 
 @pytest.mark.slow
 def test_another_driver_goes_on_where_a_keeper_died_with_its_disk(journal: str, run: Run, tmp_path: Path) -> None:
-    with succession(tmp_path, run, journal, crash_plan(journal, 2, seed=1)) as keepers:
+    with succession(tmp_path, run, journal) as keepers:
         keepers.begin()
-        asyncio.run(outlive(run, keepers, 2, seed=1))
+        asyncio.run(outlive(run, keepers, crash_plan(journal, 2, seed=1), seed=1))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-def test_twenty_keepers_die_with_their_disks(journal: str, run: Run, tmp_path: Path) -> None:
-    with succession(tmp_path, run, journal, crash_plan(journal, 20, seed=2)) as keepers:
+@pytest.mark.timeout(1500)
+def test_keepers_die_with_their_disks_at_twenty_places(journal: str, run: Run, tmp_path: Path) -> None:
+    with succession(tmp_path, run, journal) as keepers:
         keepers.begin()
-        asyncio.run(outlive(run, keepers, 20, seed=2))
+        asyncio.run(outlive(run, keepers, crash_plan(journal, 20, seed=2), seed=2))
 
 
 async def refusal_of(keeper: SeatProcess, endpoint: Endpoint) -> str:
