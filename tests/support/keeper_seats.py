@@ -2,8 +2,8 @@
 
 What may be lost at once is one machine: a replicated journal has to have brought its copy up to date before the next.
 
-Each process is told over its standard input who else there is, and where; it drives nothing. `Succession` keeps so many of them
-alive and finds the keeper as a driver does that may not keep the account itself.
+Each process is told over its standard input who else there is, and where; it drives nothing. `Succession` keeps so many
+of them alive and finds the keeper as a driver does that may not keep the account itself.
 """
 
 from __future__ import annotations
