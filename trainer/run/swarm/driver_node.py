@@ -54,7 +54,7 @@ from trainer.run.node.training import TrainingDisplay, Watch
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account
-from trainer.run.swarm.keeper_seat import open_seat
+from trainer.run.swarm.keeper_seat import num_shards_in, open_seat
 from trainer.run.swarm.peer_view import DriverPeerView
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, stage_of, target_tokens_of
 
@@ -315,17 +315,19 @@ class DriverNode:
         """Takes a place among the drivers that may keep the account."""
         config = self._config
 
-        def newest_shards() -> list[Sequence[int]]:
-            try:
-                found = lanes_of(self._session.newest_catalog(), config.data.sources, config.data.holdout)
-            except LoaderError as error:  # The keeper before this one may have noted shards that came since.
-                logger.warning("the store's newest shards: %s", error)
-                found = lanes
-            return [lane.shards for lane in found]
+        def shards_for(records: list[Record]) -> list[Sequence[int]]:
+            shards = [lane.shards for lane in lanes]
+            if any(map(int.__lt__, map(len, shards), num_shards_in(records))):  # More have come since this began.
+                try:
+                    newest = lanes_of(self._session.newest_catalog(), config.data.sources, config.data.holdout)
+                except LoaderError as error:
+                    raise LedgerError(f"expected the shards that the account names, found: {error}") from error
+                shards = [lane.shards for lane in newest]
+            return shards
 
         def make(journal: AccountJournal, records: list[Record]) -> LedgerService:
             tokens = config.max_steps * target_tokens_of(config)
-            ledger = ledger_in(journal, records, spec, newest_shards(), config.swarm.ledger, max_tokens=tokens)
+            ledger = ledger_in(journal, records, spec, shards_for(records), config.swarm.ledger, max_tokens=tokens)
             return self._keeper_of(ledger, journal, config.swarm.ledger.journal)
 
         def is_away() -> bool:

@@ -7,14 +7,14 @@ announcements; in a private run by node id, so that a machine that was replaced,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.ledger import KeeperSeat, LedgerService
 from trainer.pipeline.ledger.config import is_key
 from trainer.pipeline.ledger.election import ReplicatedSite
 from trainer.pipeline.ledger.group_commit import AccountJournal
-from trainer.pipeline.ledger.records import Record
+from trainer.pipeline.ledger.records import Grown, LedgerSnapshot, Opened, Record
 from trainer.pipeline.ledger.replica import Replica
 from trainer.pipeline.ledger.replica_service import Members, ReplicaService
 from trainer.pipeline.ledger.store_journal import StoreSite
@@ -55,6 +55,17 @@ def open_seat(
             may_keep = not ledger.keepers or _own_name(config, endpoint.peer_id) is not None
             site = StoreSite(place, endpoint.peer_id, ledger.takeover_s, may_keep=may_keep, is_away=is_away)
     return KeeperSeat(endpoint, site, ledger.takeover_s, make)
+
+
+def num_shards_in(records: Iterable[Record]) -> tuple[int, ...]:
+    """How many shards each lane has, by the records of an account; empty: they do not say."""
+    found: tuple[int, ...] = ()
+    for record in records:
+        if isinstance(record, Opened | Grown):
+            found = record.shards
+        elif isinstance(record, LedgerSnapshot):
+            found = tuple(lane.next_num_shards for lane in record.lanes)
+    return found
 
 
 def _own_name(config: RunConfig, key: PeerId) -> str | None:
