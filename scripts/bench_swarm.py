@@ -7,6 +7,7 @@
     python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
     python scripts/bench_swarm.py churn          # workers that come and go: who gets work, who moves; SWARM's rules too
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
+    python scripts/bench_swarm.py ledger         # micro-batches/s of the account: a folder, S3, three drivers; local
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
     python scripts/bench_swarm.py credentials    # processor time and bytes of admission: with credentials over without
     python scripts/bench_swarm.py monitor        # what reporting and being watched cost a node
@@ -27,6 +28,7 @@ from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.credentials import bench_credentials
 from scripts.swarm_bench.goodput import bench_goodput
+from scripts.swarm_bench.ledger import bench_ledger
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
 from scripts.swarm_bench.monitoring import bench_monitor
@@ -38,6 +40,7 @@ BENCHES = {
     "links": bench_links,
     "churn": bench_churn,
     "goodput": bench_goodput,
+    "ledger": bench_ledger,
     "liars": bench_liars,
     "credentials": bench_credentials,
     "monitor": bench_monitor,
@@ -72,6 +75,10 @@ def main() -> None:
     parser.add_argument("--churn-seeds", type=int, default=5, help="simulations of each, for churn")
     parser.add_argument("--churn-s", type=float, default=600.0, help="simulated seconds of each, for churn")
     parser.add_argument("--churn-live-s", type=float, default=30.0, help="of each rule with real workers; 0: none")
+    parser.add_argument("--ledger-s", type=float, default=8.0, help="seconds of each journal's turn, for ledger")
+    parser.add_argument("--ledger-turns", type=int, default=3, help="of each journal, for ledger")
+    parser.add_argument("--ledger-drivers", type=int, default=8, help="that ask at once, for ledger")
+    parser.add_argument("--ledger-bundle", type=int, default=32, help="settlements of a report, for ledger")
     parser.add_argument("--liars-seeds", type=int, default=2, help="runs of each cell, for liars")
     parser.add_argument("--liars-micro-batches", type=int, default=256, help="of each run, for liars")
     parser.add_argument("--liars-inner-steps", type=int, default=10, help="between two averages, for liars")

@@ -83,6 +83,10 @@ class LedgerError(TrainerError):
     """The account of which data were trained on cannot be kept, or what it says cannot be believed."""
 
 
+class JournalLostError(LedgerError):
+    """Another driver keeps the account by now; nothing of this one's is added to the journal any more."""
+
+
 class IncompatiblePeerError(TrainerError):
     """The other nodes of the run train another architecture or vocabulary, or speak another protocol."""
 

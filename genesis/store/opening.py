@@ -19,8 +19,12 @@ from genesis.store.limits import RetryPolicy, Throttle
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?=://)")
 
 
-def open_store(url: str | Path) -> Store:
+def open_store(url: str | Path, *, policy: RetryPolicy | None = None) -> Store:
     """The store at ``url``, to read and write; a folder that is not there is an empty store.
+
+    Args:
+        url: a folder's path, ``file:///path`` or ``s3://bucket/prefix``.
+        policy: how long calls may take; a folder ignores it.
 
     Raises:
         UsageError: it is not an address of a store that can be written.
@@ -31,7 +35,7 @@ def open_store(url: str | Path) -> Store:
     if scheme == "s3":
         from genesis.store.s3 import S3Store
 
-        return S3Store(str(url))
+        return S3Store(str(url), policy=policy)
     if scheme in ("http", "https"):
         raise UsageError(
             f"expected a store that can be written, found {url}, which can only be read; give a folder's path or "

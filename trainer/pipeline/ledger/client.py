@@ -295,7 +295,7 @@ class LedgerClient:
         keeper = self.keeper()
         if keeper is None:
             raise PeerUnavailableError(
-                f"expected the keeper of the account, {self.config.keeper}, found none announced"
+                f"expected the keeper of the account, {self.config.keeper_text}, found none announced"
             )
         reply = await self.endpoint.call(keeper, method, ask, answer, timeout_s=self.config.call_timeout_s)
         self._away_since_s = math.inf
@@ -314,7 +314,7 @@ class LedgerClient:
             self._logged_away_s = now_s
             logger.warning(
                 "waiting for the account's keeper, %s, for %.0f s; %d micro-batches are held and not begun: %s",
-                *(self.config.keeper, self.keeper_away_s, self.cache.num_ahead, error),
+                *(self.config.keeper_text, self.keeper_away_s, self.cache.num_ahead, error),
             )
 
     # -- reading rows --------------------------------------------------------------------------------------------------

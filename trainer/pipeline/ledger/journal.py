@@ -9,25 +9,16 @@ folder synced. One process keeps a journal (flock on a file beside it, since the
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
-
-from pydantic import ValidationError
 
 from genesis.file_lock import try_lock
 from genesis.store.durable import sync_folder
 from trainer.errors import LedgerError
-from trainer.pipeline.ledger.records import RECORD, Record
-
-logger = logging.getLogger(__name__)
-
-_SEED: Final = hashlib.sha256(b"genesis ledger 1").hexdigest()[:32]
-_DIGEST_CHARS: Final = 32
+from trainer.pipeline.ledger.journal_lines import SEED, decode_lines, encode_line
+from trainer.pipeline.ledger.records import Record
 
 
 class Journal:
@@ -40,6 +31,8 @@ class Journal:
         self._digest = digest
         self._broken = ""
         self.size_bytes = size_bytes
+        self.position = 0
+        """See `AccountJournal`: what is appended here is durable at once, and nobody else can take over."""
 
     @classmethod
     def open(cls, path: Path) -> tuple[Journal, list[Record]]:
@@ -60,7 +53,7 @@ class Journal:
                 opened.callback(os.close, descriptor)
                 if is_new:
                     sync_folder(path.parent)
-                records, digest, size_bytes = _read(path)
+                records, digest, size_bytes = decode_lines(path.read_bytes(), str(path), may_be_cut=True)
                 if os.fstat(descriptor).st_size != size_bytes:  # What follows the last whole line goes.
                     os.ftruncate(descriptor, size_bytes)
                     os.fdatasync(descriptor)
@@ -71,7 +64,7 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Adds a record; it is on disk when this returns. After a LedgerError the journal takes no more."""
-        line, digest = _line(record, self._digest)
+        line, digest = encode_line(record, self._digest)
         with self._writing("write"):
             _write(self._descriptor, line)
             os.fdatasync(self._descriptor)
@@ -80,7 +73,7 @@ class Journal:
 
     def replace(self, record: Record) -> None:
         """Puts a record in place of all there are; whenever this process dies, either is there whole."""
-        line, digest = _line(record, _SEED)
+        line, digest = encode_line(record, SEED)
         fresh = self._path.with_name(self._path.name + ".new")
         with self._writing("replace"):
             descriptor = _opened(fresh, os.O_APPEND | os.O_TRUNC)
@@ -95,6 +88,12 @@ class Journal:
             self._descriptor = descriptor
             sync_folder(self._path.parent)
         self._digest, self.size_bytes = digest, len(line)
+
+    def check_current(self) -> None:
+        """Does nothing: nobody else can open the journal."""
+
+    async def committed(self, position: int) -> None:
+        """Returns at once: what was appended is on disk."""
 
     def close(self) -> None:
         """Lets go of the file; may be called again."""
@@ -114,43 +113,6 @@ class Journal:
         except OSError as error:
             self._broken = f"expected to {what} the journal {self._path}, found {error}; free the disk, start again"
             raise LedgerError(self._broken) from error
-
-
-def _line(record: Record, before: str) -> tuple[bytes, str]:
-    """A record's line, and its digest."""
-    body = record.model_dump_json().encode()
-    digest = _digest(before, body)
-    return b"%s %s\n" % (digest.encode(), body), digest
-
-
-def _digest(before: str, body: bytes) -> str:
-    return hashlib.sha256(before.encode() + body).hexdigest()[:_DIGEST_CHARS]
-
-
-def _read(path: Path) -> tuple[list[Record], str, int]:
-    """The records, the digest of the last, and how many bytes they take; a last line that is not whole is left out."""
-    records: list[Record] = []
-    digest, size_bytes = _SEED, 0
-    with path.open("rb") as file:
-        lines = file.readlines()
-    for number, line in enumerate(lines, 1):
-        found, _, body = line.rstrip(b"\n").partition(b" ")
-        expected = _digest(digest, body)
-        if not line.endswith(b"\n") or found != expected.encode():
-            if number == len(lines):
-                logger.warning("%s: line %d was not written to its end; nobody was told of it", path, number)
-                break
-            raise LedgerError(
-                f"expected line {number} of {path} to fit the digests before it, found it damaged or changed; put back "
-                "a copy, or begin a new account in another state folder"
-            )
-        try:
-            records.append(RECORD.validate_json(body))
-        except ValidationError as error:
-            why = str(error).splitlines()[0]
-            raise LedgerError(f"expected line {number} of {path} to be this release's, found another ({why})") from None
-        digest, size_bytes = expected, size_bytes + len(line)
-    return records, digest, size_bytes
 
 
 def _opened(path: Path, flags: int = 0) -> int:

@@ -1,8 +1,9 @@
 """The keeper's side: the ledger and its journal behind an endpoint, and the watch over leases that run out.
 
-All that touches the ledger runs in one thread of its own, since each change waits for the disk; the event loop goes on
-meanwhile, and a caller that gives up leaves nothing half done. About a lease that ran out all workers are asked which
-of its micro-batches they have counted, and told to count no more of it.
+All that touches the ledger runs in one thread of its own, since each change may wait for the disk; the event loop goes
+on meanwhile, and a caller that gives up leaves nothing half done. A journal outside this machine is written in groups:
+who asked waits for the group, and the ledger goes on with the next request. About a lease that ran out all workers are
+asked which of its micro-batches they have counted, and told to count no more of it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from trainer.errors import LedgerError, RefusedError, RpcError, TrainerError
-from trainer.network.rpc import Endpoint, Peer, PeerId, Reply, Request
+from trainer.network.rpc import Endpoint, Message, Peer, PeerId, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.pipeline.ledger import messages
 from trainer.pipeline.ledger.config import LedgerConfig
+from trainer.pipeline.ledger.group_commit import AccountJournal
 from trainer.pipeline.ledger.journal import Journal
 from trainer.pipeline.ledger.ledger import AppliedReport, Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
@@ -38,6 +40,15 @@ _LOG_INTERVAL_S = 60.0
 _ASK_AGAIN_S = 2.0
 T = TypeVar("T")
 
+LEDGER_METHODS: Final[dict[str, type[Message]]] = {
+    messages.LEDGER_LEASE: messages.LeaseAsk,
+    messages.LEDGER_RENEW: messages.RenewAsk,
+    messages.LEDGER_SETTLE: messages.SettleAsk,
+    messages.LEDGER_ACCOUNT: messages.AccountAsk,
+    messages.LEDGER_WORKERS: messages.AccountAsk,
+}
+"""What a keeper answers, and the bodies of the requests."""
+
 AppliedInquiry: TypeAlias = Callable[[Sequence[MicroBatchKey]], Awaitable[AppliedReport]]
 """Asks every worker of every stage; from then on they refuse what they had not counted of it."""
 
@@ -52,25 +63,38 @@ def open_ledger(
     """
     journal, records = Journal.open(path)
     try:
-        if not records:
-            records = [Opened(spec=spec, shards=tuple(map(len, shards)))]
-            journal.append(records[0])
-        ledger: Ledger
-        compact_at = config.compact_bytes
-
-        def write(record: Record) -> None:
-            nonlocal compact_at
-            if journal.size_bytes > compact_at:
-                journal.replace(ledger.state.snapshot())
-                compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
-            journal.append(record)
-
-        ledger = Ledger(LedgerState.of(records, spec, shards), config, write, boottime_s(), max_tokens=max_tokens)
-        ledger.grow(shards)
+        return ledger_in(journal, records, spec, shards, config, max_tokens=max_tokens), journal
     except BaseException:
         journal.close()
         raise
-    return ledger, journal
+
+
+def ledger_in(
+    journal: AccountJournal,
+    records: list[Record],
+    spec: LedgerSpec,
+    shards: Sequence[Sequence[int]],
+    config: LedgerConfig,
+    *,
+    max_tokens: int = 0,
+) -> Ledger:
+    """Returns the account in an open journal, whose ``records`` were read from it; otherwise as `open_ledger`."""
+    if not records:
+        records = [Opened(spec=spec, shards=tuple(map(len, shards)))]
+        journal.append(records[0])
+    ledger: Ledger
+    compact_at = config.compact_bytes
+
+    def write(record: Record) -> None:
+        nonlocal compact_at
+        if journal.size_bytes > compact_at:
+            journal.replace(ledger.state.snapshot())
+            compact_at = max(config.compact_bytes, 2 * journal.size_bytes)
+        journal.append(record)
+
+    ledger = Ledger(LedgerState.of(records, spec, shards), config, write, boottime_s(), max_tokens=max_tokens)
+    ledger.grow(shards)
+    return ledger
 
 
 @dataclass(eq=False, repr=False)
@@ -126,7 +150,7 @@ class LedgerService:
 
     endpoint: Endpoint
     ledger: Ledger
-    journal: Journal
+    journal: AccountJournal
     config: LedgerConfig
     inquiry: AppliedInquiry
     drivers: Callable[[], Collection[PeerId]] | None = None
@@ -154,11 +178,19 @@ class LedgerService:
 
     def register(self) -> None:
         """Registers its methods at the endpoint."""
-        self.endpoint.register(messages.LEDGER_LEASE, messages.LeaseAsk, self._lease)
-        self.endpoint.register(messages.LEDGER_RENEW, messages.RenewAsk, self._renew)
-        self.endpoint.register(messages.LEDGER_SETTLE, messages.SettleAsk, self._settle)
-        self.endpoint.register(messages.LEDGER_ACCOUNT, messages.AccountAsk, self._account)
-        self.endpoint.register(messages.LEDGER_WORKERS, messages.AccountAsk, self._workers)
+        for method, body_model in LEDGER_METHODS.items():
+            self.endpoint.register(method, body_model, partial(self.handle, method))
+
+    async def handle(self, method: str, request: Request[Any]) -> Reply[Any]:
+        """Answers a request of one of `LEDGER_METHODS`; raises RefusedError."""
+        handlers: dict[str, Callable[[Request[Any]], Awaitable[Reply[Any]]]] = {
+            messages.LEDGER_LEASE: self._lease,
+            messages.LEDGER_RENEW: self._renew,
+            messages.LEDGER_SETTLE: self._settle,
+            messages.LEDGER_ACCOUNT: self._account,
+            messages.LEDGER_WORKERS: self._workers,
+        }
+        return await handlers[method](request)
 
     async def start(self) -> None:
         """Begins to watch over leases."""
@@ -194,11 +226,21 @@ class LedgerService:
         await self._run(lambda: self.ledger.grow(shards))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Runs something in the ledger's thread, to its end even if the caller is cancelled."""
+        """Runs something in the ledger's thread, to its end even if the caller is cancelled.
+
+        Returns when all is durable that the result may follow from.
+        """
         if self._stopped:
             raise LedgerError("expected an account that is kept here, found that it was closed")
+
+        def act() -> tuple[T, int]:
+            self.journal.check_current()
+            return work(), self.journal.position
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            result, position = await asyncio.get_running_loop().run_in_executor(self._thread, act)
+            await self.journal.committed(position)
+            return result
         finally:
             if self.ledger.failure is not None:
                 self._has_failed.set()

@@ -58,8 +58,8 @@ class StageService:
     Args:
         drivers: the run's drivers as known now, who may have micro-batches computed and counted, or refused from now
             on. Names of micro-batches can be guessed; None: anybody may, which is for trusted networks only.
-        keeper: the ledger server's key as known now, which may have anybody's micro-batches refused; each other driver
-            only its own. None: each driver may.
+        keepers: the keys of drivers that keep the account, or may, as known now: these may have anybody's micro-batches
+            refused; each other driver only its own. None: each driver may.
     """
 
     endpoint: Endpoint
@@ -67,7 +67,7 @@ class StageService:
     executor: StageExecutor
     config: WorkerConfig
     drivers: Callable[[], Collection[PeerId]] | None = None
-    keeper: Callable[[], PeerId | None] | None = None
+    keepers: Callable[[], Collection[PeerId]] | None = None
     workers: Callable[[str], Mapping[PeerId, Peer]] | None = None
     """The workers of a stage as known now, by key: who may pass chains on to this one, and where the next hop is. None:
     anybody may, and a hop is where a route says; for trusted networks only."""
@@ -243,7 +243,7 @@ class StageService:
         if refuse and self.drivers is not None and request.sender not in self.drivers():
             # Not answered without refusing: the sender would take what is not counted for what will not be.
             raise RefusedError("not-a-driver", f"expected a driver that this worker knows, found {request.sender[:12]}")
-        refused_of = "" if self.keeper is None or request.sender == self.keeper() else request.sender
+        refused_of = "" if self.keepers is None or request.sender in self.keepers() else request.sender
         replies = self.executor.replies
         find = partial(replies.counted_among, keys, refuse_from_now=refuse, refused_of=refused_of)
         incarnation, counted, undecided = find()
@@ -323,7 +323,7 @@ class StageWorker:
     one optimizer step, and ``peers`` its other workers, which may be ``max_lead`` versions ahead and still be followed.
     ``strategy`` keeps replicas together, in ``num_fragments`` parts (DiLoCo's fragments, SPARTA's slices); it may be
     set later, in the compute thread, which also calls ``on_step`` and ``on_round``. With ``batches`` forward requests
-    are computed together, as suits `StageConfig.backward` ``recompute``. ``drivers``, ``keeper``: see `StageService`.
+    are computed together, as suits `StageConfig.backward` ``recompute``. ``drivers``, ``keepers``: see `StageService`.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class StageWorker:
         on_step: Stepped | None = None,
         on_round: Synchronised | None = None,
         drivers: Callable[[], Collection[PeerId]] | None = None,
-        keeper: Callable[[], PeerId | None] | None = None,
+        keepers: Callable[[], Collection[PeerId]] | None = None,
     ) -> None:
         self.replica = replica
         self.replies = ReplyCache(config, num_fragments=num_fragments, clock=clock)
@@ -372,7 +372,7 @@ class StageWorker:
         self.executor = StageExecutor(
             endpoint, stage_name, behind, replica, self.runtime, self.link, self.replies, max_batch_size
         )
-        self.service = StageService(endpoint, plan, self.executor, config, drivers=drivers, keeper=keeper)
+        self.service = StageService(endpoint, plan, self.executor, config, drivers=drivers, keepers=keepers)
 
     def register(self) -> None:
         """Registers the stage's methods; before the endpoint starts."""

@@ -115,8 +115,8 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     "swarm.ledger": {
         "own": "begin_anew ahead close_s compact_bytes",
         "offered": "keeper",
-        "fixed": "unit_rows lease_units lease_s lease_margin_s inquiry_s reissue_after_s worker_gone_s max_open epochs "
-        "call_timeout_s",
+        "fixed": "journal keepers takeover_s unit_rows lease_units lease_s lease_margin_s inquiry_s reissue_after_s "
+        "worker_gone_s max_open epochs call_timeout_s",
     },
     "swarm.rebalance": {"offered": "enabled min_gain horizon_s patience_s stay_s link_bytes_per_s"},
     "swarm.sparta": {

@@ -2,9 +2,10 @@
 
     store → rows of leased micro-batches → stages, through their workers → settlements → account
 
-The driver that the run file names as keeper (``swarm.ledger.keeper``) keeps the account for all, in a journal under
-``state_dir``. Its ``max_steps`` bounds the run, and it stays until the other drivers know that all is done. A driver
-holds nothing that is worth saving: killed, it begins again with a new lease.
+One driver keeps the account for all: the one that the run file names (``swarm.ledger.keeper``), in a journal under
+``state_dir``; or, where the journal outlives its machine (``swarm.ledger.journal``), whichever has it. The keeper's
+``max_steps`` bounds the run, and it stays until the other drivers know that all is done. A driver holds nothing that is
+worth saving: killed, it begins again with a new lease.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 from loader.errors import LoaderError
 from loader.session import Session
-from trainer.errors import TrainerError, TrainerUsageError
+from trainer.errors import LedgerError, TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.rpc import Endpoint, Peer
@@ -29,6 +30,7 @@ from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.ledger import (
+    KeeperSeat,
     LedgerClient,
     LedgerLane,
     LedgerService,
@@ -36,11 +38,14 @@ from trainer.pipeline.ledger import (
     MicroBatches,
     WorkerInquiry,
     lanes_of,
+    ledger_in,
     open_ledger,
     preferred_shards,
     spec_of,
 )
-from trainer.pipeline.ledger.records import WorkerSeen
+from trainer.pipeline.ledger.group_commit import AccountJournal
+from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.records import Record, WorkerSeen
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
 from trainer.run.config.run import keeper_option
@@ -54,6 +59,7 @@ from trainer.run.signed import SignedRun
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
 from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account
+from trainer.run.swarm.keeper_seat import num_shards_in, open_seat
 from trainer.run.swarm.peer_view import DriverPeerView
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, stage_of, target_tokens_of
 
@@ -104,7 +110,9 @@ class DriverNode:
         self._peers = DriverPeerView(
             config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
         )
-        self._keeper: LedgerService | None = None
+        self._keeper: LedgerService | None = None  # Of an account that is local; see `_service`.
+        self._seat: KeeperSeat | None = None
+        self._work_client: LedgerClient | None = None
         self._opening: AccountOpening | None = None
         self._driver: PipelineDriver | None = None
         self._run = SignedRun.open(config)
@@ -122,7 +130,9 @@ class DriverNode:
             if data is None:
                 return
             lanes, spec = data
-            if keeps_account(config, self._endpoint.peer_id):
+            if config.swarm.ledger.is_shared:
+                self._take_seat(lanes, spec)
+            elif keeps_account(config, self._endpoint.peer_id):
                 self._open_account(lanes, spec)
             self._peers.register()
             records = self._connected_run()
@@ -143,11 +153,15 @@ class DriverNode:
             if self._keeper is not None:
                 await self._keeper.start()
                 stack.push_async_callback(self._keeper.stop)
-                stack.push_async_callback(self._leave_account)
-            name = config.swarm.ledger.keeper
+            if self._seat is not None:
+                with as_usage_errors():
+                    await self._seat.start()
+                stack.push_async_callback(self._seat.stop)
+            stack.push_async_callback(self._leave_account)
+            name = config.swarm.ledger.keeper_text
             find = self._peers.keeper_peer
             await self._wait_for(lambda: [] if find() else [name], _FIRST_KEEPER_S, "the keeper of the account:")
-            if self._keeper is None:  # It leases only to drivers that it has heard of.
+            if self._service is None:  # The keeper leases only to drivers that it has heard of.
                 await asyncio.sleep(_HEARD_S + config.discovery.poll_interval_s)
             work = LedgerClient(
                 self._endpoint,
@@ -157,6 +171,7 @@ class DriverNode:
                 config.swarm.ledger,
                 preferred_shards(config.node_id, lanes, config.data.shards_per_node, config.data.assignment),
             )
+            self._work_client = work
             await work.start()
             stack.push_async_callback(work.close)
             self._driver = PipelineDriver(
@@ -170,7 +185,7 @@ class DriverNode:
                 on_result=self._ended,
                 on_step=self._stepped,
             )
-            self.view.begin(self._driver, self._keeper, self._endpoint, work)
+            self.view.begin(self._driver, lambda: self._service, self._endpoint, work)
             await self.view.refresh()
             self._steps = self.view.num_steps
             stack.enter_context(self._watch.with_pipeline(self.view))
@@ -204,8 +219,15 @@ class DriverNode:
         self._inner, self._driver.target_tokens = config.inner, target_tokens_of(config)
         self._watch.changed(self._run.chain.changes[:number], frontier)
 
+    @property
+    def _service(self) -> LedgerService | None:
+        """The account, while this driver keeps it."""
+        return self._keeper if self._seat is None else self._seat.service
+
     async def _leave_account(self) -> None:
-        """Writes the keeper's account, when everything is settled or handed back."""
+        """Writes the account, if this driver keeps it, when everything is settled or handed back."""
+        if self._service is None:
+            return
         try:
             await self.view.refresh()
         except TrainerError as error:
@@ -215,11 +237,15 @@ class DriverNode:
         if account is not None:
             write_last_account(self._config, account)
 
-    async def _open_leasing(self, opening: AccountOpening) -> None:
-        while not opening.is_over(self._peers.reports()):
+    async def _open_leasing(self) -> None:
+        """Looks at each account that this driver begins to keep, until it may lease."""
+        opened: AccountOpening | None = None
+        while True:
+            opening = self._opening
+            if opening is not None and opening is not opened and opening.is_over(self._peers.reports()):
+                opened = opening
+                await self._note_workers()
             await asyncio.sleep(_LOOK_S)
-        await self._note_workers()
-        await asyncio.Event().wait()  # `_drive` ends with the first task that ends.
 
     async def _drive(self, driver: PipelineDriver) -> None:
         """Runs until there is nothing left to do here, or one of the tasks beside it fails."""
@@ -228,13 +254,14 @@ class DriverNode:
             self._look(),
             _repeated(_NOTE_WORKERS_S, self._note_workers),
             self._peers.watch_fit(),
+            self._open_leasing(),
         ]
         if self._keeper is not None:
             running += [self._keeper.failed(), _repeated(_NOTE_SHARDS_S, self._note_shards)]
         if self._admission is not None:
             running.append(self._admission.failed())
-        if self._opening is not None:
-            running.append(self._open_leasing(self._opening))
+        if self._seat is not None:
+            running += [self._seat_ended(self._seat), _repeated(_NOTE_SHARDS_S, self._note_shards)]
         tasks = [asyncio.create_task(each) for each in running]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -261,16 +288,31 @@ class DriverNode:
         await driver.run()
         logged, done_s = False, time.monotonic()
         patience_s = 2 * self._config.discovery.announcement_lifetime_s
-        while (keeper := self._keeper) is not None and not self._stop():
+        while (keeper := self._service) is not None and not self._stop():
             waited_s = time.monotonic() - done_s
             untold = [key for key in self._peers.drivers() if not keeper.has_told(key)]
             awaited = [key for key in untold if min(waited_s, keeper.quiet_s(key)) < patience_s]
-            if not awaited and not (await keeper.account()).leases:
+            if not awaited and not await self._num_leases(keeper):
                 return
             if not logged:
                 logger.info("done here; keeping the account until the other drivers are done too")
                 logged = True
             await asyncio.sleep(_LOOK_S)
+
+    async def _seat_ended(self, seat: KeeperSeat) -> None:
+        """Waits until it turns out that no driver can keep the account; raises TrainerUsageError then."""
+        with as_usage_errors():
+            await seat.ended()
+
+    async def _num_leases(self, keeper: LedgerService) -> int:
+        """The leases that are live; 1 if the account has just been taken over by another driver."""
+        try:
+            return (await keeper.account()).leases
+        except LedgerError as error:
+            if self._seat is None:
+                raise
+            logger.info("%s", error)
+            return 1
 
     async def _wait_for(self, missing: Callable[[], Sequence[str]], timeout_s: float, what: str) -> None:
         deadline_s, logged = time.monotonic() + timeout_s, False
@@ -307,19 +349,53 @@ class DriverNode:
                 config.swarm.ledger,
                 max_tokens=config.max_steps * target_tokens_of(config),
             )
-        ledger.release_all(self._endpoint.peer_id, boottime_s())
-        self._opening = AccountOpening(config, path, ledger, self._shape.plan.names)
         try:
-            self._opening.check_checkpoints()
+            self._keeper = self._keeper_of(ledger, journal, str(path))
         except TrainerUsageError:
             journal.close()
             raise
+        self._keeper.register()
+
+    def _take_seat(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> None:
+        """Takes a place among the drivers that may keep the account."""
+        config = self._config
+
+        def shards_for(records: list[Record]) -> list[Sequence[int]]:
+            shards = [lane.shards for lane in lanes]
+            if any(map(int.__lt__, map(len, shards), num_shards_in(records))):  # More have come since this began.
+                try:
+                    newest = lanes_of(self._session.newest_catalog(), config.data.sources, config.data.holdout)
+                except LoaderError as error:
+                    raise LedgerError(f"expected the shards that the account names, found: {error}") from error
+                shards = [lane.shards for lane in newest]
+            return shards
+
+        def make(journal: AccountJournal, records: list[Record]) -> LedgerService:
+            tokens = config.max_steps * target_tokens_of(config)
+            ledger = ledger_in(journal, records, spec, shards_for(records), config.swarm.ledger, max_tokens=tokens)
+            return self._keeper_of(ledger, journal, config.swarm.ledger.journal)
+
+        def is_away() -> bool:
+            return self._work_client is None or self._work_client.keeper_away_s > 0
+
+        self._seat = open_seat(config, self._endpoint, self._peers, is_away, make)
+        self._seat.register()
+        self._peers.found_keeper = lambda: None if self._seat is None else self._seat.keeper
+
+    def _keeper_of(self, ledger: Ledger, journal: AccountJournal, where: str) -> LedgerService:
+        """What answers for an account; raises TrainerUsageError beside checkpoints of what it does not tell of."""
+        config = self._config
+        if self._work_client is None:  # This process has only begun: what its node held is held by nobody.
+            ledger.release_all(self._endpoint.peer_id, boottime_s())
+        opening = AccountOpening(config, where, ledger, self._shape.plan.names)
+        opening.check_checkpoints()
+        self._opening = opening
 
         def workers() -> list[tuple[str, Peer]]:
             heard = self._peers.workers_heard()
             return [(stage_of(said.stage), said.peer()) for said in heard if said.stage is not None]
 
-        self._keeper = LedgerService(
+        return LedgerService(
             self._endpoint,
             ledger,
             journal,
@@ -327,7 +403,6 @@ class DriverNode:
             WorkerInquiry(self._endpoint, workers),
             drivers=self._peers.drivers,
         )
-        self._keeper.register()
 
     def _ended(self, result: MicroBatchResult) -> None:
         self.view.ended(result)
@@ -377,7 +452,8 @@ class DriverNode:
 
     async def _note_workers(self) -> None:
         try:
-            if self._keeper is not None:
+            keeper = self._service
+            if keeper is not None:
                 reports = self._peers.reports()
                 seen = (
                     WorkerSeen(
@@ -390,14 +466,15 @@ class DriverNode:
                     for report in reports
                 )
                 version = self._opening.version(reports) if self._opening is not None else None
-                await self._keeper.note_workers(seen, version)
+                await keeper.note_workers(seen, version)
             await self.view.refresh()
         except TrainerError as error:
             logger.warning("%s", error)
 
     async def _note_shards(self) -> None:
         """Adds shards that the store has got since; they are read from the next epoch on."""
-        if self._keeper is None:
+        keeper = self._service
+        if keeper is None:
             return
         data, session = self._config.data, self._session
 
@@ -406,7 +483,7 @@ class DriverNode:
 
         try:
             found = await in_daemon_thread(shards, "driver-store")
-            await self._keeper.grow(found)
+            await keeper.grow(found)
         except (TrainerError, LoaderError) as error:
             logger.warning("the store's newest shards: %s", error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -49,7 +49,7 @@ class DriverView:
         self._peers = peers
         self._driver: PipelineDriver | None = None
         self._work: LedgerClient | None = None
-        self._keeper: LedgerService | None = None
+        self._keeper: Callable[[], LedgerService | None] = lambda: None
         self._endpoint: Endpoint | None = None
         self._account: tuple[Account, float] | None = None
         self._snapshot = _Snapshot()
@@ -58,9 +58,13 @@ class DriverView:
         self._began_s = time.monotonic()
 
     def begin(
-        self, driver: PipelineDriver, keeper: LedgerService | None, endpoint: Endpoint, work: LedgerClient | None = None
+        self,
+        driver: PipelineDriver,
+        keeper: Callable[[], LedgerService | None],
+        endpoint: Endpoint,
+        work: LedgerClient | None = None,
     ) -> None:
-        """Shows this driver from now on."""
+        """Shows this driver from now on; ``keeper`` returns the account, while this driver keeps it."""
         self._driver, self._keeper, self._endpoint, self._work = driver, keeper, endpoint, work
         self.look()
 
@@ -94,8 +98,9 @@ class DriverView:
     async def refresh(self) -> None:
         """Asks the keeper for the account."""
         peer = self._peers.keeper_peer()
-        if self._keeper is not None:
-            self._account = (await self._keeper.account(), time.monotonic())
+        keeper = self._keeper()
+        if keeper is not None:
+            self._account = (await keeper.account(), time.monotonic())
         elif peer is not None and self._endpoint is not None:
             try:
                 reply = await self._endpoint.call(peer, LEDGER_ACCOUNT, AccountAsk(), Account, timeout_s=_ASK_TIMEOUT_S)
@@ -129,7 +134,7 @@ class DriverView:
         account, heard_s = self._account
         own = {
             "node_id": self._config.node_id,
-            "keeper": self._config.swarm.ledger.keeper,
+            "keeper": self._peers.keeper_name,
             "age_s": round(time.monotonic() - heard_s, 3),
         }
         return SwarmAccount.model_validate(account.model_dump(mode="json") | own)
@@ -160,7 +165,7 @@ class DriverView:
             loss=self._loss,
             tokens_per_s=snapshot.tokens_per_s,
             in_flight=snapshot.status.in_flight if snapshot.status is not None else 0,
-            keeper=self._config.swarm.ledger.keeper,
+            keeper=self._peers.keeper_name,
             keeper_away_s=round(snapshot.keeper_away_s, 1),
             held=snapshot.num_ahead,
             stages=tuple(stages),

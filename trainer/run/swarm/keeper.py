@@ -21,6 +21,7 @@ from trainer.checkpoint.stages.naming import named_files
 from trainer.errors import CheckpointError, TrainerUsageError
 from trainer.monitor.status import SwarmAccount
 from trainer.network.discovery.stage_report import StageReport
+from trainer.pipeline.ledger.config import is_key
 from trainer.pipeline.ledger.ledger import Ledger
 from trainer.run.config import RunConfig
 from trainer.run.config.run import keeper_option
@@ -40,6 +41,14 @@ _LOG_EVERY_S = 60.0
 def check_keeper(config: RunConfig) -> None:
     """Refuses, with what to do, a keeper that is given by name in a run that strangers can join."""
     ledger = config.swarm.ledger
+    if ledger.is_shared:
+        if not config.is_private and not (ledger.keepers and all(map(is_key, ledger.keepers))):
+            raise TrainerUsageError(
+                "swarm.ledger.keepers: expected the keys of the drivers that may keep the account, since strangers can "
+                f"join this run, found {', '.join(ledger.keepers) or 'none'}; run 'python -m trainer identity' where "
+                "each is to run, and put the keys that it prints into the run file of all workers and drivers"
+            )
+        return
     if ledger.keeper_is_key or config.is_private:
         return
     if config.pipeline == "swarm" and ledger.keeper == config.node_id:
@@ -57,7 +66,7 @@ def check_keeper(config: RunConfig) -> None:
 
 
 def keeps_account(config: RunConfig, key: str) -> bool:
-    """Whether the driver with this configuration and key is the keeper."""
+    """Whether the driver with this configuration and key is the keeper of an account that is local."""
     ledger = config.swarm.ledger
     return ledger.keeper == (key if ledger.keeper_is_key else config.node_id)
 
@@ -88,7 +97,7 @@ class AccountOpening:
     trade-off: a backup that is a few steps old passes for the journal itself.
     """
 
-    def __init__(self, config: RunConfig, journal: Path, ledger: Ledger, stages: Sequence[str]) -> None:
+    def __init__(self, config: RunConfig, journal: str, ledger: Ledger, stages: Sequence[str]) -> None:
         self._config = config
         self._journal = journal
         self._ledger = ledger

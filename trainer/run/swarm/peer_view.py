@@ -19,6 +19,7 @@ from trainer.network.discovery import Announcement, Discovery, PeerWatchdog, ope
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Endpoint, Peer, PeerId
 from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
+from trainer.pipeline.ledger.config import is_key
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import ComparedPeer, FitCheck, NodeStats, announcement_of, register_terms
 from trainer.run.node.reporting import NodeReporter, OwnFigures
@@ -74,6 +75,30 @@ class SwarmPeers:
         """The drivers, by key."""
         return {said.peer_id: said for said in self.heard() if said.stage is None and self.fits(said)}
 
+    def keepers(self) -> frozenset[PeerId]:
+        """Keys of the drivers that keep the account, or may, as announced now."""
+        if not self._ledger.is_shared:
+            said = self.keeper()
+            return frozenset() if said is None else frozenset((said.peer_id,))
+        if not self._ledger.keepers:
+            return frozenset(self.drivers())
+        return frozenset(key for key in self.drivers() if self.keeper_named(key) is not None)
+
+    def keeper_named(self, key: PeerId) -> str | None:
+        """What the run file calls the driver with this key among `LedgerConfig.keepers`; None: it is none of them."""
+        if key in self._ledger.keepers:
+            return key
+        said = self.drivers().get(key)
+        is_named = said is not None and said.node_id in self._ledger.keepers and not is_key(said.node_id)
+        return said.node_id if said is not None and is_named else None
+
+    def driver_called(self, name: str) -> Announcement | None:
+        """The driver of a key or node id; of a node id the one that announced itself last."""
+        if is_key(name):
+            return self.drivers().get(name)
+        found = [said for said in self.drivers().values() if said.node_id == name]
+        return max(found, key=lambda said: said.sent_at, default=None)
+
     def keeper(self) -> Announcement | None:
         """The keeper of the account; None: it is not announced. By name, the first is it as long as it is there."""
         wanted, drivers = self._ledger.keeper, self.drivers()
@@ -122,6 +147,8 @@ class DriverPeerView(SwarmPeers):
         self._last_words: dict[str, tuple[float, LastWord]] = {}
         """By key: when the newest announcement was sent, by its own account, and what matters of it."""
         self._announcements: tuple[Announcement, ...] = ()
+        self.found_keeper: Callable[[], PeerId | None] | None = None
+        """The key of the driver that has the journal, where that may be any; None: the run file names the keeper."""
         self.silence_s = _SILENT_INTERVALS * config.discovery.announce_interval_s  # See `StageDirectory`.
 
     @property
@@ -199,10 +226,27 @@ class DriverPeerView(SwarmPeers):
 
     def keeper_peer(self) -> Peer | None:
         """Where the keeper is, which may be this driver; None: it is not there."""
+        if self.found_keeper is not None:
+            key = self.found_keeper()
+            said = None if key is None else self.drivers().get(key)
+            if key == self._endpoint.peer_id:
+                return self._endpoint.peer
+            return None if said is None else said.peer()
         if keeps_account(self._config, self._endpoint.peer_id):
             return self._endpoint.peer
         found = self.keeper()
         return None if found is None else found.peer()
+
+    @property
+    def keeper_name(self) -> str:
+        """Who keeps the account, for people: a node id, or a key."""
+        if self.found_keeper is None:
+            return self._ledger.keeper
+        key = self.found_keeper()
+        if key is None:
+            return self._ledger.keeper_text
+        said = self.drivers().get(key)
+        return self._config.node_id if key == self._endpoint.peer_id else key if said is None else said.node_id
 
     def _word(self, said: Announcement, now_s: float) -> tuple[float, LastWord]:
         """What is remembered of an announcement; as before if it is still the same one."""

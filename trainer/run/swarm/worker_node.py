@@ -244,7 +244,7 @@ class WorkerNode:
             on_step=self._stepped,
             on_round=self._after_round,
             drivers=self._peers.drivers,
-            keeper=lambda: said.peer_id if (said := self._peers.keeper()) is not None else None,
+            keepers=self._peers.keepers,
         )
         self._worker.service.workers = lambda stage: {
             said.peer_id: said.peer() for said in self._peers.workers_heard(stage)

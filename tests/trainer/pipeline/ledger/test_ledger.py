@@ -34,7 +34,8 @@ from tests.support.ledger_cast import (
 )
 from trainer.errors import LedgerError, RefusedError
 from trainer.pipeline.ledger import LedgerConfig, open_ledger
-from trainer.pipeline.ledger.journal import _SEED, Journal, _digest
+from trainer.pipeline.ledger.journal import Journal
+from trainer.pipeline.ledger.journal_lines import SEED, chain_digest
 from trainer.pipeline.ledger.ledger import Ledger
 from trainer.pipeline.ledger.ledger_state import LedgerState
 from trainer.pipeline.ledger.records import WorkerSeen
@@ -491,7 +492,7 @@ def test_one_process_keeps_a_journal_of_this_release_in_a_folder_that_can_be_wri
     with pytest.raises(LedgerError, match="expected a journal that can be written at"):
         Journal.open(path / "journal.jsonl")
     body = b'{"kind":"opened","version":2}'
-    path.write_bytes(b"%s %s\n" % (_digest(_SEED, body).encode(), body))
+    path.write_bytes(b"%s %s\n" % (chain_digest(SEED, body).encode(), body))
     with pytest.raises(LedgerError, match=r"line 1 of .* another"):
         Journal.open(path)
 

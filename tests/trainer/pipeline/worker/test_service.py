@@ -194,7 +194,7 @@ async def test_drivers_have_their_own_micro_batches_refused_and_the_keeper_anybo
     keeper: list[str] = []
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        tail = await enter(running_worker(TAIL, drivers=lambda: may, keeper=lambda: keeper[0] if keeper else None))
+        tail = await enter(running_worker(TAIL, drivers=lambda: may, keepers=lambda: keeper))
         driver, impostor = await enter(running_driver()), await enter(running_driver())
         may.add(driver.endpoint.peer_id)
         assert await _reason(impostor.applied(tail, KEY, refuse_from_now=True)) == "not-a-driver"

@@ -212,7 +212,7 @@ def _spelt(text: str) -> object:
     number, _, unit = plain.partition(" ")
     if unit in _UNITS:
         return int(number) * _UNITS[unit]
-    return {"none": "", "by cut": ()}.get(plain, yaml.safe_load(plain))
+    return {"none": "", "by cut": (), "any driver": ()}.get(plain, yaml.safe_load(plain))
 
 
 def test_the_table_has_every_option_with_its_default() -> None:

@@ -301,7 +301,7 @@ def test_other_threads_are_shown_snapshots_of_workers_of_its_own_run_file(config
         audit = AuditStatus(undecided=(("tail.0.33", "tail.0.40"),))
         return DriverStatus(4, 3, 0, 0, 0, 99, {}, {}, {}, (stage,), audit, silent=dict(silent))
 
-    view.begin(SimpleNamespace(status=status), None, Endpoint(Identity.create(), config.run_id, config.rpc))
+    view.begin(SimpleNamespace(status=status), lambda: None, Endpoint(Identity.create(), config.run_id, config.rpc))
     with ThreadPoolExecutor(1) as api:
         seen = api.submit(view.stages).result()
     assert (seen.in_flight, seen.stages[-1].num_serving, seen.stages[-1].version) == (4, 1, 7)

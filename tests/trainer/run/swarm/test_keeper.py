@@ -113,7 +113,7 @@ def reports(*versions: int | None) -> list[StageReport]:
 
 
 def opening_of(config: RunConfig, kept: ListedLedger) -> AccountOpening:
-    return AccountOpening(config, Path("/where/journal.jsonl"), kept.ledger, STAGES)
+    return AccountOpening(config, "/where/journal.jsonl", kept.ledger, STAGES)
 
 
 def kept_until(version: int, leased: int = 0) -> ListedLedger:
