@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer.aggregation import RuleConfig
+from trainer.aggregation import RuleConfig, Weighing
 from trainer.collective.messages import Terms
 from trainer.compression.vectors import Codec, CodecName
 from trainer.errors import TrainerUsageError
@@ -81,6 +81,8 @@ class RoundSettings:
     config: CollectiveConfig
     endpoint: Endpoint
     directory: Directory
+    weighing: Weighing = "root"
+    """What a member's claimed work weighs; the strategy decides, and is among the terms."""
 
     @property
     def own_id(self) -> str:

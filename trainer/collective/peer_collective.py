@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from trainer.aggregation import RuleConfig
+from trainer.aggregation import RuleConfig, Weighing
 from trainer.collective.config import CollectiveConfig, Directory, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms
@@ -35,6 +35,7 @@ class PeerCollective:
         loop: its event loop, running in another thread.
         vocabulary_rows: returns the most rows of vocabulary this node could have now; called before each round.
         stopping: returns whether the node has been asked to stop; a round then has ten more seconds.
+        weighing: what a member's claimed work weighs.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PeerCollective:
         directory: Directory,
         vocabulary_rows: Callable[[], int],
         stopping: Callable[[], bool] = lambda: False,
+        weighing: Weighing = "root",
     ) -> None:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
@@ -62,6 +64,7 @@ class PeerCollective:
                 config=config,
                 endpoint=endpoint,
                 directory=directory,
+                weighing=weighing,
             )
         )
         self.agreed_vocabulary_rows = 0

@@ -9,6 +9,7 @@ the strategy alone saves, restores and resizes state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -35,6 +36,9 @@ class Contribution:
     state_digest: str  # SHA-256 of the state all members must share before the round; empty: nothing to compare.
     residual: Tensor | None = None
     """[P] what earlier lossy encodings left out, to be added before encoding; None: nothing."""
+    filled: Future[None] | None = None
+    """Done when the values of ``vector`` are there; until then members may agree on the round, and no longer. None:
+    they are there already. Whoever gives it fills it within some seconds, or the others take it for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ class RoundReport:
     """For each member, in the agreed order, if validation is on and this node has reduced anything. Judge a member by
     these: ``validation`` and ``dropped`` are partly the word of others."""
     note: str = ""  # Anything else a reader of the log must know.
+    result_digest: str = ""  # SHA-256 of what all members hold as the result; empty: the engine knows none.
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""

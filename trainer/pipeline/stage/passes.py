@@ -317,6 +317,23 @@ class GradientAccumulator:
         self._sums = [None] * len(self._parameters)
         return was
 
+    def give_back(self, sums: Sequence[Tensor | None], accumulated: Accumulated) -> None:
+        """Adds a copy of sums that were taken from here and dropped to what has come since."""
+        since = self.accumulated
+        if not since.num_micro_batches:
+            self.restore(sums, accumulated)
+            return
+        placed = [
+            None if total is None else total.to(parameter.device, parameter.dtype, copy=True)
+            for parameter, total in zip(self._parameters, sums, strict=True)
+        ]
+        self.add(placed, 0)
+        self.accumulated = Accumulated(
+            since.num_tokens + accumulated.num_tokens,
+            since.num_micro_batches + accumulated.num_micro_batches,
+            since.loss_sum + accumulated.loss_sum,
+        )
+
     def restore(self, sums: Sequence[Tensor | None], accumulated: Accumulated) -> None:
         """Replaces the sums with a copy of saved ones."""
         self._sums = [

@@ -145,6 +145,15 @@ class ProgressTracker:
         recent = self._recent()
         return 2 * sum(heard.report.version > version + self._max_lead for heard in recent) > len(recent)
 
+    def place_of_others(self, target_tokens: int) -> float | None:
+        """Returns how much of the next step's target the others have counted, 0 to 1; None: none was heard lately."""
+        recent = self._recent()
+        if not recent:
+            return None
+        version = max(heard.report.version for heard in recent)
+        found = [tokens for heard in recent if (tokens := heard.tokens(version)) is not None]
+        return min(1.0, sum(found) / target_tokens)
+
     def _recent(self) -> list[_Heard]:
         oldest_s = self._clock() - self._max_age_s
         with self._lock:
@@ -169,6 +178,8 @@ class StageStepper:
     on_news: Callable[[], None] | None = None
     """Called when another worker has reported something new: it may be time to step."""
     joining: bool = False  # While joining nothing steps, and the others do not count this worker.
+    follows: bool = False
+    """While joining: takes part in rounds of averaged gradients with nothing of its own, to stay current."""
 
     def __post_init__(self) -> None:
         self._own_id = self.endpoint.peer_id
@@ -183,6 +194,11 @@ class StageStepper:
     def is_left_behind(self) -> bool:
         """Whether the stage is too far ahead to be followed step by step."""
         return self._tracker.is_left_behind(self.replica.version)
+
+    @property
+    def place_of_others(self) -> float | None:
+        """How much of the next step's target the others have counted, 0 to 1; None: none was heard lately."""
+        return self._tracker.place_of_others(self.target_tokens)
 
     def register(self) -> None:
         """Registers `stage/progress`; before the endpoint starts."""
