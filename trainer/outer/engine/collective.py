@@ -40,6 +40,11 @@ class Contribution:
     """Done when the values of ``vector`` are there; until then members may agree on the round, and no longer. None:
     they are there already. Whoever gives it fills it within some seconds, or the others take it for dead."""
 
+    def wait_until_filled(self) -> None:
+        """Waits until the values of ``vector`` are there."""
+        if self.filled is not None:
+            self.filled.result()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFinding:
@@ -144,6 +149,7 @@ class LocalCollective:
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Returns the contribution itself, not encoded."""
+        contribution.wait_until_filled()
         report = RoundReport(round_index=contribution.round_index, members=(self._member,), weights=(1.0,))
         return RoundResult(vector=contribution.vector, report=report)
 

@@ -50,7 +50,7 @@ class GradientSource(Protocol):
 class StatefulAverager(Protocol):
     """A way to average gradients that keeps a state, as low-rank compression does; beside `Collective`.
 
-    ``reduce`` waits for `Contribution.filled` before it reads the vector, and treats the contribution's ``residual`` as
+    ``reduce`` calls `Contribution.wait_until_filled` before it reads the vector, and treats the contribution's ``residual`` as
     its own part of the state: error feedback of one member, kept where a round fails.
     """
 

@@ -172,6 +172,16 @@ class GradTrainer:
         return self._state.num_steps
 
     @property
+    def inner_step(self) -> int:
+        """Steps since the last round: no replica takes any by itself."""
+        return 0
+
+    @property
+    def unshared(self) -> tuple[int, int]:
+        """Steps since the last committed round, and their batches: none; what is added up is in no step yet."""
+        return 0, 0
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all steps, of all members."""
         return self._state.num_tokens

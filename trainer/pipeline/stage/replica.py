@@ -246,19 +246,11 @@ class StageReplica:
 
     def take_gradient(self, layout: FlatLayout) -> GradientSum:
         """Returns what has been added up, and is empty afterwards; see `trainer.outer.grad.GradientSource`."""
-        sums = self._accumulator.sums(list(synchronised_parameters(self.module)))
-        vector = torch.zeros(layout.num_values)
-        for name, shape, place in layout.slices():
-            if name in sums:
-                vector[place].view(shape).copy_(sums[name])
-        was = self._accumulator.drop()
-        return GradientSum(vector, was.num_tokens, was.num_micro_batches, was.loss_sum)
+        return self._accumulator.take(list(synchronised_parameters(self.module)), layout)
 
     def give_back(self, layout: FlatLayout, gradient: GradientSum) -> None:
         """Adds what was taken, and was in no step, to what has come since."""
-        sums = [gradient.vector[place].view(shape) for _, shape, place in layout.slices()]
-        accumulated = Accumulated(gradient.num_tokens, gradient.num_micro_batches, gradient.loss_sum)
-        self._accumulator.give_back(sums, accumulated)
+        self._accumulator.give_back(layout, gradient)
 
     def weights_changed(self) -> None:
         """Drops the graphs of the old weights and calls ``after_update``; for whoever else changes the weights."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.grad import GradientSum, GradOutcome, GradStep, GradTrainer, Progress
+from trainer.pipeline.protocol.messages import ProgressReport
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker.replies import Mark
 from trainer.pipeline.worker.stepping import StageStepper
@@ -27,6 +28,7 @@ class GradStepper(StageStepper):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._mark: Mark | None = None
+        self._handed_tokens = 0  # In a round under way: the others count them until it is over.
         self.gradients.source = self
         self.gradients.progress = self._progress
         self.gradients.on_done = self._tell_news
@@ -58,21 +60,27 @@ class GradStepper(StageStepper):
     def take_gradient(self, layout: FlatLayout) -> GradientSum:
         """See `trainer.outer.grad.GradientSource`; what is counted from now on is for the next step."""
         self._mark = self.replies.mark()
+        self._handed_tokens = self.replica.accumulated.num_tokens
         return self.replica.take_gradient(layout)
 
     def give_back(self, layout: FlatLayout, gradient: GradientSum) -> None:
         """See `trainer.outer.grad.GradientSource`."""
-        self._mark = None
+        self._mark, self._handed_tokens = None, 0
         self.replica.give_back(layout, gradient)
 
     def _progress(self) -> Progress:
         own_tokens = self.replica.accumulated.num_tokens
         return Progress(own_tokens, self._tracker.stage_tokens(self.replica.version, own_tokens))
 
+    def _report(self) -> ProgressReport:
+        report = super()._report()
+        return report.model_copy(update={"num_tokens": report.num_tokens + self._handed_tokens})
+
     def _ended(self, outcome: GradOutcome) -> None:
         """Takes note of a round that ended, with or without a result."""
         step = outcome.step
         if step is not None:
+            self._handed_tokens = 0
             self.replica.set_version(step.version)
             self._stepped_s = self.clock()
             mark, self._mark = self._mark, None
@@ -99,7 +107,3 @@ class GradStepper(StageStepper):
             applied=step.applied,
             seconds=seconds,
         )
-
-    def _tell_news(self) -> None:
-        if self.on_news is not None:
-            self.on_news()

@@ -44,7 +44,6 @@ from trainer.run.node.stopping import StopRequest
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
-    from trainer.outer.diloco import SharedState
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
     from trainer.run.node.starting import Ranks
@@ -190,7 +189,7 @@ class Node:
     store: StoreWatch
     checkpointer: Checkpointer
     watch: Watch
-    network: Network[SharedState] | None
+    network: Network[Any] | None
     display: TrainingDisplay
     stop: StopRequest
     evaluator: Evaluator
@@ -206,9 +205,11 @@ class Node:
         if self.network is not None:
             self.network.collective.catch_up()
             self.network.start(self.watch)
+            if self.replica.gradients is not None and self.replica.gradients.progress is not None:
+                self.replica.gradients.progress.start()
         self.watch.set_shards(self.dataset.shards)
-        if self.network is not None and self.replica.diloco is not None:
-            self.network.publish(self.replica.diloco.shared_state())
+        if self.network is not None and self.replica.sharing is not None:
+            self.network.publish(self.replica.sharing.shared_state())
             if self.awaits_state:
                 self._await_state(self.network)
             else:
@@ -290,7 +291,8 @@ class Node:
         outcome = self.replica.strategy.after_inner_step(0 if result.skipped else self.config.inner.accumulation_steps)
         self._after_round(outcome)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
-        committed = outcome is not None and outcome.committed
+        # Under averaged gradients each step is a round.
+        committed = outcome is not None and outcome.committed and self.replica.gradients is None
         self._evaluate(after_round=committed)
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
             self.save()
@@ -314,16 +316,22 @@ class Node:
                 self._catch_up()
             return
         self._adopt_store_changes()
-        diloco = self.replica.diloco
-        if self.network is not None and diloco is not None:
-            self.network.publish(diloco.shared_state(), outcome.report.members)
-        digest = diloco.state_digest() if diloco is not None and self.network is None else ""
+        sharing, is_each_step = self.replica.sharing, self.replica.gradients is not None
+        if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
+            self.network.publish(sharing.shared_state(), outcome.report.members)
+        digest = sharing.state_digest() if sharing is not None and self.network is None else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
+            return
         if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
             logger.warning(
                 "most of the others hold another state: this node was cut off from them, and takes up theirs"
             )
             self._catch_up(wait_s=0.0)
+
+    def _others_need_a_state(self) -> bool:
+        """Whether a node of the run holds none that others can fetch: it is new, or looks for theirs."""
+        return self.network is not None and any(not found.state_digest for found in self.network.alike())
 
     def _adopt_store_changes(self) -> None:
         """Adds rows for the ids that all members know of, and the store's new shards, read from the next epoch on."""
@@ -347,22 +355,26 @@ class Node:
         self.watch.set_shards(self.dataset.shards)
 
     def _catch_up(self, wait_s: float = 120.0) -> None:
-        if self.network is None or self.replica.diloco is None:
+        if self.network is None or self.replica.sharing is None:
             return
+        if self.replica.gradients is not None and wait_s:
+            self.network.let_go()  # One step behind is no better than none.
+            self.network.announce()
         for _ in range(_MOST_STATES):
             shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
             if shared is None:
                 break
             self.replica.adopt(shared)
-            logger.info("took up the others' state of outer step %d", shared.outer_step)
-            self.watch.observer.event("adopted", outer_step=shared.outer_step)
-            self.network.publish(self.replica.diloco.shared_state())
+            outer_step = self.replica.sharing.outer_step
+            logger.info("took up the others' state of outer step %d", outer_step)
+            self.watch.observer.event("adopted", outer_step=outer_step)
+            self.network.publish(self.replica.sharing.shared_state())
             self.save()
             wait_s = 0.0
-        self.network.collective.move_to(self.replica.diloco.round_index)
+        self.network.collective.move_to(self.replica.sharing.round_index)
         self._record_state()
 
-    def _await_state(self, network: Network[SharedState]) -> None:
+    def _await_state(self, network: Network[Any]) -> None:
         """Takes up the others' state, which they hand out after their first outer step; raises `TrainerError`."""
         if not network.alike():
             raise TrainerError(
@@ -372,7 +384,7 @@ class Node:
             )
         logger.info("waiting for the state of the run: others hand it out after their next outer step")
         self._catch_up(wait_s=_FIRST_STATE_S)
-        self.awaits_state = self.replica.diloco is not None and self.replica.diloco.round_index == 0
+        self.awaits_state = self.replica.sharing is not None and self.replica.sharing.round_index == 0
         if self.awaits_state and not self.stop():
             raise TrainerError(
                 f"expected the others to hand out a state within {_FIRST_STATE_S:.0f} s, found none; are they training?"
@@ -380,13 +392,13 @@ class Node:
 
     def _record_state(self) -> None:
         """Records which state the node holds: that of the snapshot others can fetch; alone, the state itself."""
-        diloco = self.replica.diloco
-        if diloco is None:
+        sharing = self.replica.sharing
+        if sharing is None:
             return
         if self.network is not None:
             self.network.settle()
-        digest = diloco.state_digest() if self.network is None else self.network.state_digest
-        self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
+        digest = sharing.state_digest() if self.network is None else self.network.state_digest
+        self.watch.tracker.set_state(sharing.outer_step, digest, inner_step=sharing.inner_step)
 
     def _log_unshared(self) -> None:
         diloco = self.replica.diloco

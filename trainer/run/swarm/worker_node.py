@@ -256,7 +256,6 @@ class WorkerNode:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
         self._wait_for_others()
         while True:
-            self._lost_touch = False
             may_serve = catch_up(
                 self._config.swarm.join,
                 others=self._serving_others,
@@ -271,14 +270,16 @@ class WorkerNode:
             )
             if not may_serve:
                 return False
+            self._lost_touch = False
             if not self._averages_gradients or self._follows_until_current():
                 break
             if self._is_over():
                 return False
-        self._lost_touch, self._is_current = False, True
+        self._is_current = True
         self._joined_s = time.monotonic()
-        # From now on the others wait for it in a round.
-        self._network.collective.move_to(self._synchroniser.place()[0])
+        if not self._averages_gradients:  # Or else it has followed their rounds.
+            # From now on the others wait for it in a round.
+            self._network.collective.move_to(self._synchroniser.place()[0])
         self._set_status("serving")
         self._worker.stepper.follows = False  # It takes part with what it counts from now on.
         address = self._network.endpoint.address
