@@ -7,6 +7,7 @@
     python scripts/bench_swarm.py links          # tokens/s over 80 Mbit/s: the subspace codec over none
     python scripts/bench_swarm.py churn          # slow workers that come and go: our rule, SWARM's, bottom only
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
+    python scripts/bench_swarm.py grad           # a step of 16 MB of gradients among four: ours, hivemind's, gloo's
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -24,6 +25,7 @@ from scripts.bench_parts import parts_parser, run_parts
 from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.goodput import bench_goodput
+from scripts.swarm_bench.grad_rounds import bench_grad
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
 from scripts.swarm_bench.pipeline import bench_pipeline
@@ -34,6 +36,7 @@ BENCHES = {
     "links": bench_links,
     "churn": bench_churn,
     "goodput": bench_goodput,
+    "grad": bench_grad,
     "liars": bench_liars,
 }
 
@@ -47,7 +50,9 @@ def main() -> None:
     parser.add_argument("--call-turn-mb", type=int, default=48, help="MiB of a turn, for call")
     parser.add_argument("--goodput-s", type=float, default=180.0, help="seconds of a phase, for goodput")
     parser.add_argument("--goodput-seed", type=int, default=0, help="of its schedule, for goodput")
-    parser.add_argument("--goodput-strategy", default="async_sparta", help="or diloco, for goodput")
+    parser.add_argument("--goodput-strategy", default="async_sparta", help="or diloco, or grad, for goodput")
+    parser.add_argument("--grad-mb", type=float, default=16.0, help="MB of gradients, for grad")
+    parser.add_argument("--grad-rounds", type=int, default=7, help="counted rounds of each contestant, for grad")
     parser.add_argument("--goodput-routing", default="hub", help="or chain, for goodput")
     parser.add_argument("--goodput-longest-s", type=float, default=4.0, help="of a stop or a slowing, for goodput")
     parser.add_argument("--goodput-turns", type=int, default=1, help="disturbed phases, for goodput")

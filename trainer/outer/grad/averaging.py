@@ -50,8 +50,8 @@ class GradientSource(Protocol):
 class StatefulAverager(Protocol):
     """A way to average gradients that keeps a state, as low-rank compression does; beside `Collective`.
 
-    ``reduce`` calls `Contribution.wait_until_filled` before it reads the vector, and treats the contribution's ``residual`` as
-    its own part of the state: error feedback of one member, kept where a round fails.
+    ``reduce`` calls `Contribution.wait_until_filled` before it reads the vector. Error feedback of one member, kept
+    where a round fails, travels as the contribution's ``residual`` or is the averager's own.
     """
 
     def shared_tensors(self) -> Mapping[str, Tensor]:

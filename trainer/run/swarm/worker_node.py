@@ -445,7 +445,8 @@ class WorkerNode:
         if result.report is None:
             self._watch.observer.round_failed(result.round_index, result.error)
         else:
-            self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest="")
+            digest = "" if self._synchroniser.gradients is None else self._synchroniser.gradients.state_digest()
+            self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest=digest)
             members = result.report.members
             if len(members) > 1 and (remarks := result.report.remarks()):
                 logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))

@@ -53,8 +53,15 @@ class Node:
         if counts:
             self.replica.count(self.batch, tokens=32 * (1 + self.number))
             self.batch += 1
-        self.replica.known_tokens = sum(it.replica.sums.num_tokens for it in everybody)
+        self.replica.known_tokens = sum(it.counted_tokens for it in everybody)
         self.replica.look()
+
+    @property
+    def counted_tokens(self) -> int:
+        """Also those in a round under way, as progress is reported."""
+        current = self.replica.trainer._round
+        taken = None if current is None else current.taken
+        return self.replica.sums.num_tokens + (0 if taken is None else taken.num_tokens)
 
     def close(self) -> None:
         self.collective.close()
