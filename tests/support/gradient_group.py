@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,23 +176,20 @@ def look_all(replicas: Sequence[GradReplica]) -> list[GradOutcome | None]:
     return run_replicas([replica.look for replica in replicas])
 
 
-def look_until_step(replicas: Sequence[GradReplica], most: int = 200) -> list[GradOutcome]:
-    """Looks until a round of gradients has ended at all."""
-    ended: dict[int, GradOutcome] = {}
-    for _ in range(most):
-        missing = [number for number in range(len(replicas)) if number not in ended]
-        if not missing:
-            break
-        total = sum(replica.sums.num_tokens for replica in replicas)
-        for replica in replicas:
-            replica.known_tokens = max(total, replica.known_tokens or 0)
-        found = run_replicas([replicas[number].look for number in missing])
-        ended |= {
-            number: outcome
-            for number, outcome in zip(missing, found, strict=True)
-            if outcome is not None and not outcome.is_slice
-        }
-    assert len(ended) == len(replicas), ended
+def look_until_step(replicas: Sequence[GradReplica]) -> list[GradOutcome]:
+    """Each in a thread of its own looks, knowing how much all have, until a round of gradients has ended for it."""
+    total = sum(replica.sums.num_tokens for replica in replicas)
+
+    def go(replica: GradReplica) -> GradOutcome:
+        ends_s = time.monotonic() + WAIT_S
+        while (outcome := replica.look()) is None or outcome.is_slice:
+            assert time.monotonic() < ends_s, replica.outcomes
+            time.sleep(0.001)
+        return outcome
+
+    for replica in replicas:
+        replica.known_tokens = total
+    found = run_replicas([partial(go, replica) for replica in replicas])
     for replica in replicas:
         replica.known_tokens = 0
-    return [ended[number] for number in sorted(ended)]
+    return found

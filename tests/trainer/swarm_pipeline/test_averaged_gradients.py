@@ -1,4 +1,4 @@
-"""3 stages of 2 workers with `strategy: grad`, as their users start them, train as one process does on the same batches.
+"""3 stages of 2 workers with `strategy: grad`, as their users start them, train as one process does on those batches.
 
 What a worker is sent depends on its speed, and the sums of a step are added up in another order: so losses and norms
 have to agree to 1e-4 of themselves, as of one worker a stage (`test_one_process.py`). That weights agree to 1e-5 step

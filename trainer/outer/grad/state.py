@@ -179,8 +179,9 @@ class GradFit:
         expected = {*_VECTORS, *_shapes(self.extra)}
         if set(tensors) != expected:
             raise IncompatiblePeerError(f"expected a snapshot of {', '.join(sorted(expected))}, found others")
+        parameters, exp_avg, exp_avg_sq = (tensors[name] for name in _VECTORS)
         extra = {name: tensors[_EXTRA + name] for name in self.extra}
-        state = GradState(**found, **{name: tensors[name] for name in _VECTORS}, extra=extra)
+        state = GradState(**found, parameters=parameters, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, extra=extra)
         state.check(self.layout, self.vocab_rows, self.extra)
         return state
 

@@ -108,7 +108,8 @@ class GradLoop(InnerLoop):
         """Returns how the rounds since the last call ended: one that failed, if there is one, else the last."""
         outcomes, self._outcomes = self._outcomes, []
         failed = [outcome for outcome in outcomes if not outcome.committed]
-        return (failed or outcomes or [None])[-1]
+        found = failed or outcomes
+        return found[-1] if found else None
 
     def take_gradient(self, layout: FlatLayout) -> GradientSum:
         """See `trainer.outer.grad.GradientSource`."""

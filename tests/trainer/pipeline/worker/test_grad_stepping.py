@@ -87,7 +87,7 @@ def test_three_stages_of_two_workers_are_one_process_step_by_step(every: int) ->
             loss_sum += carry(workers, batch)
             loss, _ = whole.loss_sum(batch[1], batch[2])
             loss.backward()
-            expected_sum += float(loss)
+            expected_sum += float(loss.detach())
         assert loss_sum == pytest.approx(expected_sum, rel=1e-5), f"step {step}"
         norms = []
         for stage in stages:
