@@ -8,6 +8,7 @@
     python scripts/bench_swarm.py churn          # workers that come and go: who gets work, who moves; SWARM's rules too
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
     python scripts/bench_swarm.py ledger         # micro-batches/s of the account: a folder, S3, three drivers; local
+    python scripts/bench_swarm.py grad           # a step of 16 MB of gradients among four: ours, hivemind's, gloo's
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
     python scripts/bench_swarm.py credentials    # processor time and bytes of admission: with credentials over without
     python scripts/bench_swarm.py monitor        # what reporting and being watched cost a node
@@ -28,6 +29,7 @@ from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.credentials import bench_credentials
 from scripts.swarm_bench.goodput import bench_goodput
+from scripts.swarm_bench.grad_rounds import bench_grad
 from scripts.swarm_bench.ledger import bench_ledger
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
@@ -41,6 +43,7 @@ BENCHES = {
     "churn": bench_churn,
     "goodput": bench_goodput,
     "ledger": bench_ledger,
+    "grad": bench_grad,
     "liars": bench_liars,
     "credentials": bench_credentials,
     "monitor": bench_monitor,
@@ -56,7 +59,9 @@ def main() -> None:
     parser.add_argument("--call-turn-mb", type=int, default=48, help="MiB of a turn, for call")
     parser.add_argument("--goodput-s", type=float, default=180.0, help="seconds of a phase, for goodput")
     parser.add_argument("--goodput-seed", type=int, default=0, help="of its schedule, for goodput")
-    parser.add_argument("--goodput-strategy", default="async_sparta", help="or diloco, for goodput")
+    parser.add_argument("--goodput-strategy", default="async_sparta", help="or diloco, or grad, for goodput")
+    parser.add_argument("--grad-mb", type=float, default=16.0, help="MB of gradients, for grad")
+    parser.add_argument("--grad-rounds", type=int, default=7, help="counted rounds of each contestant, for grad")
     parser.add_argument("--goodput-routing", default="hub", help="or chain, for goodput")
     parser.add_argument("--goodput-longest-s", type=float, default=4.0, help="of a stop or a slowing, for goodput")
     parser.add_argument("--goodput-turns", type=int, default=1, help="disturbed phases, for goodput")

@@ -121,6 +121,9 @@ def bench_goodput(arguments: argparse.Namespace) -> dict[str, Any]:
         own["swarm"] = {**_OPTIONS["swarm"], "checkpoint": {"interval_s": 3600.0, "directory": str(folder / "stages")}}
         own["swarm"]["driver"] = {**_OPTIONS["swarm"]["driver"], "routing": arguments.goodput_routing}
         own["strategy"], own["diloco"] = arguments.goodput_strategy, {"inner_steps": 20}
+        if arguments.goodput_strategy == "grad":
+            # A worker that is lost is waited for as long as that; with delayed steps the others compute meanwhile.
+            own["grad"], own["collective"] = {"delayed": True, "ahead_s": 0.5}, {"stall_timeout_s": 3.0}
         run.write_text(yaml.safe_dump({**_OPTIONS, **own}), encoding="utf-8")
         swarm = LocalSwarm(run=run, stages=stage_names(_STAGES), num_workers=_WORKERS, num_drivers=_DRIVERS)
         tree = ProcessTree(folder, RestartPolicy(enabled=False), tell=lambda _: None, grace_s=20.0)

@@ -59,6 +59,7 @@ class Scripted:
         self.threads.add(threading.current_thread().name)
         self.started.set()
         assert self.gate.wait(WAIT_S)
+        contribution.wait_until_filled()
         vector = self.answer(contribution)
         report = RoundReport(round_index=contribution.round_index, members=("a", "b"))
         return RoundResult(vector=vector, report=report, residual=self.residual, progress=self.progress)

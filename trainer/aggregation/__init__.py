@@ -23,6 +23,7 @@ from trainer.aggregation.second_moments import finite_rows as finite_rows
 from trainer.aggregation.second_moments import moments as moments
 from trainer.aggregation.validation import DEFAULT_MAX_RATIO as DEFAULT_MAX_RATIO
 from trainer.aggregation.validation import Finding as Finding
+from trainer.aggregation.validation import Weighing as Weighing
 from trainer.aggregation.validation import cap_weights as cap_weights
 from trainer.aggregation.validation import common_progress as common_progress
 from trainer.aggregation.validation import contribution_weight as contribution_weight

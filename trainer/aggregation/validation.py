@@ -15,11 +15,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high, median_low
-from typing import Final
+from typing import Final, Literal
 
 from trainer.aggregation.config import RuleConfig
 from trainer.aggregation.second_moments import GramMatrix, Moments
 from trainer.errors import TrainerUsageError
+
+Weighing = Literal["root", "linear"]
+"""What a member's claimed work weighs: the root of its batches times their freshness, or the claim (tokens) itself."""
 
 DEFAULT_MAX_RATIO: Final = 3.0
 _FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))  # Below that age.
@@ -38,8 +41,13 @@ _DEVIATIONS: Final = 3.0
 _LEAST_GAP: Final = 0.05
 
 
-def contribution_weight(num_batches: int, age_s: float) -> float:
-    """Returns the square root of the batches trained, times the freshness of the oldest; any claim is accepted."""
+def contribution_weight(num_batches: int, age_s: float, weighing: Weighing = "root") -> float:
+    """Returns the square root of the batches trained, times the freshness of the oldest; any claim is accepted.
+
+    ``linear``: the claim itself, which is exact for mean gradients over so many tokens.
+    """
+    if weighing == "linear":
+        return float(min(max(num_batches, 0), _MAX_BATCHES))
     freshness = next((factor for limit_s, factor in _FRESHNESS if age_s < limit_s), _STALE)
     return math.sqrt(min(max(num_batches, 0), _MAX_BATCHES)) * freshness
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from trainer.aggregation import RuleConfig
+from trainer.aggregation import RuleConfig, Weighing
 from trainer.collective.messages import Terms
 from trainer.compression.vectors import Codec, CodecName
 from trainer.errors import TrainerUsageError
@@ -99,6 +99,8 @@ class RoundSettings:
     directory: Directory
     changes: RoundChanges | None = None
     change: int = 0
+    weighing: Weighing = "root"
+    """What a member's claimed work weighs; the strategy decides, and is among the terms."""
 
     def at(self, round_index: int) -> RoundSettings:
         """Returns what is in force in a round, as far as this node knows now."""

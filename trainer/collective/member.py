@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from manifests import canonical_json, sha256_hex
 from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule
 from trainer.collective import messages
 from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
@@ -41,9 +42,9 @@ class RoundMember:
         self._config = self._settings.config
         self._own_id = service.settings.own_id
         self._contribution = contribution
-        self._vector = contribution.vector  # With what earlier encodings left out; added up by the training thread.
-        if contribution.residual is not None:
-            self._vector = contribution.vector + contribution.residual
+        self._vector = contribution.vector
+        if contribution.filled is None:  # Added up by the training thread.
+            self._vector = _with_residual(contribution)
         self._vocabulary_rows = vocabulary_rows
         self._known: KnownRound | None = None
         self._reductions: list[Reduction] = []
@@ -73,6 +74,10 @@ class RoundMember:
                 agreement = await self._come_together()
                 self.agreement = agreement
                 agree_s = time.monotonic() - began_s
+                if self._contribution.filled is not None:
+                    # Shielded: the future is the training thread's, also when this round is broken off.
+                    await asyncio.shield(asyncio.wrap_future(self._contribution.filled))
+                    self._vector = await asyncio.to_thread(_with_residual, self._contribution)
                 commit, values = await self._carry_out(agreement)
             report = self._report(agreement, commit)
         except TimeoutError as error:
@@ -187,6 +192,7 @@ class RoundMember:
                 own_id=self._own_id,
                 values_per_part=self._settings.values_per_part,
                 max_weight_ratio=self._config.max_weight_ratio,
+                weighing=self._settings.weighing,
             )
             known = self._known = self._service.acknowledged(agreement)
             other = await self._wait_until_begun(peer, known)
@@ -404,4 +410,16 @@ class RoundMember:
             validation=tuple((finding.peer_id, finding.reason) for finding in commit.findings),
             findings=measured_of(agreement, self._sums_of_all or self._own_sums(), self._settings.rule),
             note=decision.note if decision is not None else effective.note,
+            result_digest=_digest_of(commit),
         )
+
+
+def _with_residual(contribution: Contribution) -> torch.Tensor:
+    """The vector with what earlier encodings left out."""
+    residual = contribution.residual
+    return contribution.vector if residual is None else contribution.vector + residual
+
+
+def _digest_of(commit: Commit) -> str:
+    """Of the whole result, from its tasks' digests, which all members hold alike."""
+    return sha256_hex(canonical_json(sorted((entry.key, entry.digest or "") for entry in commit.digests)))

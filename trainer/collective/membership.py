@@ -329,7 +329,10 @@ class MembershipGathering:
             return None
         peer_ids = sorted(members)
         weights = cap_weights(
-            [contribution_weight(members[peer_id].num_batches, members[peer_id].age_s) for peer_id in peer_ids],
+            [
+                contribution_weight(members[peer_id].num_batches, members[peer_id].age_s, self._settings.weighing)
+                for peer_id in peer_ids
+            ],
             max_ratio=self._config.max_weight_ratio,
         )
         state_digest, num_values = most

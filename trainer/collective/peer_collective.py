@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from trainer.aggregation import RuleConfig
+from trainer.aggregation import RuleConfig, Weighing
 from trainer.collective.config import CollectiveConfig, Directory, RoundChanges, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms
@@ -36,6 +36,7 @@ class PeerCollective:
         vocabulary_rows: returns the most rows of vocabulary this node could have now; called before each round.
         stopping: returns whether the node has been asked to stop; a round then has ten more seconds.
         changes: of the run, by its owner; None: there are none.
+        weighing: what a member's claimed work weighs.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PeerCollective:
         vocabulary_rows: Callable[[], int],
         stopping: Callable[[], bool] = lambda: False,
         changes: RoundChanges | None = None,
+        weighing: Weighing = "root",
     ) -> None:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
@@ -64,6 +66,7 @@ class PeerCollective:
                 endpoint=endpoint,
                 directory=directory,
                 changes=changes,
+                weighing=weighing,
             )
         )
         self.agreed_vocabulary_rows = 0

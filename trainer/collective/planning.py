@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from statistics import median_low
 
-from trainer.aggregation import contribution_weight
+from trainer.aggregation import Weighing, contribution_weight
 from trainer.collective.messages import Agreement, Commit, JoinRequest, Plan, Task
 from trainer.errors import RefusedError
 
@@ -89,7 +89,13 @@ def is_majority(members: Collection[str], peer_ids: Sequence[str]) -> bool:
 
 
 def check_agreement(
-    agreement: Agreement, request: JoinRequest, *, own_id: str, values_per_part: int, max_weight_ratio: float
+    agreement: Agreement,
+    request: JoinRequest,
+    *,
+    own_id: str,
+    values_per_part: int,
+    max_weight_ratio: float,
+    weighing: Weighing = "root",
 ) -> None:
     """Raises RefusedError (``agreement``) for one that is not about the state this node joined with, or not fair."""
     round_index = request.round_index
@@ -109,7 +115,7 @@ def check_agreement(
     if positive and max(positive) > max_weight_ratio * median_low(positive) * (1 + _ROUNDING):
         raise _refused(round_index, "a member weighs more than it may")
     own = agreement.members[peer_ids.index(own_id)]
-    own_weight = contribution_weight(request.num_batches, request.age_s)
+    own_weight = contribution_weight(request.num_batches, request.age_s, weighing)
     if own.weight < min(own_weight, max(agreement.weights)) * (1 - _ROUNDING):
         raise _refused(round_index, "this node weighs less than its batches")
     if own.progress != request.progress:

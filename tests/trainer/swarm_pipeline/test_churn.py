@@ -24,6 +24,8 @@ from scripts.swarm_bench.losses import LossCurve, curve_of
 from tests.support.pipeline_swarm import DRIVERS, PipelineSwarm, Recount, account_at_rest, records_of
 from tests.support.training_swarm import WAIT_S, TrainingNode, merged
 from tests.support.waiting import wait_until
+from trainer.checkpoint.stages.contents import read_stage
+from trainer.checkpoint.stages.naming import named_files
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.pipeline.ledger.records import Settled
 from trainer.pipeline.protocol.messages import APPLIED, AppliedAnswer, AppliedAsk
@@ -43,6 +45,14 @@ OPTIONS = {
         "sparta": {"every_steps": 10},
     },
 }
+
+
+AVERAGED_GRADIENTS = {
+    "grad": {"delayed": True, "ahead_s": 0.5},
+    "collective": {"stall_timeout_s": 3.0},
+    "swarm": {"checkpoint": {"interval_s": 2.0, "keep": 50}},
+}
+"""Others are waited for no longer than that; the workers of a stage save at the same times."""
 
 
 @dataclass(slots=True)
@@ -127,11 +137,15 @@ async def _counted_at(endpoint: Endpoint, worker: Worker, keys: Sequence[str]) -
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("strategy", "routing"), [("async_sparta", "hub"), ("diloco", "chain")])
+@pytest.mark.parametrize(("strategy", "routing"), [("async_sparta", "hub"), ("diloco", "chain"), ("grad", "hub")])
 def test_for_half_a_minute(strategy: str, routing: str, tmp_path: Path) -> None:
     options = merged(OPTIONS, {"strategy": strategy, "swarm": {"driver": {"routing": routing}}})
+    if strategy == "grad":
+        options = merged(options, AVERAGED_GRADIENTS)
     with PipelineSwarm(tmp_path / "swarm", **options) as swarm:
         curve = churn(swarm, 30.0)
+        if strategy == "grad":
+            check_same_bits(swarm)
     losses = curve.parts(curve.num_tokens, 4)
     assert losses[-1] < losses[0]
 
@@ -187,6 +201,30 @@ def check_workers(swarm: PipelineSwarm, workers: list[Worker], recount: Recount,
     settled = {said.micro_batch for said in settlements if said.outcome == "done"}
     for it in found:
         assert all((it.incarnation, key) in credited for key in it.keys & settled), "done by another, counted here"
+
+
+def check_same_bits(swarm: PipelineSwarm) -> None:
+    """After each round that two workers of a stage committed they named the same state, and saved the same bits."""
+    found: dict[tuple[str, int], set[str]] = {}
+    num_shared = 0
+    for name, node in swarm.nodes.items():
+        for event in node.events("round"):
+            if len(event.fields["members"]) < 2:
+                continue
+            key = (name.partition(".")[0], int(event.number("round_index")))
+            num_shared += key in found
+            found.setdefault(key, set()).add(str(event.fields["state_digest"]))
+    assert num_shared > 20, "rounds of two"
+    assert all(len(digests) == 1 for digests in found.values()), found
+    config, saved, num_pairs = swarm.config, dict[tuple[str, int, str], bytes](), 0
+    for file in named_files(config.swarm.checkpoint.directory, config.run_id):
+        state = read_stage(file).state
+        vectors = [*state.parameters.values(), state.strategy["exp_avg"], state.strategy["exp_avg_sq"]]
+        bits = b"".join(vector.contiguous().numpy().tobytes() for vector in vectors)
+        place = (file.stage, state.version, state.strategy["lineage"])
+        num_pairs += place in saved
+        assert saved.setdefault(place, bits) == bits, f"{place}: two workers saved different bits"
+    assert num_pairs > 0, "no state was saved by two"
 
 
 def losses_of(swarm: PipelineSwarm) -> LossCurve:

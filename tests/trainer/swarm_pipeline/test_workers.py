@@ -39,6 +39,7 @@ _AWAY_S = 45.0
 STRATEGIES: dict[str, dict[str, Any]] = {
     "diloco": {"strategy": "diloco", "diloco": {"inner_steps": 5}},
     "async_sparta": {"swarm": {"sparta": {"every_steps": 4, "num_slices": 4, "ghost_rounds": 2}}},
+    "grad": {"strategy": "grad"},
 }
 SOON_GONE = {"announcement_lifetime_s": 3.0}
 NUM_STEPS = 120
@@ -200,7 +201,7 @@ def test_one_that_is_not_current_saves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["diloco", "async_sparta"])
+@pytest.mark.parametrize("strategy", ["diloco", "async_sparta", "grad"])
 def test_all_stop_and_go_on_and_then_go_back(strategy: str, tmp_path: Path) -> None:
     options = {"diloco": {"inner_steps": 5}, "swarm": {"ledger": {"worker_gone_s": 1.0}}, "discovery": SOON_GONE}
     with PipelineSwarm(tmp_path, strategy=strategy, **options) as swarm:

@@ -9,6 +9,7 @@ the strategy alone saves, restores and resizes state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -35,6 +36,14 @@ class Contribution:
     state_digest: str  # SHA-256 of the state all members must share before the round; empty: nothing to compare.
     residual: Tensor | None = None
     """[P] what earlier lossy encodings left out, to be added before encoding; None: nothing."""
+    filled: Future[None] | None = None
+    """Done when the values of ``vector`` are there; until then members may agree on the round, and no longer. None:
+    they are there already. Whoever gives it fills it within some seconds, or the others take it for dead."""
+
+    def wait_until_filled(self) -> None:
+        """Waits until the values of ``vector`` are there."""
+        if self.filled is not None:
+            self.filled.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,7 @@ class RoundReport:
     note: str = ""  # Anything else a reader of the log must know.
     phases: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of `seconds`: until all had agreed, while tensors moved, for the vote; zeros where an engine does not tell."""
+    result_digest: str = ""  # SHA-256 of what all members hold as the result; empty: the engine knows none.
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""
@@ -143,6 +153,7 @@ class LocalCollective:
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Returns the contribution itself, not encoded."""
+        contribution.wait_until_filled()
         report = RoundReport(round_index=contribution.round_index, members=(self._member,), weights=(1.0,))
         return RoundResult(vector=contribution.vector, report=report)
 

@@ -31,6 +31,8 @@ from torch.nn.utils import get_total_norm
 from trainer.errors import NonFiniteActivationError, PipelineError, TrainerUsageError
 from trainer.inner import InnerConfig, autocast_for, compiled
 from trainer.network.rpc.token_buckets import count_down
+from trainer.outer.diloco import FlatLayout
+from trainer.outer.grad import GradientSum
 from trainer.pipeline.stage.interface import Accumulated, StageKind
 
 WINDOW: Final = 64  # Micro-batches whose norms are remembered.
@@ -316,6 +318,30 @@ class GradientAccumulator:
         was, self.accumulated = self.accumulated, Accumulated()
         self._sums = [None] * len(self._parameters)
         return was
+
+    def take(self, names: Sequence[str], layout: FlatLayout) -> GradientSum:
+        """Returns the sums by ``names`` of all parameters as one vector, and is empty afterwards."""
+        sums = self.sums(names)
+        vector = torch.zeros(layout.num_values)
+        for name, shape, place in layout.slices():
+            if name in sums:
+                vector[place].view(shape).copy_(sums[name])
+        was = self.drop()
+        return GradientSum(vector, was.num_tokens, was.num_micro_batches, was.loss_sum)
+
+    def give_back(self, layout: FlatLayout, gradient: GradientSum) -> None:
+        """Adds sums that were taken, and are in no step, to what has come since."""
+        since = self.accumulated
+        sums = [
+            gradient.vector[place].view(shape).to(parameter.device, parameter.dtype, copy=True)
+            for parameter, (_, shape, place) in zip(self._parameters, layout.slices(), strict=True)
+        ]
+        self.add(sums, 0)
+        self.accumulated = Accumulated(
+            since.num_tokens + gradient.num_tokens,
+            since.num_micro_batches + gradient.num_micro_batches,
+            since.loss_sum + gradient.loss_sum,
+        )
 
     def restore(self, sums: Sequence[Tensor | None], accumulated: Accumulated) -> None:
         """Replaces the sums with a copy of saved ones."""

@@ -30,6 +30,8 @@ from trainer.inner import InnerConfig, NonFiniteGuard, lr_at
 from trainer.inner.loop import state_for
 from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.outer.diloco import FlatLayout, synchronised_parameters
+from trainer.outer.grad import GradientSum
 from trainer.pipeline.stage.interface import Accumulated, BackwardResult, StageConfig, StageKind, StepInfo, TailResult
 from trainer.pipeline.stage.passes import (
     CachedForward,
@@ -247,6 +249,14 @@ class StageReplica:
             applied=applied,
             seconds=time.perf_counter() - began,
         )
+
+    def take_gradient(self, layout: FlatLayout) -> GradientSum:
+        """Returns what has been added up, and is empty afterwards; see `trainer.outer.grad.GradientSource`."""
+        return self._accumulator.take(list(synchronised_parameters(self.module)), layout)
+
+    def give_back(self, layout: FlatLayout, gradient: GradientSum) -> None:
+        """Adds what was taken, and was in no step, to what has come since."""
+        self._accumulator.give_back(layout, gradient)
 
     def weights_changed(self) -> None:
         """Drops the graphs of the old weights and calls ``after_update``; for whoever else changes the weights."""

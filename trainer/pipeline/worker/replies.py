@@ -64,6 +64,14 @@ class Acknowledgement(NamedTuple):
     applied_number: int
 
 
+class Mark(NamedTuple):
+    """What was counted, and in no step yet, at a moment: that of handing gradients over to a round."""
+
+    incarnation: str
+    applied: int
+    keys: frozenset[str]
+
+
 @dataclass(slots=True)
 class _Counted:
     kind: str
@@ -248,11 +256,22 @@ class ReplyCache:
             if not pending.decided.done():
                 pending.decided.set_result(None)
 
-    def stepped(self, version: int) -> None:
-        """Notes that all that was counted is in the weights of ``version``."""
+    def mark(self) -> Mark:
+        """Returns what the gradients added up until now are of."""
         with self._lock:
-            self._not_stepped.clear()
-            self.shared.stepped(version, self.applied)
+            return Mark(self.incarnation, self.applied, frozenset(self._not_stepped))
+
+    def stepped(self, version: int, mark: Mark | None = None) -> None:
+        """Notes that all that was counted, until ``mark`` if there is one, is in the weights of ``version``."""
+        with self._lock:
+            if mark is None:
+                self._not_stepped.clear()
+                self.shared.stepped(version, self.applied)
+            elif mark.incarnation == self.incarnation:
+                self._not_stepped -= mark.keys
+                self.shared.stepped(version, mark.applied)
+            else:  # What was counted before was dropped since, here at least.
+                self.shared.stepped(version, 0)
 
     def taint(self) -> int:
         """Forgets what was counted and not stepped with, and becomes another incarnation; returns how many it was."""

@@ -23,6 +23,7 @@ from trainer.errors import PipelineError, RefusedError
 from trainer.model.plan import StagePlan
 from trainer.network.rpc import Endpoint, Peer, PeerId, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.outer.grad import GradTrainer
 from trainer.pipeline.protocol import messages
 from trainer.pipeline.protocol.tensors import TensorAnswer, TensorHandler, TensorService, size_bytes_of
 from trainer.pipeline.protocol.wire import GRADIENT, LABELS
@@ -30,6 +31,7 @@ from trainer.pipeline.protocol.work import boottime_s
 from trainer.pipeline.stage import StageReplica, StageShape
 from trainer.pipeline.worker import link
 from trainer.pipeline.worker.config import WorkerConfig
+from trainer.pipeline.worker.grad_stepping import GradStepper
 from trainer.pipeline.worker.replies import PendingCount, ReplyCache, StageReply
 from trainer.pipeline.worker.runtime import MemoryBudget, Runtime
 from trainer.pipeline.worker.stage_executor import StageExecutor
@@ -338,6 +340,7 @@ class StageWorker:
         target_tokens: int,
         peers: Callable[[], tuple[Peer, ...]] = tuple,
         strategy: StepStrategy | None = None,
+        gradients: GradTrainer | None = None,
         meter: LinkMeter | None = None,
         batches: bool = False,
         num_fragments: int = 1,
@@ -351,7 +354,10 @@ class StageWorker:
         self.replica = replica
         self.replies = ReplyCache(config, num_fragments=num_fragments, clock=clock)
         self.shared = self.replies.shared
-        self.stepper = StageStepper(
+        build: Callable[..., StageStepper] = (
+            StageStepper if gradients is None else partial(GradStepper, gradients=gradients)
+        )
+        self.stepper = build(
             endpoint=endpoint,
             replica=replica,
             replies=self.replies,

@@ -31,6 +31,7 @@ from trainer.network.rpc.config import has_port, split_address
 from trainer.network.rpc.dialing import is_private_host
 from trainer.network.transfer import StateConfig
 from trainer.outer.diloco import DiLoCoConfig
+from trainer.outer.grad.config import GradConfig
 from trainer.outer.sparta.config import SpartaConfig
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.ledger.config import LedgerConfig
@@ -45,7 +46,7 @@ _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
 _DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 Engine = Literal["p2p", "torch"]
-Strategy = Literal["diloco", "ddp", "async_sparta"]
+Strategy = Literal["diloco", "ddp", "async_sparta", "grad"]
 Pipeline = Literal["none", "swarm"]
 
 
@@ -270,8 +271,9 @@ class RunConfig:
     engine: Engine = "p2p"
     """``p2p``: among strangers, or alone. ``torch``: torch.distributed, under torchrun."""
     strategy: Strategy = "diloco"
-    """``diloco``; with the torch engine ``ddp``: gradients averaged at every step, the baseline; among the workers of a
-    stage also ``async_sparta``: a slice of the parameters averaged now and then, in the background."""
+    """``diloco``; ``grad``: gradients averaged over all nodes, or all workers of a stage, before each step they take
+    together; with the torch engine ``ddp``: the same among ranks, the baseline; among the workers of a stage also
+    ``async_sparta``: a slice of the parameters averaged now and then, in the background."""
     parallel: Parallel = "auto"
     """How the ranks that torchrun starts as one node share its model, with the engine p2p: ``ddp``, each has all of it;
     ``fsdp``, each a shard; ``hsdp``, a shard within each of several machines. ``auto``: by memory."""
@@ -291,6 +293,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
+    grad: GradConfig = field(default_factory=GradConfig)
     rule: RuleConfig = field(default_factory=RuleConfig)
     collective: CollectiveConfig = field(default_factory=CollectiveConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
@@ -318,6 +321,8 @@ class RunConfig:
             )
         if self.engine != "torch" and self.strategy == "ddp":
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
+        if self.strategy == "grad":
+            self._check_grad()
         if self.engine == "torch" and self.parallel != "auto":
             raise TrainerUsageError(
                 f"parallel {self.parallel}: expected engine p2p, whose ranks are one node, found engine torch, whose "
@@ -339,6 +344,21 @@ class RunConfig:
             raise TrainerUsageError(
                 "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "
                 "one; leave it out, or take engine p2p"
+            )
+
+    def _check_grad(self) -> None:
+        if self.engine == "torch":
+            raise TrainerUsageError("strategy grad: expected engine p2p, found engine torch; strategy ddp is its like")
+        if self.inner.optimizer != "adamw":
+            raise TrainerUsageError(
+                f"strategy grad: expected inner.optimizer adamw, whose step all nodes compute with the same bits, "
+                f"found {self.inner.optimizer}"
+            )
+        longest_s = self.collective.stall_timeout_s / 4
+        if self.grad.ahead_s > longest_s:
+            raise TrainerUsageError(
+                f"grad.ahead_s: expected at most a quarter of collective.stall_timeout_s ({longest_s:g} s), in which a "
+                f"silent member counts as dead, found {self.grad.ahead_s:g}"
             )
 
     @property

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import JsonValue
+
 from manifests import Vocabulary
 from trainer.collective import Terms
 from trainer.collective.messages import INIT_DIGEST, RUN_DIGEST
@@ -28,12 +30,31 @@ from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, load_o
 from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of
+from trainer.run.node.gradients import target_tokens_of_node
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TERMS = "node/terms"
+_LOCAL_GRAD = ("delayed", "ahead_s", "target_tokens")
+_SHARED_INNER = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "max_grad_norm",
+    "schedule",
+    "warmup_steps",
+    "decay_end_step",
+    "decay_steps",
+    "decay_end_tokens",
+    "warmup_tokens",
+    "decay_tokens",
+    "min_lr_ratio",
+    "seq_len",
+)
+"""Options of `InnerConfig` that change the result of a step."""
 _PERMANENT = frozenset({"protocol", "run"})  # Reasons to refuse a node that do not change with time.
 _MOST_ASKED = 16  # At once, of the peers said to train alike and of strangers; the next ones at the next attempt.
 _TIMEOUT_S = 5.0
@@ -93,10 +114,19 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> T
             "compression": config.collective.compression,
             **{f"diloco.{name}": value for name, value in to_mapping(config.diloco).items()},
             **{f"rule.{name}": value for name, value in to_mapping(config.rule).items()},
+            **(_gradient_terms(config) if config.strategy == "grad" else {}),
             **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs.
             **({RUN_DIGEST: config.run_digest} if config.run_digest else {}),
         },
     )
+
+
+def _gradient_terms(config: RunConfig) -> dict[str, JsonValue]:
+    """What decides a step that all nodes take together (strategy grad); nodes of DiLoCo decide their steps alone."""
+    inner, grad = to_mapping(config.inner), to_mapping(config.grad)
+    shared = {f"inner.{name}": inner[name] for name in _SHARED_INNER}
+    shared |= {f"grad.{name}": value for name, value in grad.items() if name not in _LOCAL_GRAD}
+    return {"strategy": "grad", **shared, "grad.target_tokens": target_tokens_of_node(config)}
 
 
 def register_terms(endpoint: Endpoint, terms: Terms) -> None:

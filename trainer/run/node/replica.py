@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ from trainer.outer.engine.strategy import OuterStrategy
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import within_vocabulary
 from trainer.run.node.state_form import state_layout
+
+if TYPE_CHECKING:
+    from trainer.outer.grad import GradState, GradTrainer
+    from trainer.run.node.gradients import GradLoop
 
 
 class Replica:
@@ -85,9 +89,16 @@ class Replica:
         config = self.config
         self.optimizer = make_optimizer(self.model, config.inner)
         trained = ddp_model(self.model, self.device) if config.strategy == "ddp" else self.model
-        self.inner = InnerLoop(trained, self.optimizer, config.inner, self._batches, self.device, on_loss=self._on_loss)
         self.diloco: DiLoCoTrainer | None = None
         self.strategy: OuterStrategy = EveryStepStrategy()
+        self.gradients: GradLoop | None = None
+        """The loop, under averaged gradients."""
+        if config.strategy == "grad":
+            self._assemble_gradients()
+            return
+        self.inner: InnerLoop = InnerLoop(
+            trained, self.optimizer, config.inner, self._batches, self.device, on_loss=self._on_loss
+        )
         if config.strategy == "diloco":
             self.diloco = DiLoCoTrainer(self.model, config.diloco, self._collective, vocab_rows=self.vocab_rows)
             self.strategy = self.diloco
@@ -99,6 +110,41 @@ class Replica:
         if self.diloco is not None:
             self.diloco.configure(config.diloco)
 
+    def _assemble_gradients(self) -> None:
+        # Brings the exchange of progress among nodes, which other strategies do not need.
+        from trainer.outer.grad import GradTrainer
+        from trainer.run.node.gradients import GradLoop, GradStrategy, target_tokens_of_node
+
+        config = self.config
+
+        def make_trainer(loop: GradLoop) -> GradTrainer:
+            return GradTrainer(
+                self.model,
+                config.grad,
+                config.inner,
+                self._collective,
+                source=loop,
+                max_norm=config.inner.max_grad_norm,
+                target_tokens=target_tokens_of_node(config),
+                vocab_rows=self.vocab_rows,
+            )
+
+        self.inner = self.gradients = GradLoop(
+            self.model,
+            self.optimizer,
+            config.inner,
+            self._batches,
+            self.device,
+            on_loss=self._on_loss,
+            make_trainer=make_trainer,
+        )
+        self.strategy = GradStrategy(self.gradients)
+
+    @property
+    def sharing(self) -> DiLoCoTrainer | GradTrainer | None:
+        """What holds the state that this node has in common with others; None: it has none."""
+        return self.gradients.trainer if self.gradients is not None else self.diloco
+
     def measured(self) -> AbstractContextManager[Transformer]:
         """Encloses forward passes of the model outside training."""
         return nullcontext(self.model)
@@ -108,13 +154,16 @@ class Replica:
         """Rows of embedding and output now."""
         return self.model.config.vocab_size
 
-    def adopt(self, shared: SharedState) -> None:
+    def adopt(self, shared: SharedState | GradState) -> None:
         """Takes up the others' state: parameters become the anchor, the schedule continues where theirs is.
 
         AdamW's moments stay: they nearly fit; with another vocabulary they begin anew. Raises `IncompatiblePeerError`,
         and changes nothing, where it is not of this architecture.
         """
-        if self.diloco is None:
+        if self.gradients is not None and not isinstance(shared, SharedState):
+            self.gradients.trainer.adopt(shared)
+            self.inner.set_step(shared.num_steps)
+        if self.diloco is None or not isinstance(shared, SharedState):
             return
         if shared.vocab_rows != self.vocab_rows:
             model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
@@ -133,7 +182,7 @@ class Replica:
         """
         rows = rows // VOCAB_STEP * VOCAB_STEP
         self._num_ids = max(self._num_ids, num_ids)
-        if rows <= self.vocab_rows:
+        if rows <= self.vocab_rows or self.gradients is not None:  # Under averaged gradients the rows stay.
             limit_ids(self.model, self._num_ids)
             return
         self.strategy.drain()

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -65,9 +65,9 @@ from trainer.run.node.training import Node, TrainingDisplay, Watch
 
 if TYPE_CHECKING:
     from loader.session import Session
-    from trainer.outer.diloco import SharedState
     from trainer.run.node.network import Network
     from trainer.run.node.node_ranks import NodeRanks
+    from trainer.run.node.state_form import StateForm
     from trainer.run.signed import SignedRun
 
 logger = logging.getLogger(__name__)
@@ -228,6 +228,11 @@ def _build(
     node_ranks: NodeRanks | None = None,
 ) -> Node:
     place = RankPlace() if node_ranks is None else node_ranks.place
+    if node_ranks is not None and config.strategy == "grad":
+        raise TrainerUsageError(
+            f"strategy grad: expected a node of one process, found {place.size} ranks; start each as a node "
+            "of its own, or use strategy diloco"
+        )
     device = use_device(config.device)
     require_loggers(config.log.to)
     session = open_session(config.data)
@@ -294,6 +299,10 @@ def _build(
             kind=kind,
             awaits_checkpoint=saved is not None,
         )
+    if network is not None and replica.gradients is not None:
+        from trainer.run.node.gradients import NodeProgress, target_tokens_of_node
+
+        replica.gradients.progress = NodeProgress(network, replica.gradients, target_tokens_of_node(resolved))
     peak = peak_of(device, resolved.inner.precision)
     meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak, num_devices=place.size)
     curve_id = _curve_id(resolved, ranks, saved)
@@ -443,7 +452,7 @@ def _collective(
     stop: StopRequest,
     stack: ExitStack,
     run: SignedRun | None,
-) -> tuple[Collective, Network[SharedState] | None]:
+) -> tuple[Collective, Network[Any] | None]:
     if ranks.in_cluster:
         collective = cluster_collective(config)
         stack.callback(collective.close)
@@ -454,10 +463,12 @@ def _collective(
     # These bring grpc, which a node alone does not need.
     from trainer.run.node.identity import identity_of, terms_of
     from trainer.run.node.network import Network
-    from trainer.run.node.state_form import StateFit
+    from trainer.run.node.state_form import StateFit, grad_fit
 
     max_bytes = int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(shape))
-    fit = StateFit(shape, config.diloco.num_fragments, max_bytes)
+    fit: StateForm[Any] = StateFit(shape, config.diloco.num_fragments, max_bytes)
+    if config.strategy == "grad":
+        fit = grad_fit(shape)
     terms = terms_of(config, shape, store.vocabulary)
     network = Network(config, identity_of(config), terms, store.rows, fit, stopping=stop, run=run)
     return network.collective, network

@@ -19,6 +19,7 @@ from trainer.model import VOCAB_STEP, ModelConfig, Transformer, rows_for
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco import FlatLayout, FragmentPlan, SharedState, synchronised_parameters
+from trainer.outer.grad import GradFit
 
 S = TypeVar("S")
 
@@ -115,6 +116,13 @@ def state_layout(shape: ModelConfig, num_fragments: int) -> FlatLayout:
     with torch.device("meta"):
         model = Transformer(shape)
     return FragmentPlan.of(synchronised_parameters(model), num_fragments).whole()
+
+
+def grad_fit(shape: ModelConfig) -> GradFit:
+    """Returns the form of a whole model's state under averaged gradients; its vocabulary does not grow."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    return GradFit(FlatLayout.of(synchronised_parameters(model)), shape.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,6 @@ from trainer.run.node.stopping import StopRequest
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
     from trainer.network.discovery.run_change import RunChange
-    from trainer.outer.diloco import SharedState
     from trainer.outer.engine.collective import RoundResult
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
@@ -218,7 +217,7 @@ class Node:
     store: StoreWatch
     checkpointer: Checkpointer
     watch: Watch
-    network: Network[SharedState] | None
+    network: Network[Any] | None
     display: TrainingDisplay
     stop: StopRequest
     evaluator: Evaluator
@@ -238,15 +237,17 @@ class Node:
 
     def begin(self) -> None:
         """Joins the others, if there are any: takes up their state, and announces its own."""
-        if self.signed_run is not None and self.replica.diloco is not None:
-            diloco = self.replica.diloco
-            self.signed_run.round_index = lambda: diloco.round_index
+        sharing = self.replica.sharing
+        if self.signed_run is not None and sharing is not None:
+            self.signed_run.round_index = lambda: sharing.round_index
         if self.network is not None:
             self.network.collective.catch_up()
             self.network.start(self.watch)
+            if self.replica.gradients is not None and self.replica.gradients.progress is not None:
+                self.replica.gradients.progress.start()
         self.watch.set_shards(self.dataset.shards)
-        if self.network is not None and self.replica.diloco is not None:
-            self.network.publish(self.replica.diloco.shared_state())
+        if self.network is not None and self.replica.sharing is not None:
+            self.network.publish(self.replica.sharing.shared_state())
             if self.awaits_state:
                 self._await_state(self.network)
             else:
@@ -319,10 +320,11 @@ class Node:
 
     def _go_by_changes(self) -> None:
         """Goes on by the changes of the run that are in force in the round that the node trains towards."""
-        if self.signed_run is None or self.replica.diloco is None:
+        if self.signed_run is None or self.replica.sharing is None:
             return
-        self.replica.diloco.on_result = self._go_by_agreed
-        self._go_by(self.signed_run.number_at(self.replica.diloco.round_index))
+        if self.replica.diloco is not None:
+            self.replica.diloco.on_result = self._go_by_agreed
+        self._go_by(self.signed_run.number_at(self.replica.sharing.round_index))
 
     def _go_by_agreed(self, result: RoundResult) -> None:
         """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
@@ -330,13 +332,13 @@ class Node:
             self._go_by(result.change)
 
     def _go_by(self, number: int) -> None:
-        run, diloco = self.signed_run, self.replica.diloco
-        if run is None or diloco is None or number == self._num_changes:
+        run, sharing = self.signed_run, self.replica.sharing
+        if run is None or sharing is None or number == self._num_changes:
             return
         self._num_changes = number
         run.begin_by(number)
         self.replica.configure(run.config_by(number))
-        self.watch.changed(run.chain.changes[:number], diloco.round_index)
+        self.watch.changed(run.chain.changes[:number], sharing.round_index)
 
     def _step(self) -> None:
         self._go_by_changes()
@@ -359,7 +361,8 @@ class Node:
         self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
         if self.replica.inner.step_index % _COMPARED_STEPS == 0:
             self._withdraw_if(self.health.loss(self.watch.tracker.smoothed_loss, self._losses_of_others()))
-        committed = outcome is not None and outcome.committed
+        # Under averaged gradients each step is a round.
+        committed = outcome is not None and outcome.committed and self.replica.gradients is None
         self._evaluate(after_round=committed)
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
             self.save()
@@ -387,11 +390,13 @@ class Node:
         if len(outcome.report.members) > 1:
             self.health.shared()
         self._adopt_store_changes()
-        diloco = self.replica.diloco
-        if self.network is not None and diloco is not None:
-            self.network.publish(diloco.shared_state(), outcome.report.members)
-        digest = diloco.state_digest() if diloco is not None and self.network is None else ""
+        sharing, is_each_step = self.replica.sharing, self.replica.gradients is not None
+        if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
+            self.network.publish(sharing.shared_state(), outcome.report.members)
+        digest = sharing.state_digest() if sharing is not None and self.network is None else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
+            return
         if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
             reason = "most of the others hold another state: this node was cut off from them"
             self._withdraw_if(reason, wait_s=0.0)
@@ -416,7 +421,7 @@ class Node:
         its weights since then are worth nothing. Raises `UnfitNodeError` if this was once too often.
         """
         network = self.network
-        if not reason or network is None or self.replica.diloco is None:
+        if not reason or network is None or self.replica.sharing is None:
             return
         if own_state_is_void and not any(said.state_digest for said in network.alike()):
             return
@@ -425,6 +430,10 @@ class Node:
         if own_state_is_void:
             network.let_go()
         self._catch_up(wait_s=wait_s)
+
+    def _others_need_a_state(self) -> bool:
+        """Whether a node of the run holds none that others can fetch: it is new, or looks for theirs."""
+        return self.network is not None and any(not found.state_digest for found in self.network.alike())
 
     def _adopt_store_changes(self) -> None:
         """Adds rows for the ids that all members know of, and the store's new shards, read from the next epoch on."""
@@ -448,22 +457,26 @@ class Node:
         self.watch.set_shards(self.dataset.shards)
 
     def _catch_up(self, wait_s: float = 120.0) -> None:
-        if self.network is None or self.replica.diloco is None:
+        if self.network is None or self.replica.sharing is None:
             return
+        if self.replica.gradients is not None and wait_s:
+            self.network.let_go()  # One step behind is no better than none.
+            self.network.announce()
         for _ in range(_MOST_STATES):
             shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
             if shared is None:
                 break
             self.replica.adopt(shared)
-            logger.info("took up the others' state of outer step %d", shared.outer_step)
-            self.watch.observer.event("adopted", outer_step=shared.outer_step)
-            self.network.publish(self.replica.diloco.shared_state())
+            outer_step = self.replica.sharing.outer_step
+            logger.info("took up the others' state of outer step %d", outer_step)
+            self.watch.observer.event("adopted", outer_step=outer_step)
+            self.network.publish(self.replica.sharing.shared_state())
             self.save()
             wait_s = 0.0
-        self.network.collective.move_to(self.replica.diloco.round_index)
+        self.network.collective.move_to(self.replica.sharing.round_index)
         self._record_state()
 
-    def _await_state(self, network: Network[SharedState]) -> None:
+    def _await_state(self, network: Network[Any]) -> None:
         """Takes up the others' state, which they hand out after their first outer step; raises `TrainerError`."""
         if not network.alike():
             raise TrainerError(
@@ -473,7 +486,7 @@ class Node:
             )
         logger.info("waiting for the state of the run: others hand it out after their next outer step")
         self._catch_up(wait_s=FIRST_STATE_S)
-        self.awaits_state = self.replica.diloco is not None and self.replica.diloco.round_index == 0
+        self.awaits_state = self.replica.sharing is not None and self.replica.sharing.round_index == 0
         if self.awaits_state and not self.stop():
             raise TrainerError(
                 f"expected the others to hand out a state within {FIRST_STATE_S:.0f} s, found none; are they training?"
@@ -481,13 +494,13 @@ class Node:
 
     def _record_state(self) -> None:
         """Records which state the node holds: that of the snapshot others can fetch; alone, the state itself."""
-        diloco = self.replica.diloco
-        if diloco is None:
+        sharing = self.replica.sharing
+        if sharing is None:
             return
         if self.network is not None:
             self.network.settle()
-        digest = diloco.state_digest() if self.network is None else self.network.state_digest
-        self.watch.tracker.set_state(diloco.outer_step, digest, inner_step=diloco.inner_step)
+        digest = sharing.state_digest() if self.network is None else self.network.state_digest
+        self.watch.tracker.set_state(sharing.outer_step, digest, inner_step=sharing.inner_step)
 
     def _log_unshared(self) -> None:
         diloco = self.replica.diloco

@@ -27,6 +27,8 @@ _LOG_EVERY_S = 60.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 16.0
 _SETTLED_S = 30.0  # A worker that has served for so long without losing touch comes back without delay.
 _ANSWER_LOOK_S = 0.1
+_CONFIRMED = 2.0
+"""Multiple of `JoinConfig.window` within which a joiner's first round is to begin."""
 _MIN_SAVE_S = 5.0  # For saving, however long the rest of a shutdown has taken.
 _FEW_STEPS = 4
 _SMALL_SHARE = 0.01
@@ -192,6 +194,7 @@ def catch_up(
     is_over: Callable[[], bool],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
+    max_behind: int | None = None,
 ) -> bool:
     """Waits until a worker that joins its stage may serve: it is current, or alone. Returns False if asked to stop.
 
@@ -200,12 +203,14 @@ def catch_up(
     working on it. A worker that gets no state keeps asking: none serves first weights while others have better ones.
 
     ``others`` that serve the stage report; ``take_up`` returns False where none of their states was to be had, or none
-    did fit; ``may_be_first`` decides where nobody serves; ``round_index`` is this worker's next; ``is_current`` tells
-    whether it came back from a checkpoint of the state from which the others' round began. ``may_be_first`` and
-    ``is_over`` may raise what ends the worker.
+    did fit; ``max_behind`` is how many rounds that state may be behind (None: as configured); ``may_be_first`` decides
+    where nobody serves; ``round_index`` is this worker's next; ``is_current`` tells whether it came back from a
+    checkpoint of the state from which the others' round began. ``may_be_first`` and ``is_over`` may raise what ends the
+    worker.
     """
     seen: tuple[int, float] | None = None
     seen_since_s, logged_s = 0.0, -_LOG_EVERY_S
+    most_behind = config.max_rounds_behind if max_behind is None else max_behind
     while not is_over():
         reports = others()
         if not reports:
@@ -220,7 +225,7 @@ def catch_up(
             seen, seen_since_s = place, clock()
         is_beginning = position < config.window or clock() - seen_since_s >= config.idle_s
         took_up = is_beginning and take_up()
-        if took_up and _round_place(others())[0] - round_index() <= config.max_rounds_behind:
+        if took_up and _round_place(others())[0] - round_index() <= most_behind:
             return True
         pause_s, wait = _LOOK_S, "their state is taken up when"
         if is_beginning:
@@ -237,6 +242,38 @@ def catch_up(
                 config.idle_s,
             )
         sleep(pause_s)
+    return False
+
+
+def confirm_current(
+    config: JoinConfig,
+    *,
+    others: Callable[[], Sequence[StageReport]],
+    round_index: Callable[[], int],
+    is_lost: Callable[[], bool],
+    is_over: Callable[[], bool],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> bool:
+    """Waits, while a joiner follows the rounds with weight 0, until a round begins that it is in from the beginning.
+
+    That is while the others are in the first fifth of the round that is this worker's next one (twice
+    `JoinConfig.window`), or where nothing has moved for `JoinConfig.idle_s`. Returns False if the worker has lost
+    touch with the others meanwhile, so that their state has to be taken up again, or is asked to stop.
+    """
+    seen: tuple[int, float] | None = None
+    seen_since_s = clock()
+    while not is_over() and not is_lost():
+        reports = others()
+        if not reports:
+            return True
+        frontier, position = place = _round_place(reports)
+        if place != seen:
+            seen, seen_since_s = place, clock()
+        is_beginning = frontier <= round_index() and position < _CONFIRMED * config.window
+        if is_beginning or clock() - seen_since_s >= config.idle_s:
+            return True
+        sleep(_LOOK_S)
     return False
 
 

@@ -27,7 +27,7 @@ from trainer.run.node.identity import identity_path
 
 DRIVER = "driver"  # Stands for a stage in the terms of drivers, which hold none.
 
-_LOCAL = ("round_timeout_s", "background")
+_LOCAL = ("round_timeout_s", "background", "delayed", "ahead_s")
 """Options of a strategy in which workers may differ: they change when a round is over, not its result."""
 _SHARED_INNER = (
     "lr",
@@ -118,7 +118,7 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "swarm.start_from": bool(config.swarm.start_from),  # Workers compare the models themselves.
     }
     values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _SHARED_INNER}
-    options = config.swarm.sparta if config.strategy == "async_sparta" else config.diloco
+    options = {"async_sparta": config.swarm.sparta, "grad": config.grad}.get(config.strategy, config.diloco)
     values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _LOCAL}
     if config.strategy == "async_sparta":
         values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.

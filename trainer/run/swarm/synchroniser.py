@@ -1,8 +1,8 @@
-"""The rounds of one stage's replica: DiLoCo or SPARTA behind one interface, and the check of rounds of two.
+"""The rounds of one stage's replica: DiLoCo, SPARTA or averaged gradients behind one interface, and rounds of two.
 
 The strategies differ in what a state is (DiLoCo's anchor, which all members hold bit for bit; SPARTA's parameters and
-moments, each replica's own) and in when a newcomer counts. All of it is for the worker's compute thread, except
-`StagePeers` and what only reads numbers.
+moments, each replica's own; with averaged gradients weights and moments that all hold) and in when a newcomer counts.
+All of it is for the worker's compute thread, except `StagePeers` and what only reads numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from trainer.outer.diloco import DiLoCoTrainer, FragmentPlan, synchronised_param
 from trainer.outer.diloco.flat import FlatLayout
 from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
 from trainer.outer.engine.strategy import OuterResult
+from trainer.outer.grad import GradFit, GradTrainer
 from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state, frontier_of
 from trainer.run.config import RunConfig
 from trainer.run.node.network import Network, StateChoice
 from trainer.run.node.state_form import DilocoStates, StateForm, check_meta, check_vectors
 from trainer.run.swarm.building import BuiltStage
+from trainer.run.swarm.shape import target_tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,11 @@ class ReplicaSynchroniser:
 
     Under DiLoCo a round that fails for everybody costs nobody anything: its work is part of the next. So failed rounds
     send this replica to the others for their state only if the others have made some without it. Under SPARTA training
-    does not stand still for a round, which has time until the next step: so there is none to answer.
+    does not stand still for a round, which has time until the next step: so there is none to answer. Averaged gradients
+    are stepped with by `trainer.pipeline.worker.grad_stepping.GradStepper`, which asks `GradTrainer` itself.
 
-    ``behind`` tells whether the last round failed because the others hold another state (DiLoCo).
+    ``behind`` tells whether the last round failed because the others hold another state (not SPARTA). ``averager``
+    averages gradients in place of ``collective``, which then averages slices alone.
     """
 
     def __init__(
@@ -83,13 +87,29 @@ class ReplicaSynchroniser:
         others: OtherRounds,
         behind: Callable[[], bool],
         vocab_rows: int,
+        averager: Collective | None = None,
     ) -> None:
         self._others = others
         self._behind = behind
         self._max_failed_rounds = config.swarm.join.max_failed_rounds
         self._failed_in_a_row = 0
-        self.trainer: DiLoCoTrainer | SpartaTrainer
-        if config.strategy == "async_sparta":
+        self.trainer: DiLoCoTrainer | SpartaTrainer | GradTrainer
+        if config.strategy == "grad":
+            self.trainer = GradTrainer(
+                built.module,
+                config.grad,
+                config.inner,
+                collective,
+                source=built.replica,
+                max_norm=built.replica.clip_norm,
+                target_tokens=target_tokens_of(config),
+                averager=averager,
+                auto_step_s=config.swarm.worker.auto_step_s,
+                after_update=built.after_average,
+                kept_axes=built.kept_axes,
+                vocab_rows=vocab_rows,
+            )
+        elif config.strategy == "async_sparta":
             self.trainer = SpartaTrainer(
                 built.module,
                 config.swarm.sparta,
@@ -102,19 +122,24 @@ class ReplicaSynchroniser:
             )
         else:
             self.trainer = DiLoCoTrainer(built.module, config.diloco, collective, vocab_rows=vocab_rows)
-        self._steps_per_round = _steps_per_round(config)
+        self._steps_per_round: float = _steps_per_round(config)
 
     def configure(self, config: RunConfig) -> None:
         """Goes on by what a change of the run has put in force: cadence, and under DiLoCo the outer step."""
         if isinstance(self.trainer, SpartaTrainer):
             self.trainer.configure(config.swarm.sparta)
-        else:
+        elif isinstance(self.trainer, DiLoCoTrainer):
             self.trainer.configure(config.diloco)
         self._steps_per_round = _steps_per_round(config)
 
+    @property
+    def gradients(self) -> GradTrainer | None:
+        """What steps by averaged gradients; None under other strategies."""
+        return self.trainer if isinstance(self.trainer, GradTrainer) else None
+
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Counts an optimizer step; see `trainer.outer.engine.strategy.OuterStrategy`."""
-        return self.trainer.after_inner_step(num_batches)
+        return None if isinstance(self.trainer, GradTrainer) else self.trainer.after_inner_step(num_batches)
 
     def answer_others(self) -> OuterResult | None:
         """Takes part, between two steps, in a round that others wait for."""
@@ -122,10 +147,16 @@ class ReplicaSynchroniser:
 
     def share(self) -> OuterResult | None:
         """Has a round before the worker leaves; of SPARTA that under way: all slices would take a whole cycle."""
-        return self.trainer.share() if isinstance(self.trainer, DiLoCoTrainer) else self.trainer.drain()
+        return self.trainer.share() if isinstance(self.trainer, DiLoCoTrainer) else self.drain()
+
+    def drain(self) -> OuterResult | None:
+        """Waits for a round under way; of gradients there is none where a worker leaves (`GradStepper.flush`)."""
+        return None if isinstance(self.trainer, GradTrainer) else self.trainer.drain()
 
     def place(self) -> tuple[int, float]:
         """The stage's next round as far as this replica knows, and how much of the way there is done, 0 to 1."""
+        if isinstance(self.trainer, GradTrainer):
+            return self.trainer.round_index, self.trainer.round_share
         return self.trainer.round_index, min(1.0, self.trainer.inner_step / self._steps_per_round)
 
     def is_lost(self) -> bool:
@@ -154,11 +185,13 @@ class ReplicaSynchroniser:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint; raises `CheckpointMismatchError` if it is of another model or strategy."""
         self.trainer.load_state_dict(state)
-        if isinstance(self.trainer, DiLoCoTrainer):
+        if not isinstance(self.trainer, SpartaTrainer):
             self._others.move_to(self.trainer.round_index)
 
 
 def _steps_per_round(config: RunConfig) -> float:
+    if config.strategy == "grad":
+        return 1.0
     if config.strategy == "async_sparta":
         return config.swarm.sparta.every_steps
     return config.diloco.inner_steps / config.diloco.num_fragments
@@ -263,6 +296,8 @@ class _StageFit(DilocoStates):
 def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateForm[Any]:
     """The form of the states that workers of a stage hand each other."""
     parameters = synchronised_parameters(module)
+    if config.strategy == "grad":
+        return GradFit(FlatLayout.of(parameters), vocab_rows)
     if config.strategy == "async_sparta":
         return SpartaFit(FlatLayout.of(parameters), vocab_rows)
     return _StageFit(FragmentPlan.of(parameters, config.diloco.num_fragments), vocab_rows)

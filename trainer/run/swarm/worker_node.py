@@ -52,6 +52,7 @@ from trainer.run.swarm.lifecycle import (
     StartupVersionCheck,
     catch_up,
     check_first_weights,
+    confirm_current,
     is_ahead,
     neediest_stage,
     rejoin_delay_s,
@@ -71,11 +72,18 @@ _DHT_START_S = 20.0  # Time for a DHT to start on a busy machine.
 _SETTLE_S = 3.0  # After the first peer was discovered, for the rest to be.
 _COMPUTE_S = 120.0
 _MAX_FAREWELL_S = 4.0  # At most so long for the others to hear the last announcement.
+_MAX_ROUNDS_AHEAD = 3
+"""With averaged gradients: steps of most others, after which a worker that has made none of them takes their state."""
 _GRACE_LOOKS = 5  # Multiple of `JoinConfig.first_peers_s` after which a stage's state that nobody has counts as lost.
 _STATE_WRITE_S = 10.0
 """How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving": "all", "leaving": "begun"}
 T = TypeVar("T")
+
+
+def _num_fragments(config: RunConfig) -> int:
+    """In how many rounds all of a replica's weights are shared."""
+    return {"diloco": config.diloco.num_fragments, "grad": 1}.get(config.strategy, config.swarm.sparta.num_slices)
 
 
 def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
@@ -84,8 +92,8 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
     With ``at``, a time as `trainer.checkpoint.stages.parse_time` reads it, it begins with the checkpoint of then. What
     it could not begin with the next time either is a `TrainerUsageError`.
     """
-    if config.strategy not in ("diloco", "async_sparta"):
-        raise TrainerUsageError(f"strategy: expected diloco or async_sparta in a swarm, found {config.strategy}")
+    if config.strategy not in ("diloco", "async_sparta", "grad"):
+        raise TrainerUsageError(f"strategy: expected diloco, async_sparta or grad in a swarm, found {config.strategy}")
     names = stage_names(config.swarm.num_stages)
     if stage not in (_AUTO, *names):  # Before the store is asked.
         raise TrainerUsageError(f"--stage: expected {_AUTO} or one of {', '.join(names)}, found {stage!r}")
@@ -176,6 +184,8 @@ class WorkerNode:
         self._built = built
         self._stop = stop
         self._is_diloco = config.strategy == "diloco"
+        self._averages_gradients = config.strategy == "grad"
+        self._has_common_state = self._is_diloco or self._averages_gradients
         self._uid: StageUid | None = None
         self._lost_touch = False
         self._is_current = False  # It has the stage's state, which is worth saving and sharing.
@@ -203,18 +213,20 @@ class WorkerNode:
         )
         network, self._stage_peers = self._network, StagePeers(self._network)
         self._peers = SwarmPeers(config, shape, lambda: network.announcements)
+        judged = JudgedCollective(
+            network.collective,
+            network.peer_id,
+            network.distrust,
+            num_slices=0 if self._has_common_state else sparta.num_slices,
+        )
         self._synchroniser = ReplicaSynchroniser(
             config,
             built,
-            JudgedCollective(
-                network.collective,
-                network.peer_id,
-                network.distrust,
-                num_slices=0 if self._is_diloco else sparta.num_slices,
-            ),
+            network.collective if self._averages_gradients else judged,
             self._stage_peers,
             lambda: network.collective.behind,
             rows,
+            averager=judged if self._averages_gradients else None,
         )
         self._startup_check = StartupVersionCheck(
             built.name,
@@ -236,11 +248,16 @@ class WorkerNode:
             target_tokens=target_tokens_of(config),
             peers=self._stage_peers.peers,
             strategy=self._synchroniser,
+            gradients=self._synchroniser.gradients,
             meter=self._meter,
             batches=config.swarm.stage.backward == "recompute",
-            num_fragments=config.diloco.num_fragments if self._is_diloco else sparta.num_slices,
+            num_fragments=_num_fragments(config),
             # Gradients of forward passes that are older than `max_staleness` are refused anyway.
-            max_lead=max(staleness, config.diloco.inner_steps) if self._is_diloco else staleness,
+            max_lead=max(staleness, config.diloco.inner_steps)
+            if self._is_diloco
+            else _MAX_ROUNDS_AHEAD
+            if self._averages_gradients
+            else staleness,
             on_step=self._stepped,
             on_round=self._after_round,
             drivers=self._peers.drivers,
@@ -284,7 +301,7 @@ class WorkerNode:
         self._worker.start()
         self._worker_task = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
         try:
-            if self._is_diloco and self._synchroniser.place()[0]:
+            if self._has_common_state and self._synchroniser.place()[0]:
                 # To the others, what a checkpoint brought back is worth as much as the result of a round.
                 self._network.publish(self._synchroniser.trainer.shared_state())
             if self._join():
@@ -299,29 +316,65 @@ class WorkerNode:
     def _join(self) -> bool:
         """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
         self._wait_for_others()
-        may_serve = catch_up(
+        while True:
+            may_serve = catch_up(
+                self._config.swarm.join,
+                others=self._serving_others,
+                take_up=self._take_up_state,
+                may_be_first=self._startup_check.may_serve,
+                round_index=lambda: self._synchroniser.place()[0],
+                is_current=self._is_still_current,
+                is_over=self._is_over,
+                clock=time.monotonic,
+                sleep=time.sleep,
+                max_behind=0 if self._averages_gradients else None,
+            )
+            if not may_serve:
+                return False
+            self._lost_touch = False
+            if not self._averages_gradients or self._follows_until_current():
+                break
+            if self._is_over():
+                return False
+        self._is_current = True
+        self._joined_s = time.monotonic()
+        if self._moves is not None:
+            self._moves.serves(self._joined_s, self._joined_s - self._began_s)
+        if not self._averages_gradients:  # Or else it has followed their rounds.
+            # From now on the others wait for it in a round.
+            self._network.collective.move_to(self._synchroniser.place()[0])
+        self._set_status("serving")
+        self._worker.stepper.follows = False  # It takes part with what it counts from now on.
+        address = self._network.endpoint.address
+        logger.info("%s serves version %d at %s", self._uid, self._built.replica.version, address)
+        return True
+
+    def _follows_until_current(self) -> bool:
+        """Takes part in rounds with nothing of its own until one begins that it is in; False: it has lost touch."""
+        self._network.collective.move_to(self._synchroniser.place()[0])
+        self._worker.stepper.follows = True
+        is_current = confirm_current(
             self._config.swarm.join,
-            others=self._stage_peers.serving,
-            take_up=self._take_up_state,
-            may_be_first=self._startup_check.may_serve,
+            others=self._serving_others,
             round_index=lambda: self._synchroniser.place()[0],
-            is_current=self._is_still_current,
+            is_lost=lambda: self._lost_touch,
             is_over=self._is_over,
             clock=time.monotonic,
             sleep=time.sleep,
         )
-        if not may_serve:
-            return False
-        self._lost_touch, self._is_current = False, True
-        self._joined_s = time.monotonic()
-        if self._moves is not None:
-            self._moves.serves(self._joined_s, self._joined_s - self._began_s)
-        # From now on the others wait for it in a round.
-        self._network.collective.move_to(self._synchroniser.place()[0])
-        self._set_status("serving")
-        address = self._network.endpoint.address
-        logger.info("%s serves version %d at %s", self._uid, self._built.replica.version, address)
-        return True
+        if not is_current:
+            self._worker.stepper.follows = False
+            self._network.collective.move_to(-1)
+        return is_current
+
+    def _serving_others(self) -> list[StageReport]:
+        """Reports of those that serve; with averaged gradients how far their round is by what they last exchanged.
+
+        A step may be over before it is announced that it has begun.
+        """
+        reports = self._stage_peers.serving()
+        share = self._worker.stepper.place_of_others if self._averages_gradients else None
+        return reports if share is None else [it.model_copy(update={"round_position": share}) for it in reports]
 
     def _is_still_current(self) -> bool:
         """Whether the checkpoint this worker resumed from has the anchor that the others train from, bit for bit.
@@ -351,7 +404,7 @@ class WorkerNode:
 
     def _take_up_state(self) -> bool:
         """Fetches the others' state and puts it in place of this worker's; False: there was none to be had."""
-        if self._is_diloco and not self._stage_peers.frontier() and not self._synchroniser.place()[0]:
+        if self._has_common_state and not self._stage_peers.frontier() and not self._synchroniser.place()[0]:
             return True  # Before the first outer step all have the first weights as their anchor.
         if not self._built.replica.version and not any(report.version for report in self._stage_peers.serving()):
             return True  # Nobody has trained: all have the first weights.
@@ -359,6 +412,8 @@ class WorkerNode:
             logger.info("the others of %s are behind this worker's checkpoint, and will follow", self._built.name)
             return True
         wait_s = self._config.discovery.announce_interval_s + _STATE_WRITE_S
+        if self._averages_gradients:
+            self._network.let_go()  # One step behind is no better than none.
         shared = self._network.catch_up(wait_s=wait_s, stop=self._stop)
         if shared is None:
             return self._network.holds_common_state
@@ -407,6 +462,9 @@ class WorkerNode:
         self._saving.changed(adopted=True)
         self._startup_check.has_first_weights = False
         versions = [said.stage.version for said in self._network.donors if said.stage is not None]
+        if self._averages_gradients:  # The version is part of the state, which the others have left soon.
+            self._worker.stepper.start_over(shared.num_inner_steps)
+            return
         self._worker.stepper.start_over(version_of_state(shared.num_inner_steps, versions))
         self._network.publish(shared)
 
@@ -471,16 +529,20 @@ class WorkerNode:
         self._join()
 
     def _hand_out_state(self) -> None:
-        """Publishes a SPARTA state, which changes with each step, if somebody is there to take it up.
+        """Publishes a state that changes with each step, if somebody is there to take it up.
 
-        Not in each round, since somebody may claim to join for ever, and 12 bytes a parameter are copied each time. A
-        state half as old as may be missed is good enough.
+        Of SPARTA not in each round, since somebody may claim to join for ever, and 12 bytes a parameter are copied each
+        time. A state half as old as may be missed is good enough. With averaged gradients nothing but the newest is of
+        use, and nothing is copied.
         """
         if self._is_diloco or not any(report.status == "joining" for report in self._stage_peers.reports()):
             return
         every_rounds = max(1, self._config.swarm.sparta.max_staleness_rounds // 2)
         round_index = self._synchroniser.place()[0]
-        if round_index >= self._published_round + every_rounds:
+        if self._averages_gradients and round_index > self._published_round:
+            self._published_round = round_index
+            self._network.publish(self._synchroniser.trainer.shared_state())
+        elif not self._averages_gradients and round_index >= self._published_round + every_rounds:
             self._published_round = round_index
             self._network.publish(self._compute(self._synchroniser.trainer.shared_state))
 
@@ -508,7 +570,8 @@ class WorkerNode:
         if result.report is None:
             self._watch.observer.round_failed(result.round_index, result.error)
         else:
-            self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest="")
+            digest = "" if self._synchroniser.gradients is None else self._synchroniser.gradients.state_digest()
+            self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest=digest)
             members = result.report.members
             if len(members) > 1 and result.committed:
                 self._health.shared()
@@ -546,7 +609,7 @@ class WorkerNode:
             if self._stage_peers.serving():
                 stepper.note(self._synchroniser.share())
                 return
-            stepper.note(self._synchroniser.trainer.drain())
+            stepper.note(self._synchroniser.drain())
             self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
         self._set_status("leaving")
