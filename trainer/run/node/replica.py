@@ -88,7 +88,13 @@ class Replica:
         self.diloco: DiLoCoTrainer | None = None
         self.strategy: OuterStrategy = EveryStepStrategy()
         if config.strategy == "diloco":
-            self.diloco = DiLoCoTrainer(self.model, config.diloco, self._collective, vocab_rows=self.vocab_rows)
+            self.diloco = DiLoCoTrainer(
+                self.model,
+                config.diloco,
+                self._collective,
+                vocab_rows=self.vocab_rows,
+                powersgd_rank=config.collective.powersgd_rank,
+            )
             self.strategy = self.diloco
 
     def measured(self) -> AbstractContextManager[Transformer]:

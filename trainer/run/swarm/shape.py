@@ -121,6 +121,8 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
     values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _LOCAL}
     if config.strategy == "async_sparta":
         values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.
+    if config.collective.powersgd_rank:
+        values["powersgd_rank"] = config.collective.powersgd_rank
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
 
 
