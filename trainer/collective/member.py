@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.3
 _VOTES_AT_ONE = 3
+_SLOWER = 3.0  # So many times as long as this node another may take to make its part in a second phase.
 
 
 class RoundMember:
@@ -68,6 +69,7 @@ class RoundMember:
         self.agreement: Agreement | None = None
         self._follows = follows
         self._expects_phase = False
+        self._prepared_s = 0.0  # Seconds that this node's part in a second phase took to make.
         self._commit: Commit | None = None
         self._service = service
         self._settings = service.settings
@@ -131,8 +133,9 @@ class RoundMember:
         try:
             async with asyncio.timeout(self._config.round_timeout_s):
                 first = await self.run()
+                began_s = time.monotonic()
                 contribution = await asyncio.to_thread(following, first)
-                second = await self._second_phase(contribution).run()
+                second = await self._second_phase(contribution, time.monotonic() - began_s).run()
             have_result = True
         except TimeoutError as error:
             raise RoundFailedError(
@@ -142,7 +145,7 @@ class RoundMember:
             self._service.end_phases(self._known, have_result=have_result)
         return replace(second, report=report_on_both(first.report, second.report))
 
-    def _second_phase(self, contribution: Contribution) -> RoundMember:
+    def _second_phase(self, contribution: Contribution, prepared_s: float) -> RoundMember:
         if self.agreement is None or self._commit is None:
             raise RoundFailedError(f"round {contribution.round_index}: its first phase has no result")
         agreement = following_agreement(
@@ -154,6 +157,7 @@ class RoundMember:
         )
         second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
         second._known = self._service.begin_phase(agreement, self._known)
+        second._prepared_s = prepared_s
         return second
 
     # -- coming together -----------------------------------------------------------------------------------------------
@@ -286,7 +290,8 @@ class RoundMember:
                     arithmetic,
                     self._own_id,
                     decide_rule=partial(self._decide_rule, agreement),
-                    stall_timeout_s=self._config.stall_timeout_s,
+                    # Members of other speeds come to a second phase later; those that are gone are noticed sooner.
+                    stall_timeout_s=self._config.stall_timeout_s + _SLOWER * self._prepared_s,
                     deadline_s=deadline_s,
                 )
                 for task in plan.fresh

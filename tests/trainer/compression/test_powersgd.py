@@ -182,7 +182,7 @@ def test_bits_stay_what_they_are(threads):
         result = decompress(plan, p, values(plan.num_q, 4, 1e-3))
     finally:
         torch.set_num_threads(1)
-    assert (digest_of(p), digest_of(result)) == ("GOLDEN_P", "GOLDEN_R")
+    assert (digest_of(p), digest_of(result)) == ("25b955f9d7000019", "930cac0483b8f64e")
 
 
 def test_what_does_not_belong_together_is_refused():

@@ -130,14 +130,18 @@ class ReplicaState:
                 f"expected outer step 0 or later and a fragment under {len(plan.layouts)}, "
                 f"found {shared.outer_step} and {shared.fragment} in the state to adopt"
             )
-        vectors = [_checked(getattr(shared, name), whole, name) for name in ("anchor", "momentum", "reference")]
+        anchor, momentum, reference = (
+            _checked(getattr(shared, name), whole, name) for name in ("anchor", "momentum", "reference")
+        )
         bases = _checked_bases(shared.bases, plan)
         return cls(
             round_index=shared.outer_step * len(plan.layouts) + shared.fragment,
             num_inner_steps=shared.num_inner_steps,
             vocab_rows=shared.vocab_rows,
             fragments=tuple(
-                FragmentState(*(vector[place].clone() for vector in vectors), basis=bases.get(index))
+                FragmentState(
+                    anchor[place].clone(), momentum[place].clone(), reference[place].clone(), basis=bases.get(index)
+                )
                 for index, place in enumerate(plan.slices())
             ),
         )
