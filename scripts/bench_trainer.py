@@ -9,6 +9,7 @@
     python scripts/bench_trainer.py step           # a step of `python -m trainer` against a loop written by hand
     python scripts/bench_trainer.py ranks          # the same for a node of two ranks, with DDP and with FSDP2
     python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
+    python scripts/bench_trainer.py powersgd       # bytes and processor time of a factored round; torch's hook; loss
     python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -26,6 +27,7 @@ from scripts.bench_parts import parts_parser, run_parts
 from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
+from scripts.trainer_bench.powersgd import bench_powersgd
 from scripts.trainer_bench.ranks import bench_ranks
 from scripts.trainer_bench.rounds import bench_round
 from scripts.trainer_bench.steps import bench_step
@@ -40,6 +42,7 @@ BENCHES = {
     "step": bench_step,
     "ranks": bench_ranks,
     "liars": bench_liars,
+    "powersgd": bench_powersgd,
     "gpu": bench_gpu,
 }
 
@@ -71,6 +74,12 @@ def main() -> None:
     parser.add_argument("--kept-batches", type=int, default=512, help="that the loop written by hand goes through")
     parser.add_argument("--liar-rounds", type=int, default=10, help="outer steps of a run, for liars")
     parser.add_argument("--liar-rules", nargs="+", choices=RULES, help="rules to try, for liars; all by default")
+    parser.add_argument("--powersgd-preset", default="125m", help="whose shape is sent, for powersgd")
+    parser.add_argument("--powersgd-rank", type=int, default=64, help="for powersgd")
+    parser.add_argument("--powersgd-rounds", type=int, default=2, help="counted of each, for powersgd")
+    parser.add_argument("--powersgd-train-preset", default="15m", help="model that is trained, for powersgd")
+    parser.add_argument("--powersgd-train-ranks", type=int, nargs="+", default=[64, 8], help="for powersgd")
+    parser.add_argument("--powersgd-steps", type=int, default=200, help="of each training; 0: none, for powersgd")
     run_parts(parser, BENCHES)
 
 

@@ -34,11 +34,13 @@ from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig, Stream
-from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.collective import Collective, Contribution
+from trainer.outer.engine.powersgd import with_powersgd
 from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
+FACTORED_SHAPES = ((160, 200), (8_000,))  # Of contributions, for rounds of two phases.
 _START_S = 60.0
 
 
@@ -191,6 +193,8 @@ def main() -> None:
     )
     rule = RuleConfig(**{"rule": "mean", "validation": "log"} | settings.get("rule", {}))
     collective = PeerCollective(endpoint, loop.loop, RUN_ID, terms(), rule, config, others, lambda: 1024)
+    rank = settings.get("powersgd_rank", 0)
+    reducing = with_powersgd(collective, lambda _round_index: FACTORED_SHAPES, rank)
     loop.run(endpoint.start(), 10)
     say({"address": endpoint.address, "certificate": endpoint.certificate.decode() if endpoint.certificate else None})
     for line in sys.stdin:
@@ -204,13 +208,13 @@ def main() -> None:
             say({"done": True})
             continue
         fault.set(command.get("fault", ""))
-        say(_round(collective, number, command))
+        say(_round(reducing, number, command) | {"vocabulary_rows": collective.agreed_vocabulary_rows})
     loop.run(endpoint.stop(), 10)
     loop.stop()
     os._exit(0) if threading.active_count() > 1 else None
 
 
-def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) -> dict[str, Any]:
+def _round(collective: Collective, number: int, command: Mapping[str, Any]) -> dict[str, Any]:
     round_index = command["round"]
     vector = contribution_of(number, round_index)
     try:
@@ -238,7 +242,7 @@ def _round(collective: PeerCollective, number: int, command: Mapping[str, Any]) 
         "num_passes": report.num_passes,
         "seconds": report.seconds,
         "weights": list(report.weights),
-        "vocabulary_rows": collective.agreed_vocabulary_rows,
+        "basis": None if result.basis is None else hashlib.sha256(result.basis.numpy().tobytes()).hexdigest(),
     }
 
 

@@ -1,5 +1,9 @@
 """One round as one node goes through it: gather, agree, reduce, vote, and commit or not.
 
+A round may have a second phase, whose vector depends on the first one's result. It has the same members, an agreement
+that each of them makes of the first and its commit, and otherwise everything a first phase has. The first one's commit
+then changes nothing at anybody: only both together are a result.
+
 If a coordinator is lost, the next in order takes its place at every point: before the agreement the node asks the next
 one; after it, votes go to the next member of the agreement. None of this changes the result.
 """
@@ -18,25 +22,56 @@ from manifests import canonical_json, sha256_hex
 from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule
 from trainer.collective import messages
 from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
-from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, Commit, CommitDecision, Plan, Task, Vote, short
-from trainer.collective.planning import check_agreement, check_commit, check_plan, coordinator_order, first_plan
+from trainer.collective.messages import (
+    MAX_ROUND_MEMBERS,
+    Agreement,
+    Commit,
+    CommitDecision,
+    PhaseAgreement,
+    Plan,
+    Task,
+    Vote,
+    short,
+)
+from trainer.collective.planning import (
+    check_agreement,
+    check_commit,
+    check_plan,
+    coordinator_order,
+    first_plan,
+    following_agreement,
+)
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.collective.service import KnownRound, RoundService
 from trainer.errors import CodecError, RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.network.rpc import Peer
-from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
+from trainer.outer.engine.collective import Contribution, FollowingPhase, RoundReport, RoundResult, report_on_both
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.3
 _VOTES_AT_ONE = 3
+_SLOWER = 3.0  # So many times as long as this node another may take to make its part in a second phase.
 
 
 class RoundMember:
-    """One node in one round, after which it could have at most ``vocabulary_rows`` rows of vocabulary."""
+    """One node in one round, after which it could have at most ``vocabulary_rows`` rows of vocabulary.
 
-    def __init__(self, service: RoundService, contribution: Contribution, vocabulary_rows: int) -> None:
+    ``follows`` is the agreement of a second phase, whose members need not come together any more.
+    """
+
+    def __init__(
+        self,
+        service: RoundService,
+        contribution: Contribution,
+        vocabulary_rows: int,
+        follows: PhaseAgreement | None = None,
+    ) -> None:
         self.agreement: Agreement | None = None
+        self._follows = follows
+        self._expects_phase = False
+        self._prepared_s = 0.0  # Seconds that this node's part in a second phase took to make.
+        self._commit: Commit | None = None
         self._service = service
         self._settings = service.settings.at(contribution.round_index)
         self._config = self._settings.config
@@ -71,7 +106,7 @@ class RoundMember:
         sent_bytes, received_bytes = counters.sent_bytes, counters.received_bytes
         try:
             async with asyncio.timeout(self._config.round_timeout_s):
-                agreement = await self._come_together()
+                agreement = self._follows or await self._come_together()
                 self.agreement = agreement
                 agree_s = time.monotonic() - began_s
                 if self._contribution.filled is not None:
@@ -79,6 +114,7 @@ class RoundMember:
                     await asyncio.shield(asyncio.wrap_future(self._contribution.filled))
                     self._vector = await asyncio.to_thread(_with_residual, self._contribution)
                 commit, values = await self._carry_out(agreement)
+            self._commit = commit
             report = self._report(agreement, commit)
         except TimeoutError as error:
             raise RoundFailedError(
@@ -100,6 +136,44 @@ class RoundMember:
         return RoundResult(
             vector=values, report=report, residual=self._residual, progress=progress, change=agreement.change
         )
+
+    async def run_in_phases(self, following: FollowingPhase) -> RoundResult:
+        """Goes through a round of two phases; see `trainer.outer.engine.collective.PhasedCollective`.
+
+        Raises:
+            StateBehindError, RoundFailedError: as `run`, and either phase may be what failed.
+        """
+        self._expects_phase = True
+        have_result = False
+        try:
+            async with asyncio.timeout(self._config.round_timeout_s):
+                first = await self.run()
+                began_s = time.monotonic()
+                contribution = await asyncio.to_thread(following, first)
+                second = await self._second_phase(contribution, time.monotonic() - began_s).run()
+            have_result = True
+        except TimeoutError as error:
+            raise RoundFailedError(
+                f"round {self._contribution.round_index}: not over within {self._config.round_timeout_s:.0f} s"
+            ) from error
+        finally:
+            self._service.end_phases(self._known, have_result=have_result)
+        return replace(second, report=report_on_both(first.report, second.report))
+
+    def _second_phase(self, contribution: Contribution, prepared_s: float) -> RoundMember:
+        if self.agreement is None or self._commit is None:
+            raise RoundFailedError(f"round {contribution.round_index}: its first phase has no result")
+        agreement = following_agreement(
+            self.agreement,
+            self._commit,
+            contribution.vector.numel(),
+            contribution.state_digest,
+            self._settings.values_per_part,
+        )
+        second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
+        second._known = self._service.begin_phase(agreement, self._known)
+        second._prepared_s = prepared_s
+        return second
 
     # -- coming together -----------------------------------------------------------------------------------------------
 
@@ -195,10 +269,11 @@ class RoundMember:
                 weighing=self._settings.weighing,
             )
             known = self._known = self._service.acknowledged(agreement)
+            known.expects_phase = self._expects_phase
             other = await self._wait_until_begun(peer, known)
             if other is None:
                 return agreement
-            known.abandoned = True
+            known.abandoned, known.expects_phase = True, False
             agreement = other
 
     async def _wait_until_begun(self, coordinator: Peer, known: KnownRound) -> Agreement | None:
@@ -258,7 +333,8 @@ class RoundMember:
                     arithmetic,
                     self._own_id,
                     decide_rule=partial(self._decide_rule, agreement),
-                    stall_timeout_s=self._config.stall_timeout_s,
+                    # Members of other speeds come to a second phase later; those that are gone are noticed sooner.
+                    stall_timeout_s=self._config.stall_timeout_s + _SLOWER * self._prepared_s,
                     deadline_s=deadline_s,
                 )
                 for task in plan.fresh
@@ -291,7 +367,7 @@ class RoundMember:
                 raise RoundFailedError(f"round {agreement.round_index}: the coordinator's plan goes backwards")
             plan = following
             if self._own_id not in plan.members:
-                raise StateBehindError(f"round {agreement.round_index}: the others have gone on without this node")
+                raise self._outvoted(f"round {agreement.round_index}: the others have gone on without this node")
 
     async def _decide_rule(self, agreement: Agreement, task: Task, sums: Moments) -> RuleDecision:
         """Decides from all reducers' sums; the decision holds for later passes too."""
@@ -378,10 +454,14 @@ class RoundMember:
             raise RoundFailedError(f"round {agreement.round_index}: {decision.reason}")
         holds_all = all(entry.digest == self._digest(entry.key) for entry in commit.digests)
         if self._own_id not in commit.members or not holds_all:
-            raise StateBehindError(
+            raise self._outvoted(
                 f"round {agreement.round_index}: the others have committed a result that this node does not hold whole"
             )
         return commit
+
+    def _outvoted(self, text: str) -> RoundFailedError:
+        """The others' state is another only after the last phase; after the first, nobody has applied anything."""
+        return RoundFailedError(text) if self._expects_phase else StateBehindError(text)
 
     def _digest(self, key: str) -> str | None:
         return self._results[key].digest if key in self._results else None

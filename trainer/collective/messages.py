@@ -186,6 +186,11 @@ class Agreement(_OfChangingRun):
         return tuple(member.peer_id for member in self.members)
 
     @property
+    def taking_part(self) -> tuple[str, ...]:
+        """Ids of the members that this phase of the round begins with, sorted: all, unless it follows another."""
+        return self.peer_ids
+
+    @property
     def weights(self) -> list[float]:
         """Weights of the members, in their order."""
         return [member.weight for member in self.members]
@@ -203,7 +208,26 @@ class Agreement(_OfChangingRun):
     def succession(self) -> tuple[Member, ...]:
         """Returns the members in the order in which they decide the round: the coordinator, then those after it."""
         first = self.peer_ids.index(self.coordinator) if self.coordinator in self.peer_ids else 0
-        return self.members[first:] + self.members[:first]
+        taking_part = set(self.taking_part)
+        ordered = self.members[first:] + self.members[:first]
+        return tuple(member for member in ordered if member.peer_id in taking_part)
+
+
+class PhaseAgreement(Agreement):
+    """What the second phase of a round goes by; each member makes it itself of the agreement and the first's commit.
+
+    It never travels: members whose digests of it differ do not take each other for members. Its majority is one of all
+    who agreed on the round, not of those who are left.
+    """
+
+    follows: Digest
+    """Of the agreement, and of the result that its commit names."""
+    remaining: tuple[PeerIdField, ...]  # Sorted.
+
+    @property
+    def taking_part(self) -> tuple[str, ...]:
+        """Ids of the members that hold the first phase's result."""
+        return self.remaining
 
 
 class Acknowledge(_Message):

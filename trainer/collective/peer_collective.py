@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeAlias
 
 from trainer.aggregation import RuleConfig, Weighing
 from trainer.collective.config import CollectiveConfig, Directory, RoundChanges, RoundSettings
@@ -18,9 +20,11 @@ from trainer.collective.service import RoundService
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.network.rpc import Endpoint
-from trainer.outer.engine.collective import Contribution, RoundResult
+from trainer.outer.engine.collective import Contribution, FollowingPhase, RoundResult
 
 logger = logging.getLogger(__name__)
+
+_Round: TypeAlias = Callable[[], Coroutine[Any, Any, RoundResult]]
 
 _SLACK_S = 30.0
 _LOOK_EVERY_S = 0.5
@@ -76,14 +80,20 @@ class PeerCollective:
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
         member = RoundMember(self._service, contribution, self._vocabulary_rows())
-        future = asyncio.run_coroutine_threadsafe(self._run(member, contribution.round_index), self._loop)
+        return self._take_part(member, member.run, contribution.round_index)
+
+    def reduce_in_phases(self, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+        """Takes part in a round of two phases; see `trainer.outer.engine.collective.PhasedCollective`."""
+        member = RoundMember(self._service, contribution, self._vocabulary_rows())
+        return self._take_part(member, partial(member.run_in_phases, following), contribution.round_index)
+
+    def _take_part(self, member: RoundMember, go_through: _Round, round_index: int) -> RoundResult:
+        future = asyncio.run_coroutine_threadsafe(self._run(go_through, round_index), self._loop)
         try:
             result = future.result(member.timeout_s + _SLACK_S)
         except TimeoutError as error:
             future.cancel()
-            raise RoundFailedError(
-                f"round {contribution.round_index}: the node's event loop does not answer"
-            ) from error
+            raise RoundFailedError(f"round {round_index}: the node's event loop does not answer") from error
         if member.agreement is not None:
             self.agreed_vocabulary_rows = member.agreement.vocabulary_rows
         return result
@@ -105,11 +115,11 @@ class PeerCollective:
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._service.close)
 
-    async def _run(self, member: RoundMember, round_index: int) -> RoundResult:
+    async def _run(self, go_through: _Round, round_index: int) -> RoundResult:
         self._service.move_to(round_index)
         self.behind, next_round = False, round_index
         try:
-            result = await self._until_stopped(member)
+            result = await self._until_stopped(go_through)
             next_round = round_index + 1
             return result
         except StateBehindError:
@@ -125,9 +135,9 @@ class PeerCollective:
             if next_round != round_index and self._service.next_round == round_index:
                 self._service.move_to(next_round)  # Unless the node has taken up another state meanwhile.
 
-    async def _until_stopped(self, member: RoundMember) -> RoundResult:
+    async def _until_stopped(self, go_through: _Round) -> RoundResult:
         """Goes through the round; leaves it some time after the node was asked to stop, which harms no other round."""
-        running = asyncio.create_task(member.run())
+        running = asyncio.create_task(go_through())
         asked_at_s: float | None = None
         try:
             while not running.done():

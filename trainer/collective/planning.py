@@ -13,8 +13,9 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from statistics import median_low
 
+from manifests import canonical_json, sha256_hex
 from trainer.aggregation import Weighing, contribution_weight
-from trainer.collective.messages import Agreement, Commit, JoinRequest, Plan, Task
+from trainer.collective.messages import Agreement, Commit, JoinRequest, PhaseAgreement, Plan, Task
 from trainer.errors import RefusedError
 
 _PARTS_PER_SLICE = 4
@@ -48,8 +49,28 @@ def first_plan(agreement: Agreement) -> Plan:
     return Plan(
         agreement=agreement.fingerprint(),
         pass_index=0,
-        members=agreement.peer_ids,
-        tasks=tuple(_share(0, range(agreement.num_parts), agreement.peer_ids)),
+        members=agreement.taking_part,
+        tasks=tuple(_share(0, range(agreement.num_parts), agreement.taking_part)),
+    )
+
+
+def following_agreement(
+    agreement: Agreement, commit: Commit, num_values: int, state_digest: str, most_values: int
+) -> PhaseAgreement:
+    """Returns what the second phase of a round goes by, after the first was committed: members and weights stay.
+
+    ``num_values`` are those of the second vector, ``state_digest`` is of what it was made from; ``most_values`` fit a
+    message.
+    """
+    held = sorted((entry.key, entry.digest) for entry in commit.digests)
+    return PhaseAgreement(
+        **{name: getattr(agreement, name) for name in ("round_index", "attempt", "coordinator", "vocabulary_rows")},
+        state_digest=state_digest,
+        num_values=num_values,
+        part_values=cut_values(num_values, len(commit.members), most_values),
+        members=agreement.members,
+        follows=sha256_hex(canonical_json([agreement.fingerprint(), held])),
+        remaining=commit.members,
     )
 
 

@@ -29,6 +29,7 @@ from trainer.network.rpc import Peer, Reply, Request, ServerStream
 logger = logging.getLogger(__name__)
 
 _KEPT = 4
+_PHASES = 2  # Of a round, at most; each has an agreement.
 _LARGEST_SUM = 1e90  # Squares of the largest fp32 number, added up 1e13 times.
 
 B = TypeVar("B", bound=BaseModel)
@@ -41,10 +42,16 @@ class KnownRound:
     agreement: Agreement
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # Set when a member has begun the round.
     abandoned: bool = False  # Messages about it are refused.
+    expects_phase: bool = False  # Its result goes into a second phase that this node has not come to yet.
     commit_vote: CommitVote | None = None
     sums: dict[str, bytes] = field(default_factory=dict)  # Reducers' sums over their slices, by reducer.
     all_sums: list[bytes] | None = None  # The sums that go out to all, in the order of the reducers' ids.
     outcome: CommitDecision | None = None
+
+    @property
+    def came_to_nothing(self) -> bool:
+        """Whether it is over without a result, so that the same members may agree on the same once more."""
+        return self.abandoned or (self.outcome is not None and self.outcome.kind == "abort")
 
     def end(self) -> None:
         """Ends the vote on it."""
@@ -161,7 +168,7 @@ class RoundService:
 
     async def all_reduce_moments(self, request: Request[messages.MomentsOpen]) -> Reply[messages.MomentsReply]:
         """Takes a reducer's sums and waits for the others'; returns the same to all, in the order of their ids."""
-        known = self._member_round(request.sender, request.body.agreement)
+        known = await self._member_round(request.sender, request.body.agreement)
         found = _sums_in(request, known)
         if found.num_values > known.agreement.num_values or float(abs(found.gram).max()) > _LARGEST_SUM:
             raise RefusedError("malformed", "the sums of a reducer: larger than sums of so many fp32 values can be")
@@ -179,7 +186,7 @@ class RoundService:
 
     async def vote(self, request: Request[messages.Vote]) -> Reply[CommitDecision]:
         """Takes a member's vote, as the coordinator or its successor, and returns the decision."""
-        known = self._known(request.body.plan.agreement)
+        known = await self._awaited(request.sender, request.body.plan.agreement)
         sums = _sums_in(request, known) if request.payload else None
         if known.outcome is not None:
             return Reply(known.outcome)
@@ -210,12 +217,14 @@ class RoundService:
 
     async def status(self, request: Request[messages.StatusRequest]) -> Reply[messages.StatusReply]:
         """Returns the outcome of a round, if it is known."""
+        if request.body.agreement not in self._rounds and self._expects_phase(request.sender):
+            return Reply(messages.StatusReply(decision=None))  # Of a phase that this node is about to come to.
         return Reply(messages.StatusReply(decision=self._known(request.body.agreement).outcome))
 
     async def _serve_reduction(self, request: Request[messages.ReductionOpen], stream: ServerStream) -> None:
         # Only a member that knows that all have acknowledged sends parts: the round has begun, even if its coordinator
         # is gone.
-        self._member_round(request.sender, request.body.agreement).begun.set()
+        (await self._member_round(request.sender, request.body.agreement)).begun.set()
         key = (request.body.plan, request.body.task)
         await self._changes.wait_for(lambda: key in self._reductions, 2 * self._config.stall_timeout_s)
         reduction = self._reductions.get(key)
@@ -229,13 +238,26 @@ class RoundService:
     # -- as member -----------------------------------------------------------------------------------------------------
 
     def acknowledged(self, agreement: Agreement) -> KnownRound:
-        """Remembers an agreement that this node accepts."""
+        """Remembers an agreement that this node accepts; anew, if one with the same words came to nothing."""
         digest = agreement.fingerprint()
-        if digest not in self._rounds:
-            self._rounds[digest] = KnownRound(agreement)
-            while len(self._rounds) > _KEPT:
-                self._rounds.popitem(last=False)[1].end()
-        return self._rounds[digest]
+        known = self._rounds.pop(digest, None)
+        if known is None or known.came_to_nothing:
+            if known is not None:
+                known.end()
+            known = KnownRound(agreement)
+        self._rounds[digest] = known
+        while len(self._rounds) > _PHASES * _KEPT:
+            self._rounds.popitem(last=False)[1].end()
+        self._changes.notify()  # Members that came to this phase before this node wait.
+        return known
+
+    def begin_phase(self, agreement: Agreement, first: KnownRound | None) -> KnownRound:
+        """Comes to the second phase of a round; its members need no acknowledgement beside the first one's commit."""
+        known = self.acknowledged(agreement)
+        known.begun.set()
+        if first is not None:
+            first.expects_phase = False
+        return known
 
     def settle(self, known: KnownRound, outcome: CommitDecision) -> None:
         """Remembers how a round ended, for those who ask."""
@@ -255,6 +277,13 @@ class RoundService:
         if known is not None and known.outcome is None:
             known.abandoned = True
 
+    def end_phases(self, known: KnownRound | None, *, have_result: bool) -> None:
+        """Ends the waiting for a second phase; without its result the first one's is nothing, and may be made again."""
+        if known is not None:
+            known.expects_phase = False
+            known.abandoned = known.abandoned or not have_result
+        self._changes.notify()
+
     def close(self) -> None:
         """Ends everything that waits."""
         for gathering in self._gatherings.values():
@@ -270,8 +299,22 @@ class RoundService:
             raise RefusedError("unknown", "no such agreement here")
         return known
 
-    def _member_round(self, peer_id: str, agreement_digest: str) -> KnownRound:
-        known = self._known(agreement_digest)
+    def _expects_phase(self, peer_id: str) -> bool:
+        """Whether this node is about to come to a second phase that the other may have come to already."""
+        return any(
+            known.expects_phase and not known.abandoned and peer_id in known.agreement.peer_ids
+            for known in self._rounds.values()
+        )
+
+    async def _awaited(self, peer_id: str, agreement_digest: str) -> KnownRound:
+        """Returns a known agreement; a member's that is not known may be of a phase this node is about to come to."""
+        await self._changes.wait_for(
+            lambda: agreement_digest in self._rounds or not self._expects_phase(peer_id), self._config.round_timeout_s
+        )
+        return self._known(agreement_digest)
+
+    async def _member_round(self, peer_id: str, agreement_digest: str) -> KnownRound:
+        known = await self._awaited(peer_id, agreement_digest)
         if peer_id not in known.agreement.peer_ids:
             raise RefusedError("unknown", "no member of this round")
         return known
@@ -289,9 +332,7 @@ class RoundService:
         if not gathering.over or gathering.agreement is None:
             return gathering.over
         known = self._rounds.get(gathering.agreement.fingerprint())
-        if known is None:
-            return not gathering.begun
-        return known.abandoned or (known.outcome is not None and known.outcome.kind == "abort")
+        return not gathering.begun if known is None else known.came_to_nothing
 
     def _open_gathering(self, round_index: int) -> MembershipGathering:
         self._gatherings[round_index] = MembershipGathering(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scripts.baselines.trainer.serving import serve
 from scripts.baselines.trainer.workload import Workload
@@ -24,6 +25,7 @@ from trainer.inner import InnerConfig, InnerLoop, make_optimizer
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.powersgd import with_powersgd
 from trainer.run.node.loop_thread import LoopThread
 
 RUN_ID = "bench"
@@ -88,6 +90,8 @@ class GenesisMember:
         self._loop = LoopThread("bench")
         self._loop.start()
         self._nodes: dict[str, Node] = {}
+        self._carried: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        """Residual and basis of the last factored round of each."""
 
     def open(self, name: str, host: str, tls: bool, compression: str) -> dict[str, Any]:
         """Starts a node; how to reach it."""
@@ -114,10 +118,20 @@ class GenesisMember:
         node.collective.move_to(next_round)
         return {}
 
-    def round(self, name: str, index: int, values: int, seed: int) -> dict[str, Any]:
-        """One round, the ``index``-th of these members, with a random vector."""
+    def round(
+        self,
+        name: str,
+        index: int,
+        values: int,
+        seed: int,
+        shapes: Sequence[Sequence[int]] = (),
+        powersgd_rank: int = 0,
+    ) -> dict[str, Any]:
+        """One round, the ``index``-th of these members, with a random vector; factored, if that has a rank."""
         vector = torch.randn(values, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
         node = self._nodes[name]
+        collective = with_powersgd(node.collective, lambda _round_index: shapes, powersgd_rank)
+        residual, basis = self._carried.get(name, (None, None))
         contribution = Contribution(
             round_index=index,
             vector=vector,
@@ -125,10 +139,15 @@ class GenesisMember:
             age_s=60.0,
             reference=torch.zeros(values),
             state_digest="0" * 64,
+            residual=residual,
+            basis=basis,
         )
         PHASES.seconds = {}
         began_s, began_cpu_s = time.monotonic(), time.process_time()
-        report = node.collective.reduce(contribution).report
+        result = collective.reduce(contribution)
+        report = result.report
+        if powersgd_rank:
+            self._carried[name] = result.residual, result.basis
         return {
             "from_s": began_s,
             "until_s": time.monotonic(),
@@ -188,6 +207,7 @@ class GenesisMember:
     def close(self, name: str) -> dict[str, Any]:
         """Ends a node."""
         node = self._nodes.pop(name)
+        self._carried.pop(name, None)
         node.collective.close()
         self._loop.run(_stopped(node.endpoint), _START_S)
         return {}

@@ -9,12 +9,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scripts.baselines.trainer.serving import serve
 from scripts.baselines.trainer.workload import Workload, plain_optimizer
 
 _TIMEOUT = timedelta(seconds=170)
+
+
+class _Gradients(torch.nn.Module):
+    """Parameters whose gradients are what they are told to be."""
+
+    def __init__(self, shapes: list[list[int]]) -> None:
+        super().__init__()
+        self.values = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self._gradients = [torch.empty(shape) for shape in shapes]
+
+    def seed(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for gradient in self._gradients:
+            gradient.normal_(std=1e-3, generator=generator)
+
+    def forward(self) -> torch.Tensor:
+        pairs = zip(self.values, self._gradients, strict=True)
+        return torch.stack([(value * gradient).sum() for value, gradient in pairs]).sum()
 
 
 class GlooMember:
@@ -58,6 +77,26 @@ class GlooMember:
             seconds.append(time.monotonic() - began_s)
         return {"tokens": steps * made.tokens_per_step, "steps_s": seconds, "loss": loss.item()}
 
+    def hook(self, shapes: list[list[int]], rank: int, seeds: list[int]) -> dict[str, Any]:
+        """Steps of DDP whose gradients are random vectors of these shapes; with torch's PowerSGD hook, or plain (0).
+
+        Its processor time is that of a backward pass, which does nothing but hand the gradients over.
+        """
+        holder = _Gradients(shapes)
+        trained = DistributedDataParallel(holder, gradient_as_bucket_view=True, bucket_cap_mb=1 << 12)
+        if rank:
+            state = PowerSGDState(None, rank, start_powerSGD_iter=2, warm_start=True, use_error_feedback=True)
+            trained.register_comm_hook(state, powerSGD_hook)
+        seconds = []
+        for seed in seeds:
+            holder.seed(seed)
+            trained.zero_grad(set_to_none=True)
+            loss = trained()
+            began_s = time.process_time()
+            loss.backward()
+            seconds.append(time.process_time() - began_s)
+        return {"steps_cpu_s": seconds}
+
     def close(self) -> dict[str, Any]:
         """Leaves the group."""
         self._trained = None
@@ -67,4 +106,12 @@ class GlooMember:
 
 if __name__ == "__main__":
     member = GlooMember()
-    serve({"open": member.open, "round": member.round, "train": member.train, "close": member.close})
+    serve(
+        {
+            "open": member.open,
+            "round": member.round,
+            "train": member.train,
+            "hook": member.hook,
+            "close": member.close,
+        }
+    )

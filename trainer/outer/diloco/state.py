@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ class FragmentState:
     momentum: Tensor
     reference: Tensor  # The last accepted pseudo-gradient; zeros before the first.
     residual: Tensor | None = None  # What this node's lossy encodings left out, its own; None: nothing.
+    basis: Tensor | None = None  # What PowerSGD begins with, of another length; None: nothing yet, or no PowerSGD.
 
     @classmethod
     def start(cls, anchor: Tensor) -> FragmentState:
@@ -54,6 +55,7 @@ class SharedState:
     anchor: Tensor  # [P] fp32, all fragments one after another; so are the others.
     momentum: Tensor
     reference: Tensor  # The last accepted outer pseudo-gradient.
+    bases: Mapping[int, Tensor] = field(default_factory=dict)  # Of PowerSGD, fp32, by fragment; those there are.
 
     def digest(self) -> str:
         """Returns the SHA-256 over numbers, layout and all values, lower-case hex."""
@@ -79,6 +81,11 @@ class ReplicaState:
         """The next fragment."""
         return self.round_index % len(self.fragments)
 
+    @property
+    def bases(self) -> dict[int, Tensor]:
+        """PowerSGD's bases by fragment; those there are."""
+        return {index: it.basis for index, it in enumerate(self.fragments) if it.basis is not None}
+
     def committed(self, new: FragmentState, num_inner_steps: int) -> ReplicaState:
         """Returns the state after a round of :attr:`fragment` with ``num_inner_steps`` of work."""
         return replace(
@@ -102,6 +109,7 @@ class ReplicaState:
             anchor=anchor,
             momentum=momentum,
             reference=reference,
+            bases=self.bases,
         )
 
     def digest(self, layout_digest: str) -> str:
@@ -122,12 +130,20 @@ class ReplicaState:
                 f"expected outer step 0 or later and a fragment under {len(plan.layouts)}, "
                 f"found {shared.outer_step} and {shared.fragment} in the state to adopt"
             )
-        vectors = [_checked(getattr(shared, name), whole, name) for name in ("anchor", "momentum", "reference")]
+        anchor, momentum, reference = (
+            _checked(getattr(shared, name), whole, name) for name in ("anchor", "momentum", "reference")
+        )
+        bases = _checked_bases(shared.bases, plan)
         return cls(
             round_index=shared.outer_step * len(plan.layouts) + shared.fragment,
             num_inner_steps=shared.num_inner_steps,
             vocab_rows=shared.vocab_rows,
-            fragments=tuple(FragmentState(*(vector[place].clone() for vector in vectors)) for place in plan.slices()),
+            fragments=tuple(
+                FragmentState(
+                    anchor[place].clone(), momentum[place].clone(), reference[place].clone(), basis=bases.get(index)
+                )
+                for index, place in enumerate(plan.slices())
+            ),
         )
 
     def _vectors(self) -> Sequence[list[Tensor]]:
@@ -146,11 +162,27 @@ def _checked(vector: Tensor, layout: FlatLayout, name: str) -> Tensor:
     return vector
 
 
+def _checked_bases(bases: Mapping[int, Tensor], plan: FragmentPlan) -> dict[int, Tensor]:
+    """Copies of PowerSGD's bases; one has fewer values than its fragment, since factors are to save some."""
+    for index, basis in bases.items():
+        most = plan.layouts[index].num_values if 0 <= index < len(plan.layouts) else 0
+        is_vector = basis.dim() == 1 and basis.dtype == torch.float32 and basis.numel() < most
+        if not is_vector or not bool(torch.isfinite(basis).all()):
+            raise IncompatiblePeerError(
+                f"expected under {most} finite fp32 values as basis of fragment {index} of the state to adopt, found "
+                f"{list(basis.shape)} {basis.dtype}"
+            )
+    return {index: basis.clone() for index, basis in bases.items()}
+
+
 def _digest(state: SharedState | ReplicaState, layout_digest: str, vectors: Iterable[Tensor]) -> str:
     numbers = [state.outer_step, state.fragment, state.num_inner_steps, state.vocab_rows]
     running = hashlib.sha256(json.dumps([*numbers, layout_digest], separators=(",", ":")).encode())
     for vector in vectors:
         running.update(vector.detach().contiguous().numpy().data)
+    for index, basis in sorted(state.bases.items()):
+        running.update(f"basis {index}".encode())
+        running.update(basis.detach().contiguous().numpy().data)
     return running.hexdigest()
 
 
@@ -158,6 +190,8 @@ def grown_state(
     state: ReplicaState, old_plan: FragmentPlan, new_plan: FragmentPlan, tensors: Mapping[str, Tensor], vocab_rows: int
 ) -> ReplicaState:
     """Returns the state for a grown model, whose parameters (``tensors``) are the anchor's new rows.
+
+    PowerSGD begins anew, at all members alike.
 
     Raises:
         TrainerUsageError: the plans have other names, or a tensor changed in another way than getting more rows.
@@ -231,6 +265,7 @@ class _SavedFragment(_Saved):
     momentum: Tensor
     reference: Tensor
     residual: Tensor | None = None
+    basis: Tensor | None = None
     num_batches: _Count
     since_s: float
     num_steps: _Count | None = None  # Older checkpoints do not have it: the steps since the last round.
@@ -307,7 +342,9 @@ class SavedDiLoCo(_Saved):
             round_index=self.round_index,
             num_inner_steps=self.num_inner_steps,
             vocab_rows=self.vocab_rows,
-            fragments=tuple(FragmentState(it.anchor, it.momentum, it.reference, it.residual) for it in self.fragments),
+            fragments=tuple(
+                FragmentState(it.anchor, it.momentum, it.reference, it.residual, it.basis) for it in self.fragments
+            ),
         )
 
     def pending(self) -> list[PendingWork]:
@@ -319,14 +356,15 @@ class SavedDiLoCo(_Saved):
 
 
 def _values(it: FragmentState | PendingWork) -> dict[str, StateValue]:
-    return {field.name: getattr(it, field.name) for field in fields(it)}
+    return {each.name: getattr(it, each.name) for each in fields(it)}
 
 
 def _copied(saved: _SavedT, layout: FlatLayout) -> _SavedT:
     """Copies all tensors, so that later changes to the checkpoint's have no effect here."""
     vectors = {name: value for name, value in saved if isinstance(value, Tensor)}
-    for vector in vectors.values():
-        if vector.shape != (layout.num_values,) or vector.dtype != torch.float32:
+    for name, vector in vectors.items():
+        fits = vector.dim() == 1 if name == "basis" else vector.shape == (layout.num_values,)
+        if not fits or vector.dtype != torch.float32:
             raise CheckpointMismatchError(
                 f"expected [{layout.num_values}] fp32 in the DiLoCo state, found {list(vector.shape)} {vector.dtype}"
             )

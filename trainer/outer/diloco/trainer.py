@@ -31,6 +31,7 @@ from trainer.outer.diloco.outer import OuterOptimizer
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
+from trainer.outer.engine.powersgd import with_powersgd
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,10 @@ class DiLoCoTrainer:
 
     The anchor begins as the model's trainable parameters, which must be equal at all members that begin together, as
     frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners, and ``parameters`` is for
-    a model that does not lie in this process alone.
+    a model that does not lie in this process alone. With a ``powersgd_rank`` pseudo-gradients travel as factors.
 
     Raises:
-        TrainerUsageError: the model cannot be cut into so many fragments.
+        TrainerUsageError: the model cannot be cut into so many fragments, or the collective cannot factor.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class DiLoCoTrainer:
         *,
         vocab_rows: int = 0,
         parameters: ParameterAccess | None = None,
+        powersgd_rank: int = 0,
     ) -> None:
         self._config = config
-        self._collective = collective
+        self._collective = with_powersgd(collective, self._shapes_of, powersgd_rank)
         self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
         tensors = synchronised_parameters(model)
         self._parameters: ParameterAccess = ModelParameters(tensors) if parameters is None else parameters
@@ -213,6 +215,9 @@ class DiLoCoTrainer:
         self.inner_step = saved.inner_step
         self._pending = saved.pending()
 
+    def _shapes_of(self, round_index: int) -> tuple[tuple[int, ...], ...]:
+        return self.plan.layouts[round_index % len(self.plan.layouts)].shapes
+
     def _is_under_way(self) -> bool:
         return self._background is not None or self._saved_round is not None
 
@@ -262,6 +267,7 @@ class DiLoCoTrainer:
             reference=current.reference,
             state_digest=self.state_digest(),
             residual=current.residual,
+            basis=current.basis,
         )
 
     def _launch(self, contribution: Contribution, steps_left: int) -> None:
@@ -343,7 +349,7 @@ class DiLoCoTrainer:
         if keep:
             parameters = self._parameters.gather(layout).mul_(keep).add_(anchor, alpha=1.0 - keep)
         num_inner_steps = round(progress * self._config.steps_before(fragment))
-        new = FragmentState(anchor, momentum, result.vector, result.residual)
+        new = FragmentState(anchor, momentum, result.vector, result.residual, result.basis)
         self._install(self._state.committed(new, num_inner_steps))
         self._parameters.scatter(layout, parameters)
         self._pending[fragment].settle(contribution.num_batches, self.inner_step)

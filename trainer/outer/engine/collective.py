@@ -2,15 +2,15 @@
 
 In each round a strategy passes one vector and gets the vector that *all* members of the round agreed on, bit for bit
 the same at each of them, or :class:`~trainer.errors.RoundFailedError`. ``reduce`` is a function of its argument: what
-must survive a round (the residual of a lossy encoding) travels in :class:`Contribution` and :class:`RoundResult`, and
-the strategy alone saves, restores and resizes state.
+must survive a round (the residual of a lossy encoding, the basis of PowerSGD) travels in :class:`Contribution` and
+:class:`RoundResult`, and the strategy alone saves, restores and resizes state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -36,6 +36,9 @@ class Contribution:
     state_digest: str  # SHA-256 of the state all members must share before the round; empty: nothing to compare.
     residual: Tensor | None = None
     """[P] what earlier lossy encodings left out, to be added before encoding; None: nothing."""
+    basis: Tensor | None = None
+    """What PowerSGD begins with (`trainer.outer.engine.powersgd`), equal at all members: that of the last result for
+    the same positions; None before the first, and for collectives that do not factor."""
     filled: Future[None] | None = None
     """Done when the values of ``vector`` are there; until then members may agree on the round, and no longer. None:
     they are there already. Whoever gives it fills it within some seconds, or the others take it for dead."""
@@ -118,6 +121,12 @@ class RoundResult:
     """Share of the round's planned work that is in ``vector``, the same at all members; None: the node's own."""
     change: int | None = None
     """Number of the newest change of the run in force in this round, by its agreement; None: it has no agreement."""
+    basis: Tensor | None = None
+    """For the next contribution; bit-identical at all members, and part of what a joiner fetches. None: nothing."""
+
+
+FollowingPhase = Callable[[RoundResult], Contribution]
+"""Makes a node's part in the second phase of the first one's result; it may take seconds, and runs in any thread."""
 
 
 @runtime_checkable
@@ -145,6 +154,51 @@ class Collective(Protocol):
         ...
 
 
+@runtime_checkable
+class PhasedCollective(Collective, Protocol):
+    """One whose rounds may have two phases among the same members."""
+
+    def reduce_in_phases(self, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+        """Takes part in a round of which the second vector depends on the result of the first.
+
+        Members and weights are those of the first phase. Of the second contribution only tensors and state digest
+        count; all members must make it of the same length. Nothing happens unless both phases have a result: that of
+        the second is returned, with a report on both.
+
+        Raises:
+            RoundFailedError, TrainerError: as `Collective.reduce`.
+        """
+        ...
+
+
+def reduce_each_phase(collective: Collective, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+    """Goes through two phases as a round each, for engines whose members cannot change between rounds."""
+    first = collective.reduce(contribution)
+    second = collective.reduce(following(first))
+    return replace(second, report=report_on_both(first.report, second.report))
+
+
+def report_on_both(first: RoundReport, second: RoundReport) -> RoundReport:
+    """Returns one report on a round of two phases: a member counts as left out if it was in either."""
+    odd = {finding.member: finding.reason for finding in first.findings}
+    notes = dict.fromkeys(note for note in (first.note, second.note) if note)
+    return replace(
+        second,
+        dropped=tuple(sorted({**dict(second.dropped), **dict(first.dropped)}.items())),
+        completeness=min(first.completeness, second.completeness),
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+        received_bytes=first.received_bytes + second.received_bytes,
+        seconds=first.seconds + second.seconds,
+        num_passes=max(first.num_passes, second.num_passes),
+        validation=tuple({**dict(second.validation), **dict(first.validation)}.items()),
+        findings=tuple(
+            finding if finding.reason else replace(finding, reason=odd.get(finding.member, ""))
+            for finding in second.findings or first.findings
+        ),
+        note="; ".join(notes),
+    )
+
+
 class LocalCollective:
     """A round of one: the node's own pseudo-gradient is the agreed one (spec T-15)."""
 
@@ -156,6 +210,10 @@ class LocalCollective:
         contribution.wait_until_filled()
         report = RoundReport(round_index=contribution.round_index, members=(self._member,), weights=(1.0,))
         return RoundResult(vector=contribution.vector, report=report)
+
+    def reduce_in_phases(self, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+        """Returns the second contribution itself."""
+        return reduce_each_phase(self, contribution, following)
 
     def requested(self) -> bool:
         """Returns False: there is nobody else."""

@@ -39,7 +39,14 @@ from trainer.aggregation import (
 )
 from trainer.compression.vectors import BLOCK_VALUES, Codec
 from trainer.errors import CodecError, PeerUnavailableError, RoundFailedError, TrainerError, TrainerUsageError
-from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult, member_findings
+from trainer.outer.engine.collective import (
+    Contribution,
+    FollowingPhase,
+    RoundReport,
+    RoundResult,
+    member_findings,
+    reduce_each_phase,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +110,10 @@ class TorchCollective:
             progress=common_progress([header.progress for header in headers], weights),
             report=self._report(contribution, places, weights, decision, time.monotonic() - started_s),
         )
+
+    def reduce_in_phases(self, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+        """Goes through two rounds; see :class:`~trainer.outer.engine.collective.PhasedCollective`."""
+        return reduce_each_phase(self, contribution, following)
 
     def requested(self) -> bool:
         """Returns False: ranks take equally many steps, and meet by themselves."""

@@ -33,7 +33,14 @@ from trainer.outer.diloco.flat import FlatLayout, is_finite, synchronised_parame
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.strategy import OuterResult, StateValue
-from trainer.outer.grad.averaging import GradientSource, GradientSum, Packing, StatefulAverager, shared_tensors_of
+from trainer.outer.grad.averaging import (
+    GradientSource,
+    GradientSum,
+    Packing,
+    StatefulAverager,
+    low_rank,
+    shared_tensors_of,
+)
 from trainer.outer.grad.config import GradConfig
 from trainer.outer.grad.optimizer import ExactAdamW, clip_coefficient, exact_norm
 from trainer.outer.grad.state import GradState, SavedFlight, SavedGrad
@@ -98,6 +105,7 @@ class GradTrainer:
         max_norm: the mean gradient is scaled down to it.
         target_tokens: of a step, over all replicas.
         averager: averages gradients, maybe compressed; it may keep a state (`StatefulAverager`).
+        powersgd_rank: columns of the factors that matrices of gradients travel as; 0: they travel whole.
         auto_step_s: after so long without anything new a step is taken with what there is.
         after_update: called with the model after each change (a subspace projects there).
         kept_axes: by name of a matrix, the axis along which values are averaged together.
@@ -119,6 +127,7 @@ class GradTrainer:
         max_norm: float,
         target_tokens: int,
         averager: Collective | None = None,
+        powersgd_rank: int = 0,
         auto_step_s: float = math.inf,
         after_update: Callable[[nn.Module], None] | None = None,
         kept_axes: Mapping[str, int] | None = None,
@@ -133,7 +142,6 @@ class GradTrainer:
         self._config = config
         self._inner = inner
         self._collective = collective
-        self._averager = collective if averager is None else averager
         self.source = source
         """Where the replica's gradients add up."""
         self._max_norm = max_norm
@@ -144,6 +152,7 @@ class GradTrainer:
         """Places of the parameters in the state's vectors."""
         self.packing = Packing.of(self.layout)
         """The form of the vectors that gradients are averaged in."""
+        self._averager = low_rank(collective if averager is None else averager, self.packing, powersgd_rank)
         self._adamw = ExactAdamW.of(model, self.layout, inner)
         if config.average_state_every:
             check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)

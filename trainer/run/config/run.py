@@ -323,6 +323,12 @@ class RunConfig:
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
         if self.strategy == "grad":
             self._check_grad()
+        if self.collective.powersgd_rank and self.strategy in ("ddp", "async_sparta"):
+            raise TrainerUsageError(
+                f"collective.powersgd_rank: expected 0 with strategy {self.strategy}, found "
+                f"{self.collective.powersgd_rank}; ddp averages inside torch, and SPARTA averages parameters, whose "
+                "matrices would be replaced by some of low rank: factors are for changes (strategy diloco)"
+            )
         if self.engine == "torch" and self.parallel != "auto":
             raise TrainerUsageError(
                 f"parallel {self.parallel}: expected engine p2p, whose ranks are one node, found engine torch, whose "

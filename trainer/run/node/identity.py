@@ -104,7 +104,7 @@ def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, stats: 
 
 def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> Terms:
     """Returns architecture, vocabulary, the weights it began with, and every option that changes a round's result."""
-    digest = config.model.init_digest
+    digest, rank = config.model.init_digest, config.collective.powersgd_rank
     return Terms(
         architecture={name: value for name, value in shape.to_dict().items() if name != "vocab_size"},
         tokenizer_lineage=lineage_of(vocabulary),
@@ -115,8 +115,9 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> T
             **{f"diloco.{name}": value for name, value in to_mapping(config.diloco).items()},
             **{f"rule.{name}": value for name, value in to_mapping(config.rule).items()},
             **(_gradient_terms(config) if config.strategy == "grad" else {}),
-            **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs.
-            **({RUN_DIGEST: config.run_digest} if config.run_digest else {}),
+            **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs,
+            **({"powersgd_rank": rank} if rank else {}),  # nor these,
+            **({RUN_DIGEST: config.run_digest} if config.run_digest else {}),  # nor these.
         },
     )
 

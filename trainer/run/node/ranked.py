@@ -255,6 +255,7 @@ class LeadingReplica(Replica):
             self._collective,
             vocab_rows=self.vocab_rows,
             parameters=RankParameters(self._ranks, tensors),
+            powersgd_rank=self.config.collective.powersgd_rank,
         )
         self.strategy: OuterStrategy = self.diloco
 

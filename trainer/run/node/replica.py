@@ -100,7 +100,13 @@ class Replica:
             trained, self.optimizer, config.inner, self._batches, self.device, on_loss=self._on_loss
         )
         if config.strategy == "diloco":
-            self.diloco = DiLoCoTrainer(self.model, config.diloco, self._collective, vocab_rows=self.vocab_rows)
+            self.diloco = DiLoCoTrainer(
+                self.model,
+                config.diloco,
+                self._collective,
+                vocab_rows=self.vocab_rows,
+                powersgd_rank=config.collective.powersgd_rank,
+            )
             self.strategy = self.diloco
 
     def configure(self, config: RunConfig) -> None:
@@ -126,6 +132,7 @@ class Replica:
                 source=loop,
                 max_norm=config.inner.max_grad_norm,
                 target_tokens=target_tokens_of_node(config),
+                powersgd_rank=config.collective.powersgd_rank,
                 vocab_rows=self.vocab_rows,
             )
 

@@ -6,6 +6,7 @@ everything else follows from the architecture. So a state that does not fit cost
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,8 @@ S = TypeVar("S")
 _NUMBERS = ("outer_step", "fragment", "num_inner_steps", "vocab_rows")
 _NUMBER_LIMIT = 2**48  # No run gets as far; and beyond 2**53 a node could not announce where it stands.
 _VECTORS = ("anchor", "momentum", "reference")
+_BASIS = "basis."  # Of PowerSGD; the number of its fragment follows.
+_MOST_BASIS_DIGITS = 4
 _FEWEST_ROWS, _MOST_ROWS = rows_for(FIRST_MERGE_ID), rows_for(MAX_VOCABULARY)
 
 
@@ -71,15 +74,23 @@ class DilocoStates:
             return None
         meta: dict[str, int | str] = {name: int(getattr(shared, name)) for name in _NUMBERS}
         meta |= {"version": 1, "layout_digest": shared.layout_digest}
-        return meta, {name: getattr(shared, name) for name in _VECTORS}
+        bases = {f"{_BASIS}{index}": basis for index, basis in shared.bases.items()}
+        return meta, {name: getattr(shared, name) for name in _VECTORS} | bases
 
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SharedState:
         """See `StateForm`."""
         checked = check_meta(meta)
-        if set(tensors) != set(_VECTORS):
+        bases = {name: tensor for name, tensor in tensors.items() if _basis_index(name) is not None}
+        if tensors.keys() - bases.keys() != set(_VECTORS):
             raise IncompatiblePeerError(f"expected a snapshot of {', '.join(_VECTORS)}, found {len(tensors)} others")
         anchor, momentum, reference = (tensors[name] for name in _VECTORS)
-        return SharedState(**asdict(checked), anchor=anchor, momentum=momentum, reference=reference)
+        return SharedState(
+            **asdict(checked),
+            anchor=anchor,
+            momentum=momentum,
+            reference=reference,
+            bases={int(name.removeprefix(_BASIS)): basis for name, basis in bases.items()},
+        )
 
 
 def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
@@ -98,10 +109,22 @@ def check_meta(meta: Mapping[str, Any]) -> SharedMeta:
     return SharedMeta(**{name: meta[name] for name in _NUMBERS}, layout_digest=layout_digest)
 
 
+def _basis_index(name: str) -> int | None:
+    """The fragment that a tensor is the basis of, if it is one."""
+    digits = name.removeprefix(_BASIS) if name.startswith(_BASIS) else ""
+    return int(digits) if digits.isdecimal() and len(digits) <= _MOST_BASIS_DIGITS else None
+
+
 def check_vectors(descriptor: Descriptor, num_values: int, *, max_bytes: int) -> Expectation:
-    """Returns what a state of so many values is; raises `IncompatiblePeerError` where its descriptor says otherwise."""
-    expected = dict.fromkeys(_VECTORS, ("float32", (num_values,)))
+    """Returns what a state of so many values is; raises `IncompatiblePeerError` where its descriptor says otherwise.
+
+    Bases of PowerSGD may come with it, which together have half as many values at most.
+    """
+    expected: dict[str, tuple[str, tuple[int, ...]]] = dict.fromkeys(_VECTORS, ("float32", (num_values,)))
     found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors}
+    bases = {name: form for name, form in found.items() if _basis_index(name) is not None}
+    if 2 * sum(math.prod(shape) for _, shape in bases.values()) <= num_values:
+        expected |= {name: ("float32", (math.prod(shape),)) for name, (_, shape) in bases.items()}
     if found != expected:
         named = [f"{name[:32]!r} {dtype} {list(shape)}" for name, (dtype, shape) in found.items()]
         text = ", ".join(named[: len(_VECTORS)] + ["…"] * (len(named) > len(_VECTORS))) or "none"

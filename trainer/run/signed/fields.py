@@ -62,7 +62,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "max_variance_ratio",
     },
     "collective": {
-        "fixed": "compression part_bytes",
+        "fixed": "compression part_bytes powersgd_rank",
         "round": "min_members invite_after_s gather_timeout_s stall_timeout_s round_timeout_s max_passes "
         "max_weight_ratio",
     },

@@ -22,7 +22,14 @@ from trainer.network.rpc import Peer
 from trainer.network.transfer import Descriptor, Expectation, choose_state
 from trainer.outer.diloco import DiLoCoTrainer, FragmentPlan, synchronised_parameters
 from trainer.outer.diloco.flat import FlatLayout
-from trainer.outer.engine.collective import Collective, Contribution, RoundReport, RoundResult
+from trainer.outer.engine.collective import (
+    Collective,
+    Contribution,
+    FollowingPhase,
+    PhasedCollective,
+    RoundReport,
+    RoundResult,
+)
 from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.grad import GradFit, GradTrainer
 from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state, frontier_of
@@ -104,6 +111,7 @@ class ReplicaSynchroniser:
                 max_norm=built.replica.clip_norm,
                 target_tokens=target_tokens_of(config),
                 averager=averager,
+                powersgd_rank=config.collective.powersgd_rank,
                 auto_step_s=config.swarm.worker.auto_step_s,
                 after_update=built.after_average,
                 kept_axes=built.kept_axes,
@@ -121,7 +129,13 @@ class ReplicaSynchroniser:
                 vocab_rows=vocab_rows,
             )
         else:
-            self.trainer = DiLoCoTrainer(built.module, config.diloco, collective, vocab_rows=vocab_rows)
+            self.trainer = DiLoCoTrainer(
+                built.module,
+                config.diloco,
+                collective,
+                vocab_rows=vocab_rows,
+                powersgd_rank=config.collective.powersgd_rank,
+            )
         self._steps_per_round: float = _steps_per_round(config)
 
     def configure(self, config: RunConfig) -> None:
@@ -210,7 +224,7 @@ class JudgedCollective:
     """
 
     def __init__(
-        self, collective: Collective, own_id: str, distrust: Callable[[str, float], None], *, num_slices: int = 0
+        self, collective: PhasedCollective, own_id: str, distrust: Callable[[str, float], None], *, num_slices: int = 0
     ) -> None:
         self._collective = collective
         self._own_id = own_id
@@ -231,6 +245,19 @@ class JudgedCollective:
         if base is not None and base.shape == result.vector.shape:
             self._judge(result.report, contribution.vector - base, result.vector - base)
         self._averages[slice_index] = result.vector.clone()
+        return result
+
+    def reduce_in_phases(self, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+        """See `PhasedCollective`; the second phase is judged, since the first only chooses directions."""
+        own: list[Tensor] = []
+
+        def remembered(first: RoundResult) -> Contribution:
+            second = following(first)
+            own.append(second.vector)
+            return second
+
+        result = self._collective.reduce_in_phases(contribution, remembered)
+        self._judge(result.report, own[-1], result.vector)
         return result
 
     def _judge(self, report: RoundReport, own: Tensor, average: Tensor) -> None:
@@ -290,7 +317,7 @@ class _StageFit(DilocoStates):
                 f"expected a state of {self.vocab_rows} rows of vocabulary and {len(self.plan.layouts)} fragments, "
                 f"found one of {meta.vocab_rows} rows whose next fragment is {meta.fragment}"
             )
-        return check_vectors(descriptor, layout.num_values, max_bytes=12 * layout.num_values)
+        return check_vectors(descriptor, layout.num_values, max_bytes=14 * layout.num_values)
 
 
 def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateForm[Any]:
