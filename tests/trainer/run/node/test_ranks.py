@@ -86,20 +86,25 @@ ODD = ("dim=33", "head_dim=10", "num_heads=3", "num_kv_heads=1", "ffn_dim=51", "
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_uneven_shards_ties_masks_and_recomputation_train_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp", "adamw"), ("auto", "muon")])
+def test_uneven_shards_ties_masks_and_recomputation_train_as_one_process_does(
+    tmp_path: Path, kind: str, optimizer: str
+) -> None:
     shape = tuple(option for each in ODD for option in ("--set", f"model.{each}"))
     options = (*NODE, *shape, "--batch-size", "5", "--set", "inner.document_mask=true")
-    options += ("--set", "inner.activation_checkpointing=selective", "--json", "--max-steps", "8")
+    options += ("--set", f"inner.optimizer={optimizer}", "--set", "inner.activation_checkpointing=selective")
+    options += ("--json", "--max-steps", "8")
     whole, cut = node_of(tmp_path / "whole"), node_of(tmp_path / "cut", 2)
     expected = losses(whole(*options))
-    found = losses(cut(*options, "--parallel", "fsdp"))
+    found = losses(cut(*options, "--parallel", kind))
     assert len(found) == 8
-    assert_close(found, expected)
+    within = 1e-4 if optimizer == "muon" else 1e-5  # Muon's matrices are made orthogonal in bf16.
+    assert_close(found, expected, within)
     for layer, values in whole.saved("pod")["layers"].items():
         for name, value in values.items():
-            torch.testing.assert_close(cut.saved("pod")["layers"][layer][name], value, rtol=1e-3, atol=5e-4)
+            torch.testing.assert_close(cut.saved("pod")["layers"][layer][name], value, rtol=1e-3, atol=50 * within)
     further = (*options[:-1], "10")
-    assert_close(losses(cut(*further, "--parallel", "fsdp")), losses(whole(*further)))
+    assert_close(losses(cut(*further, "--parallel", kind)), losses(whole(*further)), within)
 
 
 @pytest.mark.slow
