@@ -92,9 +92,10 @@ class InnerLoop:
         self._on_loss = on_loss
         self._autocast = autocast_for(device, config.precision)
         self._guard = NonFiniteGuard(config.max_skipped_in_a_row)
-        self._mover = BatchMover(device, config.micro_batch_size if is_compiled(config.compile, device) else 0)
+        num_rows = config.micro_batch_size if exchange is None else exchange.num_rows(config.micro_batch_size)
+        self._mover = BatchMover(device, num_rows if is_compiled(config.compile, device) else 0)
         self._clock = StepClock(device)
-        self._schedule = ScheduleClock(config)
+        self._schedule = ScheduleClock(config, num_parts=self._ddp.process_group.size() if self._ddp else 1)
 
     @property
     def step_index(self) -> int:
@@ -201,7 +202,7 @@ class InnerLoop:
                 "use the release that wrote it"
             )
         try:
-            clock = ScheduleClock.of(self._config, state)
+            clock = ScheduleClock.of(self._config, state, self._schedule.num_parts)
             counters = [int(state[name]) for name in ("skipped_steps", "skipped_in_a_row")]
             restored = state_for(self._optimizer, state["optimizer"])
             # Until the next step, the rate of the last one: a node that saves before it has the state it was given.

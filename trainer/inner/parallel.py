@@ -94,6 +94,9 @@ def local_part(tensor: Tensor) -> Tensor:
 class Exchange(Protocol):
     """What the inner loop asks of the other ranks in a step."""
 
+    def num_rows(self, batch_rows: int) -> int:
+        """Returns the most rows that one rank has of a batch of so many."""
+
     def forward(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Encloses a forward pass; its backward pass exchanges gradients only if it is a step's last."""
 
@@ -121,6 +124,10 @@ class RankExchange:
         self._device = device
         self._num_replicas = {"ddp": place.size, "fsdp": 1, "hsdp": place.num_hosts}[kind]
         self._is_exchanging = True
+
+    def num_rows(self, batch_rows: int) -> int:
+        """See `Exchange`; as `rows_of` cuts them."""
+        return -(-batch_rows // self._place.size)
 
     def forward(self, *, is_last: bool) -> AbstractContextManager[object]:
         """See `Exchange`."""

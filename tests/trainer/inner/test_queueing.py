@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import islice
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.support.model_configs import batches, small_model
 from tests.support.rank_scenarios import Odd
 from tests.trainer.inner.test_loop import CPU, FAST, _bits, _loop, _poisoned
-from trainer.inner import InnerConfig, StepResult, loop, make_optimizer
+from trainer.inner import InnerConfig, InnerLoop, StepResult, loop, make_optimizer
+from trainer.inner.parallel import RankExchange, rows_of
 from trainer.inner.queueing import BatchMover, can_decide_on_device, filled_up, narrowed, widened
+from trainer.inner.rank_place import RankPlace
 
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -45,6 +49,39 @@ def test_a_short_batch_is_filled_up_with_rows_that_count_for_nothing():
     assert same is batch["input_ids"]
     model = small_model()
     assert model(ids, labels).item() == pytest.approx(model(batch["input_ids"], batch["labels"]).item(), rel=1e-6)
+
+
+class _OneOfTwo:
+    """Stands for the other of two ranks: a step is this rank's alone, over its rows of a batch of both."""
+
+    num_rows = staticmethod(RankExchange(nn.Identity(), "ddp", RankPlace(0, 2, 0, 2), 1, CPU).num_rows)
+
+    def forward(self, *, is_last: bool):
+        return nullcontext()
+
+    def share(self, count: int) -> float:
+        return 1.0
+
+    def combine(self, losses, counts, gradients):
+        return [float(loss) for loss in losses], list(counts), 1.0
+
+    def scale(self, gradients, factor: float) -> None: ...
+
+
+@pytest.mark.parametrize("batch_rows", [4, 5])
+def test_a_rank_fills_up_its_rows_of_a_batch_and_not_the_batch_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, batch_rows: int
+) -> None:
+    seen: list[int] = []
+    model = small_model()
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    monkeypatch.setattr(loop, "compiled", lambda model, *_: model)  # What is compiled sees one shape of batch.
+    config = InnerConfig(micro_batch_size=batch_rows, compile="on")
+    whole = list(islice(batches(1, num_rows=batch_rows), 2))
+    own = [rows_of(whole[0], RankPlace(rank, 2, rank, 2)) for rank in (0, 1)]
+    inner = InnerLoop(model, make_optimizer(model, config), config, iter(own), CPU, exchange=_OneOfTwo())
+    inner.step(), inner.step()
+    assert seen == [-(-batch_rows // 2)] * 2
 
 
 def _with_decisions(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
