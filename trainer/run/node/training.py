@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -145,7 +146,7 @@ class Watch:
 
     def state(self, outer_step: int, digest: str) -> None:
         """Records that others can fetch this state from now on."""
-        self.tracker.set_state(outer_step, digest)
+        self.tracker.set_state(outer_step, digest, inner_step=None)
         self.observer.event("state", outer_step=outer_step, digest=digest)
 
     def progress(self) -> NodeStats:
@@ -320,8 +321,10 @@ class Node:
         diloco = self.replica.diloco
         if self.network is not None and diloco is not None:
             self.network.publish(diloco.shared_state(), outcome.report.members)
-        digest = diloco.state_digest() if diloco is not None and self.network is None else ""
-        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest="")
+        if self.network is None and diloco is not None:
+            # A digest of a large state takes seconds, which training does not wait for.
+            diloco.when_digested(partial(self.watch.state, outcome.outer_step))
         if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
             logger.warning(
                 "most of the others hold another state: this node was cut off from them, and takes up theirs"

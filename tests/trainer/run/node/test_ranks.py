@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,19 @@ def test_stopped_and_gone_on_with_as_many_ranks_is_the_same_run_bit_for_bit(tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_rounds_beside_training_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
+    """Every rank merges its own part of what rank 0 has computed meanwhile."""
+    overlap = ("--set", "diloco.overlap_steps=2", "--set", "diloco.merge_alpha=0.3")
+    options = (*NODE, *overlap, "--parallel", kind, "--json", "--max-steps", str(STEPS))
+    found, expected = (losses(node_of(tmp_path / str(ranks), ranks)(*options)) for ranks in (2, 1))
+    assert len(found) == STEPS
+    assert_close(found, expected)
+    assert node_of(tmp_path / "2").saved("pod")["diloco"]["round_index"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_gone_on_with_on_another_number_of_ranks(
     alone: tuple[TrainerCommand, dict[int, float]], tmp_path: Path
 ) -> None:
@@ -235,6 +249,53 @@ def test_a_rank_killed_anywhere_is_back_and_current_within_two_rounds(tmp_path: 
         swarm.stop()
         assert len(compared(swarm)) >= 3
         assert all(compared(swarm).values()), compared(swarm)
+
+
+_WIDTHS = (192, 512)
+"""Of eight layers: 5 and 35 million parameters, all but 8 and 3 percent of them in the blocks."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_state_of_a_node_of_two_ranks_takes_hardly_more_memory_than_that_of_one(tmp_path: Path) -> None:
+    """The growth between two sizes, so that what each process takes for its programs neither causes nor hides it.
+
+    On a CPU what a GPU would hold is in the same memory. With FSDP that is one training state, cut in two, whatever the
+    number of ranks; DDP has one a rank by its nature. Pages that processes share count once (PSS). Peaks are compared:
+    they are in rounds and checkpoints, of which there are several of each.
+    """
+    growth = {}
+    for num_ranks in (1, 2):
+        small, large = (
+            peak_memory_bytes(node_of(tmp_path / f"{num_ranks}-{width}", num_ranks), width) for width in _WIDTHS
+        )
+        growth[num_ranks] = large - small
+    assert growth[1] > 300_000_000, "or the test says nothing"
+    assert growth[2] <= 1.15 * growth[1], growth
+
+
+def peak_memory_bytes(command: TrainerCommand, width: int) -> int:
+    """The largest sum of what a node's processes held at one time, in some rounds and checkpoints."""
+    sizes = {"dim": width, "num_layers": 8, "ffn_dim": 4 * width, "num_heads": 4, "num_kv_heads": 4}
+    shape = [option for name, size in sizes.items() for option in ("--set", f"model.{name}={size}")]
+    options = ("--node-id", "pod", "--preset", "auto", "--parallel", "fsdp", "--inner-steps", "4", *shape)
+    peak = 0
+    with command.running(*options, "--set", "checkpoint.every_steps=3", "--max-steps", "16") as node:
+        agent = psutil.Process(node.process.pid)
+        while node.process.poll() is None:
+            peak = max(peak, sum(map(proportional_bytes, [agent, *agent.children(recursive=True)])))
+            time.sleep(0.01)
+        assert node.wait() == 0, node.errors
+    return peak
+
+
+def proportional_bytes(process: psutil.Process) -> int:
+    """What a process holds, of pages it shares its share; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 def begin(swarm: TrainingSwarm, name: str, num_ranks: int, *options: str) -> None:
