@@ -10,6 +10,7 @@
     python scripts/bench_trainer.py ranks          # the same for a node of two ranks, with DDP and with FSDP2
     python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
     python scripts/bench_trainer.py powersgd       # bytes and processor time of a factored round; torch's hook; loss
+    python scripts/bench_trainer.py outer          # what an outer step stalls training, overlap off and on, in copies
     python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -27,6 +28,7 @@ from scripts.bench_parts import parts_parser, run_parts
 from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
+from scripts.trainer_bench.outer import bench_outer
 from scripts.trainer_bench.powersgd import bench_powersgd
 from scripts.trainer_bench.ranks import bench_ranks
 from scripts.trainer_bench.rounds import bench_round
@@ -43,6 +45,7 @@ BENCHES = {
     "ranks": bench_ranks,
     "liars": bench_liars,
     "powersgd": bench_powersgd,
+    "outer": bench_outer,
     "gpu": bench_gpu,
 }
 
@@ -66,6 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--gpu-share", type=float, default=0.4, help="of the peak, assumed to be reached")
     parser.add_argument("--step-preset", default="tiny", help="model of step and ranks")
+    parser.add_argument("--outer-preset", "--preset", default="125m", help="model of outer")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a row, for step")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch, for step")
     parser.add_argument("--threads", type=int, default=1, help="torch's in each process, for step")

@@ -10,14 +10,19 @@ import torch
 import torch.distributed as dist
 
 from trainer.collective import CollectiveConfig
+from trainer.errors import CheckpointMismatchError
+from trainer.model.choice import ModelChoice
 from trainer.outer.engine.collective import Contribution
 from trainer.outer.engine.torch_collective import RankedBytes
 from trainer.run.config import RunConfig
-from trainer.run.node.starting import Ranks, cluster_collective
+from trainer.run.node.origin import Origin
+from trainer.run.node.starting import Ranks, _check_ranks, cluster_collective
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node
 
 WAIT_S = 20.0
+DIGESTS = [("a" * 64, "a" * 64), ("", ""), ("a" * 64, "b" * 64), ("b" * 64, "a" * 64), ("", "a" * 64), ("a" * 64, "")]
+"""Of first weights, at rank 0 and at rank 1: the same twice, and then others."""
 
 
 class _Unsaved(Node):
@@ -49,6 +54,18 @@ def _drains(ranks: Ranks, *, asked: bool) -> bool:
     config = RunConfig(node_id="pod", engine="torch", max_steps=5)
     _Unsaved(config=config, ranks=ranks, replica=cast(Any, replica), stop=stop, **parts).run()
     return bool(drained)
+
+
+def first_weights(rank: int, num_ranks: int) -> dict[str, list[bool]]:
+    """Whether each rank refuses the digests that the ranks begin with; a rank that asked less would be waited for."""
+    ranks, refused = _ranks(rank), []
+    for digests in DIGESTS:
+        try:
+            _check_ranks(ranks, Origin(choice=ModelChoice(init_digest=digests[rank])))
+            refused.append(False)
+        except CheckpointMismatchError:
+            refused.append(True)
+    return {"refused": refused}
 
 
 def beside_a_round(rank: int, num_ranks: int) -> dict[str, int]:

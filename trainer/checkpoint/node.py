@@ -271,8 +271,7 @@ class Checkpointer(BackgroundSaver):
                 if not self._is_settled:
                     raise
                 logger.warning("%s; trying again", failure)
-        elif self.busy:
-            self.skipped += 1
+        elif self.leaves_out():
             return False
         self.flush(timeout_s)
         step = contents.get(_STEP)

@@ -128,7 +128,7 @@ class InnerConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a whole step; 0 while the rows of a micro-batch are still to be chosen."""
+        """Tokens of a step of all ranks that share ``micro_batch_size``; 0 while these rows are still to be chosen."""
         return self.micro_batch_size * self.accumulation_steps * self.seq_len
 
 

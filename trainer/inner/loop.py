@@ -96,7 +96,7 @@ class InnerLoop:
         most_rows = config.micro_batch_size if num_rows is None else num_rows
         self._mover = BatchMover(device, most_rows if is_compiled(config.compile, device) else 0)
         self._clock = StepClock(device)
-        self._schedule = ScheduleClock(config)
+        self._schedule = ScheduleClock(config, num_parts=self._ddp.process_group.size() if self._ddp else 1)
 
     @property
     def step_index(self) -> int:
@@ -210,7 +210,7 @@ class InnerLoop:
                 "use the release that wrote it"
             )
         try:
-            clock = ScheduleClock.of(self._config, state)
+            clock = ScheduleClock.of(self._config, state, self._schedule.num_parts)
             counters = [int(state[name]) for name in ("skipped_steps", "skipped_in_a_row")]
             restored = state_for(self._optimizer, state["optimizer"])
             # Until the next step, the rate of the last one: a node that saves before it has the state it was given.

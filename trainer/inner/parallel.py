@@ -16,7 +16,7 @@ FSDP wraps block by block; embedding, last norm and output are one more group, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -36,7 +36,7 @@ from trainer.inner.machine import autocast_for
 from trainer.inner.rank_place import RankPlace, Wrapped
 
 _has_forward_sync = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
-BUFFERS_STAY: Final = {"forward_sync_buffers" if _has_forward_sync else "broadcast_buffers": False}
+BUFFERS_STAY: Final[Mapping[str, Any]] = {"forward_sync_buffers" if _has_forward_sync else "broadcast_buffers": False}
 """For DDP, by its name in this torch: buffers are tables that never change, and each step would broadcast them."""
 _CLIP_EPS: Final = 1e-6  # What torch adds to the norm before it divides by it.
 
@@ -188,9 +188,9 @@ class RankExchange:
         weighted = torch.stack(list(losses)).to(torch.float64) * tokens
         sums = torch.cat([weighted, tokens, square.reshape(1) / self._num_replicas])
         dist.all_reduce(sums)
-        losses_of_all, counts_of_all, square_of_all = sums.split([len(losses), len(losses), 1])
+        losses_of_all, counts_of_all, square_of_all = sums[: len(losses)], sums[len(losses) : -1], sums[-1]
         scale = self._step_tokens / counts_of_all.sum().clamp(min=1.0)
-        norm = square_of_all.squeeze(0).sqrt() * scale
+        norm = square_of_all.sqrt() * scale
         return StepSums(losses_of_all / counts_of_all, counts_of_all, norm, scale)  # Of no tokens it is 0 / 0, NaN.
 
     def clip(self, gradients: Sequence[Tensor], sums: StepSums, max_norm: float) -> None:

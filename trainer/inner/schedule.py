@@ -50,12 +50,16 @@ def decay_length(config: InnerConfig) -> int:
 
 @dataclass(slots=True)
 class ScheduleClock:
-    """How far a run is: steps taken, tokens they read, and the step at which a second warm-up began, if one did."""
+    """How far a run is: steps taken, tokens they read, and the step at which a second warm-up began, if one did.
+
+    ``num_parts`` is how many ranks read as many rows as the configuration names and count as one (DDP over a cluster).
+    """
 
     config: InnerConfig
     step_index: int = 0
     num_tokens: int = 0
     rewarm_from: int | None = None
+    num_parts: int = 1
 
     @property
     def lr(self) -> float:
@@ -79,7 +83,7 @@ class ScheduleClock:
         """
         missed = global_step - self.step_index
         is_long = missed >= self.config.rewarm_after_steps or self._is_rewarming
-        self.num_tokens = max(0, self.num_tokens + missed * self.config.tokens_per_step)
+        self.num_tokens = max(0, self.num_tokens + missed * self.num_parts * self.config.tokens_per_step)
         self.step_index = global_step
         self.rewarm_from = global_step if is_long and missed > 0 and self.config.rewarm_steps else None
 
@@ -88,15 +92,15 @@ class ScheduleClock:
         return {"step_index": self.step_index, "num_tokens": self.num_tokens, "rewarm_from": self.rewarm_from}
 
     @classmethod
-    def of(cls, config: InnerConfig, state: Mapping[str, Any]) -> Self:
+    def of(cls, config: InnerConfig, state: Mapping[str, Any], num_parts: int = 1) -> Self:
         """Returns a clock of a saved loop; of one that an earlier release saved, which counted no tokens, by its steps.
 
         Raises KeyError, TypeError or ValueError if it is no such state.
         """
         step_index = int(state["step_index"])
-        num_tokens = int(state.get("num_tokens", step_index * config.tokens_per_step))
+        num_tokens = int(state.get("num_tokens", step_index * num_parts * config.tokens_per_step))
         rewarm_from = state.get("rewarm_from")
-        return cls(config, step_index, num_tokens, None if rewarm_from is None else int(rewarm_from))
+        return cls(config, step_index, num_tokens, None if rewarm_from is None else int(rewarm_from), num_parts)
 
     @property
     def _is_rewarming(self) -> bool:

@@ -114,10 +114,15 @@ class TrainingTracker:
             self._num_rounds_failed += 1
             self._succeeded.append(False)
 
-    def set_state(self, outer_step: int, state_digest: str, *, inner_step: int = 0) -> None:
-        """Records which state the node holds after it was started, restored, or took up others' state."""
+    def set_state(self, outer_step: int, state_digest: str, *, inner_step: int | None = 0) -> None:
+        """Records which state the node holds after it was started, restored, or took up others' state.
+
+        ``inner_step`` None: only the digest of a state that the node has held for a while has become known.
+        """
         with self._lock:
-            self._outer_step, self._state_digest, self._inner_step = outer_step, state_digest, inner_step
+            self._outer_step, self._state_digest = outer_step, state_digest
+            if inner_step is not None:
+                self._inner_step = inner_step
             self._digests.add(self._peer_id, outer_step, state_digest)
 
     def set_shards(self, shards: Collection[int]) -> None:

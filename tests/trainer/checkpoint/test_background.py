@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tests.support.checkpoint_actor import WALLET, check, contents, newest_step
 from trainer.checkpoint import node as module
 from trainer.checkpoint.node import Checkpointer, checkpoint_path, load_newest
+from trainer.checkpoint.saver import HostBuffers, HostCopy
 from trainer.errors import CheckpointError, TrainerUsageError
 
 
@@ -59,6 +61,33 @@ def test_what_changes_after_save_has_returned_is_not_in_the_file(tmp_path: Path,
         state["layers"]["0"]["w"].zero_()
         state["loader"]["position"] = 99
         gate.open.set()
+    assert newest_step(tmp_path) == 10
+
+
+def test_what_never_changes_is_not_copied_and_what_is_not_there_yet_is_waited_for_by_the_writer(tmp_path: Path) -> None:
+    lasting, later = torch.arange(4.0), Future[object]()
+    state = contents(10) | {"lasting": [HostCopy(lasting)], "flight": later}
+    staged = HostBuffers().stage(state)
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        assert checkpointer.save(state) and checkpointer.busy, "it has returned, and the writer waits"
+        later.set_result({"vector": torch.ones(3), "steps_left": 2})
+        checkpointer.flush()
+    assert staged()["lasting"][0].data_ptr() == lasting.data_ptr()  # type: ignore[index]
+    found = load_newest(tmp_path, WALLET)
+    assert found is not None
+    assert torch.equal(found["lasting"][0], lasting) and found["flight"]["steps_left"] == 2
+    assert torch.equal(found["flight"]["vector"], torch.ones(3))
+
+
+def test_a_part_of_the_state_that_never_comes_is_an_error_of_the_save(tmp_path: Path) -> None:
+    broken: Future[object] = Future()
+    broken.set_exception(MemoryError("no room for a contribution"))
+    with Checkpointer(tmp_path, WALLET) as checkpointer:
+        checkpointer.save(contents(10))
+        checkpointer.flush()
+        checkpointer.save(contents(20) | {"flight": broken})
+        with pytest.raises(CheckpointError, match="no room for a contribution"):
+            checkpointer.flush()
     assert newest_step(tmp_path) == 10
 
 

@@ -104,6 +104,12 @@ def test_a_joiner_counts_the_tokens_of_the_steps_it_missed_at_its_own_batch() ->
     clock.move_to(1000)
     assert clock.num_tokens == 1000 * 64
     assert ScheduleClock.of(config, {"step_index": 7}).num_tokens == 7 * 64, "a state of a release without the count"
+    cluster = ScheduleClock(config, num_parts=3)
+    cluster.move_to(10)
+    assert cluster.num_tokens == 10 * 3 * 64, "ranks that read a batch each and count as one"
+    again = ScheduleClock.of(config, {"step_index": 7}, num_parts=3)
+    again.move_to(8)
+    assert again.num_tokens == 8 * 3 * 64
 
 
 @given(before=st.integers(0, 300), missed=st.integers(-50, 300), cut=st.integers(0, 8))

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,16 +61,28 @@ class FlatLayout:
         for name, shape, (start, stop) in zip(self.names, self.shapes, pairwise(self.offsets), strict=True):
             yield name, shape, slice(start, stop)
 
-    @torch.no_grad()
-    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copies tensors, on any device and of any floating point type, into one vector, [num_values] fp32 on the CPU.
+    def places(self, tensors: Mapping[str, Tensor]) -> list[tuple[slice, Tensor]]:
+        """Returns each tensor's place in the vector and the tensor itself, unseen by autograd, in order.
 
         Raises:
             TrainerUsageError: a tensor is missing or has another shape.
         """
-        vector = torch.empty(self.num_values)
-        for name, shape, place in self.slices():
-            vector[place].view(shape).copy_(self._checked(tensors, name, shape))
+        return [(place, self._checked(tensors, name, shape).detach()) for name, shape, place in self.slices()]
+
+    @torch.no_grad()
+    def gather(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """Copies tensors, on any device and of any floating point type, into one vector, [num_values] fp32 on the CPU.
+
+        Args:
+            tensors: by name.
+            out: the vector to write to; None: a new one.
+
+        Raises:
+            TrainerUsageError: a tensor is missing or has another shape.
+        """
+        vector = torch.empty(self.num_values) if out is None else out
+        for place, tensor in self.places(tensors):
+            vector[place].view(tensor.shape).copy_(tensor)
         return vector
 
     @torch.no_grad()
@@ -81,12 +92,15 @@ class FlatLayout:
         Raises:
             TrainerUsageError: a tensor is missing or of another shape, or the vector not [num_values] fp32 on the CPU.
         """
+        self.check_vector(vector)
+        for place, target in self.places(tensors):
+            target.copy_(vector[place].view(target.shape))
+
+    def check_vector(self, vector: Tensor) -> None:
+        """Raises TrainerUsageError unless it is [num_values] fp32 on the CPU."""
         if vector.shape != (self.num_values,) or vector.dtype != torch.float32 or vector.device.type != "cpu":
             found = f"{list(vector.shape)} {vector.dtype} on {vector.device}"
             raise TrainerUsageError(f"expected a vector of [{self.num_values}] torch.float32 on the CPU, found {found}")
-        targets = [self._checked(tensors, name, shape) for name, shape, _ in self.slices()]
-        for target, (_, shape, place) in zip(targets, self.slices(), strict=True):
-            target.copy_(vector[place].view(shape))
 
     def digest(self) -> str:
         """Returns the SHA-256, in lower-case hex, of names, shapes and order: equal if vectors mean the same."""
@@ -123,31 +137,6 @@ def synchronised_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Returns the trainable parameters by name, whether or not the model, or part of it, is compiled."""
     named = model.named_parameters()
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in named if parameter.requires_grad}
-
-
-class ParameterAccess(Protocol):
-    """Where a strategy reads and writes a model's parameters, which may lie in parts at several processes."""
-
-    def gather(self, layout: FlatLayout) -> Tensor:
-        """Returns the parameters' present values as a vector of their own, as `FlatLayout.gather` does."""
-
-    def scatter(self, layout: FlatLayout, vector: Tensor) -> None:
-        """Sets the parameters to a vector's values, as `FlatLayout.scatter` does."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelParameters:
-    """The parameters of a model that lies in this process alone."""
-
-    tensors: Mapping[str, Tensor]
-
-    def gather(self, layout: FlatLayout) -> Tensor:
-        """See `ParameterAccess`."""
-        return layout.gather(self.tensors)
-
-    def scatter(self, layout: FlatLayout, vector: Tensor) -> None:
-        """See `ParameterAccess`."""
-        layout.scatter(vector, self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ themselves and must agree in every bit, and fused multiply-add gives another las
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +27,33 @@ class OuterOptimizer:
     lr: float = 0.7
     momentum: float = 0.9
 
-    @torch.no_grad()
     def step(self, anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, progress: float = 1.0) -> None:
         """Moves anchor and momentum (zeros before the first step), [P] fp32, in place, by a round of that progress."""
+        for block, scratch in _blocks(anchor):
+            self._step(anchor[block], momentum[block], pseudo_gradient[block], scratch, progress)
+
+    def stepped(
+        self, anchor: Tensor, momentum: Tensor, pseudo_gradient: Tensor, progress: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the new anchor and momentum, and leaves the old ones as they are; in one pass over memory."""
+        new_anchor, new_momentum = torch.empty_like(anchor), torch.empty_like(momentum)
+        for block, scratch in _blocks(anchor):
+            moved, velocity = new_anchor[block].copy_(anchor[block]), new_momentum[block].copy_(momentum[block])
+            self._step(moved, velocity, pseudo_gradient[block], scratch, progress)
+        return new_anchor, new_momentum
+
+    @torch.no_grad()
+    def _step(self, anchor: Tensor, velocity: Tensor, delta: Tensor, update: Tensor, progress: float) -> None:
         kept = self.momentum if progress == 1.0 else 1.0 - progress * (1.0 - self.momentum)
-        scratch = torch.empty(min(_BLOCK_VALUES, anchor.numel()), dtype=anchor.dtype, device=anchor.device)
-        for start in range(0, anchor.numel(), _BLOCK_VALUES):
-            block = slice(start, start + _BLOCK_VALUES)
-            velocity, delta = momentum[block], pseudo_gradient[block]
-            update = scratch[: delta.numel()]
-            torch.mul(velocity, self.momentum, out=update)
-            update.add_(delta).mul_(progress * self.momentum).add_(delta).mul_(self.lr)
-            velocity.mul_(kept).add_(delta)
-            anchor[block].sub_(update)
+        torch.mul(velocity, self.momentum, out=update)
+        update.add_(delta).mul_(progress * self.momentum).add_(delta).mul_(self.lr)
+        velocity.mul_(kept).add_(delta)
+        anchor.sub_(update)
+
+
+def _blocks(vector: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yields the blocks of a vector, and room for as many values, the same memory each time."""
+    scratch = torch.empty(min(_BLOCK_VALUES, vector.numel()), dtype=vector.dtype, device=vector.device)
+    for start in range(0, vector.numel(), _BLOCK_VALUES):
+        block = slice(start, min(start + _BLOCK_VALUES, vector.numel()))
+        yield block, scratch[: block.stop - start]

@@ -5,6 +5,10 @@ copy of the anchor, installed by one assignment). If it fails, nothing has chang
 measured from the old anchor, contains its work. Fragments and overlap are those of Streaming DiLoCo (arXiv 2501.18512,
 algorithm 2): ``parameters ← α·parameters + (1 − α)·new anchor``, the anchor without a share of the steps done
 meanwhile; but at most one round is under way, which simplifies restarts.
+
+With overlap the training thread takes a snapshot of the parameters (`access`) and merges; all else is in the round's
+thread (`rounds`), for which it waits at the merge only. Whether the snapshot was finite it asks one step later: by then
+that is known, and a restart from the anchor does not depend on how fast a thread was.
 """
 
 from __future__ import annotations
@@ -13,37 +17,31 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
+from trainer.outer.diloco.access import ParameterAccess, access_to
 from trainer.outer.diloco.config import DiLoCoConfig
-from trainer.outer.diloco.flat import (
-    FragmentPlan,
-    ModelParameters,
-    ParameterAccess,
-    is_finite,
-    synchronised_parameters,
+from trainer.outer.diloco.flat import FragmentPlan, synchronised_parameters
+from trainer.outer.diloco.rounds import (
+    AgreedChanges,
+    BackgroundRound,
+    Measured,
+    Outcome,
+    RoundWork,
+    arithmetic_threads,
+    digest_of,
+    work_of,
 )
-from trainer.outer.diloco.outer import OuterOptimizer
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
-from trainer.outer.engine.collective import Collective, Contribution, RoundResult
+from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.powersgd import with_powersgd
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _BackgroundRound:
-    """A round under way in a thread, which works on the round's own tensors only."""
-
-    contribution: Contribution
-    result: Future[RoundResult]
-    steps_left: int  # Inner steps until its result is merged.
 
 
 class DiLoCoTrainer:
@@ -52,6 +50,8 @@ class DiLoCoTrainer:
     The anchor begins as the model's trainable parameters, which must be equal at all members that begin together, as
     frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners, and ``parameters`` is for
     a model that does not lie in this process alone. With a ``powersgd_rank`` pseudo-gradients travel as factors.
+    ``num_threads`` are torch's for the arithmetic of a round that training waits for, and beside a GPU of any round; 0:
+    as many as it has.
 
     Raises:
         TrainerUsageError: the model cannot be cut into so many fragments, or the collective cannot factor.
@@ -66,22 +66,25 @@ class DiLoCoTrainer:
         vocab_rows: int = 0,
         parameters: ParameterAccess | None = None,
         powersgd_rank: int = 0,
+        num_threads: int = 0,
     ) -> None:
         self._config = config
         self._collective = with_powersgd(collective, self._shapes_of, powersgd_rank)
-        self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
         tensors = synchronised_parameters(model)
-        self._parameters: ParameterAccess = ModelParameters(tensors) if parameters is None else parameters
+        self._parameters: ParameterAccess = access_to(tensors) if parameters is None else parameters
+        self._num_threads = num_threads
+        on_cpu = any(tensor.device.type == "cpu" for tensor in tensors.values())
+        self._num_threads_beside = 0 if on_cpu else num_threads  # A CPU's cores are training.
         self.plan = FragmentPlan.of(tensors, config.num_fragments)
         """Which parameters are synchronised together, and their places in the flat vectors."""
         self._layout_digest = self.plan.digest()
-        self.on_result: Callable[[RoundResult], None] | None = None
-        """Called with a round's result before it is committed: to `configure` for what its members have agreed."""
+        self.changes: AgreedChanges | None = None
+        """How the run changes while it goes on; None: it does not."""
         self.inner_step = 0  # Inner steps since the last round was tried.
         self._pending = [PendingWork() for _ in self.plan.layouts]
         self._saved_round: SavedRound | None = None
-        self._background: _BackgroundRound | None = None
-        self._last_call: Future[RoundResult] | None = None
+        self._background: BackgroundRound | None = None
+        self._last_call: Future[tuple[Outcome, Callable[[float], None]]] | None = None
         fragments = tuple(FragmentState.start(self._parameters.gather(layout)) for layout in self.plan.layouts)
         self._install(ReplicaState(0, 0, vocab_rows, fragments))
 
@@ -96,7 +99,6 @@ class DiLoCoTrainer:
                 f"diloco.num_fragments: expected {self._config.num_fragments} as before, found {config.num_fragments}"
             )
         self._config = config
-        self._optimizer = OuterOptimizer(config.outer_lr, config.outer_momentum)
 
     @property
     def round_index(self) -> int:
@@ -117,6 +119,10 @@ class DiLoCoTrainer:
         """Returns :meth:`SharedState.digest` of the current state; computed in the background after each commit."""
         return self._digest.result(self._config.round_timeout_s)
 
+    def when_digested(self, tell: Callable[[str], object]) -> None:
+        """Has the current state's digest told as soon as it is known, possibly in another thread; returns at once."""
+        self._digest.add_done_callback(lambda digest: tell(digest.result()))
+
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Counts an inner step; begins, finishes or tries a round when it is time, and returns the one that ended.
 
@@ -129,11 +135,13 @@ class DiLoCoTrainer:
         for work in self._pending:
             work.add(num_batches)
         self._relaunch()
-        if self._background is not None:
-            self._background.steps_left -= 1
+        background = self._background
+        if background is not None:
+            background.steps_left -= 1
+            self._check(background)
             # Merged when it is time, or when others wait for the next round already.
-            early = self._background.result.done() and self._collective.requested()
-            return self.drain() if self._background.steps_left <= 0 or early else None
+            early = background.outcome.done() and self._collective.requested()
+            return self.drain() if background.steps_left <= 0 or early else None
         due = self.inner_step >= self._config.steps_before(self._state.fragment)
         if not due and not self._collective.requested():
             return None
@@ -142,8 +150,7 @@ class DiLoCoTrainer:
     def drain(self) -> OuterResult | None:
         """Waits for the round under way, if there is one, and merges it now instead of some steps later."""
         self._relaunch()
-        background = self._background
-        return None if background is None else self._conclude(background.contribution, background.result)
+        return None if self._background is None else self._merge(self._background)
 
     def answer_others(self) -> OuterResult | None:
         """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
@@ -189,7 +196,7 @@ class DiLoCoTrainer:
         parameters = synchronised_parameters(model)
         plan = FragmentPlan.of(parameters, self._config.num_fragments)
         state = grown_state(self._state, self.plan, plan, parameters, vocab_rows)
-        self._parameters = ModelParameters(parameters) if access is None else access
+        self._parameters = access_to(parameters) if access is None else access
         self.plan, self._layout_digest = plan, plan.digest()
         self._install(state)
 
@@ -198,10 +205,15 @@ class DiLoCoTrainer:
 
         The tensors never change afterwards: a checkpoint may be written from another thread without a copy.
         """
-        saved_round = self._saved_round
+        saved = self._saved()
         if self._background is not None:
-            saved_round = SavedRound.of(self._background.contribution, self._background.steps_left)
-        return SavedDiLoCo.of(self._state, self._layout_digest, self.inner_step, self._pending, saved_round)
+            saved["flight"] = self._background.saved().result(self._config.round_timeout_s)
+        return saved
+
+    def state_to_write(self) -> dict[str, StateValue | Future[StateValue]]:
+        """Returns what `state_dict` does, without a wait: the round under way is a future of its values."""
+        flight = {} if self._background is None else {"flight": self._background.saved()}
+        return {**self._saved(), **flight}
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Goes on from a saved state, without contacting anybody; the caller restores the model's parameters.
@@ -218,140 +230,161 @@ class DiLoCoTrainer:
     def _shapes_of(self, round_index: int) -> tuple[tuple[int, ...], ...]:
         return self.plan.layouts[round_index % len(self.plan.layouts)].shapes
 
+    def _saved(self) -> dict[str, StateValue]:
+        return SavedDiLoCo.of(self._state, self._layout_digest, self.inner_step, self._pending, self._saved_round)
+
     def _is_under_way(self) -> bool:
         return self._background is not None or self._saved_round is not None
 
-    def _install(self, state: ReplicaState) -> None:
+    def _install(self, state: ReplicaState, digest: Future[str] | None = None) -> None:
         """Replaces the state; all or nothing."""
-        layout_digest = self._layout_digest
         self._state = state
-        self._digest = start_daemon(lambda: state.digest(layout_digest), "diloco-digest")
+        self._digest = digest_of(state, self._layout_digest) if digest is None else digest
+
+    def _install_outcome(self, outcome: Outcome) -> None:
+        """Replaces the state by a round's, and goes on by the change of the run that the round went by."""
+        if self.changes is not None and outcome.change is not None:
+            self.changes.begin_by(outcome.change)
+        self._install(outcome.state, outcome.digest)
 
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
-        contribution = self._prepare()
+        work, layout = self._work(), self.plan.layouts[self._state.fragment]
         self.inner_step = 0
         if self._last_call is not None and not self._last_call.done():
-            return self._failed(contribution, "the round that was given up before has not ended yet")
-        if self._config.overlap_steps:
-            self._launch(contribution, self._config.overlap_steps)
-            return None
-        return self._conclude(contribution)
+            return self._failed(work.num_batches, "the round that was given up before has not ended yet")
+        if not self._config.overlap_steps:
+            with arithmetic_threads(self._num_threads):
+                return self._carry_out(work)
+        snapshot = self._parameters.snapshot(layout)
+        self._launch(work, lambda: work.measured(snapshot.subtracted_from(work.anchor)), self._config.overlap_steps)
+        return None
 
-    def _prepare(self) -> Contribution:
-        """Measures the pseudo-gradient of the next fragment.
+    def _work(self) -> RoundWork:
+        pending = self._pending[self._state.fragment]
+        return work_of(self._state, self._digest, self._layout_digest, self._config, pending)
 
-        Parameters that are not finite would never recover: they become the anchor again, and nothing is contributed.
-        """
-        fragment = self._state.fragment
-        layout, anchor = self.plan.layouts[fragment], self._state.fragments[fragment].anchor
+    def _carry_out(self, work: RoundWork) -> OuterResult:
+        """Goes through a round that training waits for."""
+        layout = self.plan.layouts[self._state.fragment]
         vector = self._parameters.gather(layout)
-        torch.sub(anchor, vector, out=vector)
-        if not is_finite(vector):
-            logger.warning("round %d: parameters are not finite; they restart from the anchor", self._state.round_index)
-            vector.zero_()
-            self._parameters.scatter(layout, anchor)
-            self._pending[fragment] = PendingWork()
-        work = self._pending[fragment]
-        progress = min(1.0, work.num_steps / self._config.planned_steps(self._state.round_index))
-        return self._contribution(vector, work.num_batches, work.age_s(), progress)
+        measured = work.measured(torch.sub(work.anchor, vector, out=vector))
+        if not measured.is_finite:
+            self._restart_from_anchor()
+        started_s = time.monotonic()
+        try:
+            outcome = work.carried_out(measured, self._collective, self.changes)
+        except RoundFailedError as error:
+            return self._failed(measured.contribution.num_batches, error, waited_s=time.monotonic() - started_s)
+        self._install_outcome(outcome)
+        self._parameters.scatter(layout, outcome.anchor)
+        return self._committed(outcome, measured.contribution.num_batches, started_s)
 
-    def _contribution(self, vector: Tensor, num_batches: int, age_s: float, progress: float) -> Contribution:
-        current = self._state.fragments[self._state.fragment]
-        return Contribution(
-            round_index=self._state.round_index,
-            vector=vector,
-            num_batches=num_batches,
-            age_s=age_s,
-            progress=progress,
-            reference=current.reference,
-            state_digest=self.state_digest(),
-            residual=current.residual,
-            basis=current.basis,
-        )
+    def _launch(self, work: RoundWork, measure: Callable[[], Measured], steps_left: int) -> None:
+        """Starts the round's thread."""
+        found: Future[Measured] = Future()
+        layout, parameters = self.plan.layouts[self._state.fragment], self._parameters
+        collective, changes = self._collective, self.changes
+        num_threads = self._num_threads_beside
 
-    def _launch(self, contribution: Contribution, steps_left: int) -> None:
-        self._last_call = start_daemon(lambda: self._collective.reduce(contribution), "diloco-round")
-        self._background = _BackgroundRound(contribution, self._last_call, steps_left)
+        def run() -> tuple[Outcome, Callable[[float], None]]:
+            with arithmetic_threads(num_threads):
+                try:
+                    found.set_result(measure())
+                except BaseException as error:
+                    found.set_exception(error)
+                    raise
+                outcome = work.carried_out(found.result(), collective, changes)
+                anchor_share = 1.0 - outcome.config.merge_alpha
+                values = outcome.anchor if anchor_share == 1.0 else outcome.anchor * anchor_share
+                return outcome, parameters.prepare_merge(layout, values)
+
+        self._last_call = start_daemon(run, "diloco-round")
+        self._background = BackgroundRound(work, found, self._last_call, steps_left)
 
     def _relaunch(self) -> None:
         """Begins again the round that was under way when the state was saved."""
         saved, self._saved_round = self._saved_round, None
         if saved is not None:
-            contribution = self._contribution(saved.vector, saved.num_batches, saved.age_s, saved.progress)
-            self._launch(contribution, saved.steps_left)
+            work = self._work()
+            self._launch(work, lambda: work.resumed(saved), saved.steps_left)
 
-    def _conclude(self, contribution: Contribution, call: Future[RoundResult] | None = None) -> OuterResult:
-        """Commits the result of a round, of one in the background with a share of the own parameters."""
-        self._background = None
-        started_s, fragment = time.monotonic(), self._state.fragment
+    def _check(self, background: BackgroundRound) -> Measured | None:
+        """Restarts parameters that were not finite from the anchor; returns the contribution, None without one."""
         try:
-            result = self._collective.reduce(contribution) if call is None else self._awaited(call)
-            if self.on_result is not None:
-                self.on_result(result)
-            self._commit(contribution, result, 0.0 if call is None else self._config.merge_alpha)
-        except RoundFailedError as error:
-            return self._failed(contribution, error, waited_s=time.monotonic() - started_s)
-        return OuterResult(
-            round_index=contribution.round_index,
-            fragment=fragment,
-            outer_step=self._state.outer_step,
-            committed=True,
-            num_batches=contribution.num_batches,
-            waited_s=time.monotonic() - started_s,
-            report=result.report,
-            contributed_steps_ago=self.inner_step if contribution.num_batches else None,
-        )
+            if background.measured.exception(self._config.round_timeout_s) is not None:
+                return None  # It comes out where the round's result is waited for.
+        except TimeoutError:
+            return None
+        measured = background.measured.result()
+        if not background.is_checked and not measured.is_finite:
+            self._restart_from_anchor()
+        background.is_checked = True
+        return measured
 
-    def _awaited(self, call: Future[RoundResult]) -> RoundResult:
+    def _restart_from_anchor(self) -> None:
+        """Gives up parameters that are not finite, and the work in them."""
+        fragment = self._state.fragment
+        logger.warning("round %d: parameters are not finite; they restart from the anchor", self._state.round_index)
+        self._parameters.scatter(self.plan.layouts[fragment], self._state.fragments[fragment].anchor)
+        self._pending[fragment] = PendingWork()
+
+    def _merge(self, background: BackgroundRound) -> OuterResult:
+        """Waits for a round in the background, and merges its result with a share of the own parameters."""
+        self._background = None
+        started_s, num_batches = time.monotonic(), background.work.num_batches
+        measured = self._check(background)
+        if measured is not None:
+            num_batches = measured.contribution.num_batches
+        try:
+            outcome, merge = self._awaited(background.outcome)
+        except RoundFailedError as error:
+            return self._failed(num_batches, error, waited_s=time.monotonic() - started_s)
+        if self._last_call is background.outcome:
+            self._last_call = None  # It has tensors that nobody needs any more, on a GPU of the device's memory.
+        self._install_outcome(outcome)
+        merge(outcome.config.merge_alpha)
+        return self._committed(outcome, num_batches, started_s)
+
+    def _awaited(
+        self, call: Future[tuple[Outcome, Callable[[float], None]]]
+    ) -> tuple[Outcome, Callable[[float], None]]:
         timeout_s = self._config.round_timeout_s
         try:
             return call.result(timeout_s)
         except TimeoutError as error:
             raise RoundFailedError(f"the round in the background is not back after {timeout_s:.0f} s") from error
 
-    def _failed(
-        self, contribution: Contribution, error: RoundFailedError | str, *, waited_s: float = 0.0
-    ) -> OuterResult:
+    def _committed(self, outcome: Outcome, num_batches: int, started_s: float) -> OuterResult:
+        """Settles the work of a round whose outcome is installed."""
+        fragment = (self.round_index - 1) % len(self.plan.layouts)
+        self._pending[fragment].settle(num_batches, self.inner_step)
+        if outcome.progress < 1.0:
+            logger.info("round %d: requested with %.0f %% of its work", self.round_index - 1, 100 * outcome.progress)
+        return OuterResult(
+            round_index=self.round_index - 1,
+            fragment=fragment,
+            outer_step=self.outer_step,
+            committed=True,
+            num_batches=num_batches,
+            waited_s=time.monotonic() - started_s,
+            report=outcome.report,
+            contributed_steps_ago=self.inner_step if num_batches else None,
+        )
+
+    def _failed(self, num_batches: int, error: RoundFailedError | str, *, waited_s: float = 0.0) -> OuterResult:
         fate = "its work goes into the next"
         if isinstance(error, StateBehindError):
-            num_batches = max(work.num_batches for work in self._pending)
-            fate = f"the work of {num_batches} batches is dropped when the others' state is taken up"
+            most = max(work.num_batches for work in self._pending)
+            fate = f"the work of {most} batches is dropped when the others' state is taken up"
         level = logging.INFO if isinstance(error, RoundLeftError) else logging.WARNING
-        logger.log(level, "round %d failed, %s: %s", contribution.round_index, fate, error)
+        logger.log(level, "round %d failed, %s: %s", self.round_index, fate, error)
         return OuterResult(
-            round_index=contribution.round_index,
+            round_index=self.round_index,
             fragment=self._state.fragment,
-            outer_step=self._state.outer_step,
+            outer_step=self.outer_step,
             committed=False,
-            num_batches=contribution.num_batches,
+            num_batches=num_batches,
             waited_s=waited_s,
             error=str(error),
         )
-
-    def _commit(self, contribution: Contribution, result: RoundResult, keep: float) -> None:
-        """Applies an agreed pseudo-gradient. Every check comes before the first change."""
-        fragment = self._state.fragment
-        layout, current = self.plan.layouts[fragment], self._state.fragments[fragment]
-        if result.vector.shape != current.anchor.shape or not is_finite(result.vector):
-            raise RoundFailedError(
-                f"expected {current.anchor.numel()} finite values as the round's result, "
-                f"found {list(result.vector.shape)}, not all finite or not as many"
-            )
-        anchor, momentum = current.anchor.clone(), current.momentum.clone()
-        progress = contribution.progress if result.progress is None else result.progress
-        self._optimizer.step(anchor, momentum, result.vector, progress)
-        if not is_finite(anchor):
-            raise RoundFailedError(
-                "the round's result is so large that the outer step overflows; check diloco.outer_lr"
-            )
-        parameters = anchor
-        if keep:
-            parameters = self._parameters.gather(layout).mul_(keep).add_(anchor, alpha=1.0 - keep)
-        num_inner_steps = round(progress * self._config.steps_before(fragment))
-        new = FragmentState(anchor, momentum, result.vector, result.residual, result.basis)
-        self._install(self._state.committed(new, num_inner_steps))
-        self._parameters.scatter(layout, parameters)
-        self._pending[fragment].settle(contribution.num_batches, self.inner_step)
-        if progress < 1.0:
-            logger.info("round %d: requested with %.0f %% of its work", contribution.round_index, 100 * progress)

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -34,6 +34,7 @@ from trainer.inner.parallel import local_part
 from trainer.inner.rank_place import RankPlace
 from trainer.network.discovery.parent import die_with_parent
 from trainer.outer.diloco import FlatLayout
+from trainer.outer.diloco.access import HostSnapshot, Merge, Snapshot, merge_into
 from trainer.run.config import RunConfig
 from trainer.run.node.lent_memory import Loan, borrowed, lent
 from trainer.run.node.process_group import join_process_group
@@ -135,16 +136,33 @@ class NodeRanks:
         with lent(layout.num_values) as (vector, loan), torch.no_grad():
             for name, shape, where in layout.slices():
                 vector[where].view(shape).copy_(values[name])
-            self.tell(Told.TAKE, names=list(layout.names), loan=_numbers(loan))
-            self._take(vector, layout, tensors)
-            dist.barrier(self._control)
+            self._hand_out(vector, loan, layout, tensors, 0.0)
+
+    def lend_ahead(self, layout: FlatLayout, values: Tensor, tensors: Mapping[str, Tensor]) -> Merge:
+        """Puts a vector where all ranks can read it, in any thread; what it returns merges it, for rank 0 (`Merge`)."""
+        memory = ExitStack()
+        vector, loan = memory.enter_context(lent(layout.num_values))
+        vector.copy_(values)
+
+        def merge(keep: float) -> None:
+            with memory:
+                self._hand_out(vector, loan, layout, tensors, keep)
+
+        return merge
+
+    def _hand_out(
+        self, vector: Tensor, loan: Loan, layout: FlatLayout, tensors: Mapping[str, Tensor], keep: float
+    ) -> None:
+        self.tell(Told.TAKE, names=list(layout.names), loan=_numbers(loan), keep=keep)
+        self._take(vector, layout, tensors, keep)
+        dist.barrier(self._control)
 
     def follow_vector(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
         """Does this rank's part of `filled` or `take`."""
         layout = FlatLayout.of({name: tensors[name] for name in message.details["names"]})
         vector = borrowed(Loan(*message.details["loan"])) if self.place.is_on_first_host else None
         if message.told is Told.TAKE:
-            self._take(vector, layout, tensors)
+            self._take(vector, layout, tensors, message.details["keep"])
         elif vector is not None:
             self._fill(vector, layout, tensors)
         dist.barrier(self._control)
@@ -156,12 +174,12 @@ class NodeRanks:
             vector[start : start + part.numel()].copy_(part)
 
     @torch.no_grad()
-    def _take(self, vector: Tensor | None, layout: FlatLayout, tensors: Mapping[str, Tensor]) -> None:
+    def _take(self, vector: Tensor | None, layout: FlatLayout, tensors: Mapping[str, Tensor], keep: float) -> None:
         for name, _, where in layout.slices():
             part = local_part(tensors[name])
             if vector is not None:
                 start = where.start + self._first_value(tensors[name])
-                part.copy_(vector[start : start + part.numel()].view(part.shape))
+                merge_into(part, vector[start : start + part.numel()].view(part.shape).to(part.device), keep)
             if self._copies is not None:
                 dist.broadcast(part, group_src=0, group=self._copies)
 
@@ -184,20 +202,31 @@ class NodeRanks:
 
 
 class RankParameters:
-    """The parameters of a model whose parts are at all ranks, as DiLoCo reads and sets them; for rank 0."""
+    """The parameters of a model whose parts are at all ranks, as DiLoCo reads and sets them; for rank 0.
+
+    See `trainer.outer.diloco.access.ParameterAccess`. Each rank reads and merges its own part.
+    """
 
     def __init__(self, ranks: NodeRanks, tensors: Mapping[str, Tensor]) -> None:
         self._ranks = ranks
         self._tensors = tensors
 
     def gather(self, layout: FlatLayout) -> Tensor:
-        """See `trainer.outer.diloco.flat.ParameterAccess`."""
+        """See `ParameterAccess`."""
         return self._ranks.filled(layout, self._tensors)
 
     def scatter(self, layout: FlatLayout, vector: Tensor) -> None:
-        """See `trainer.outer.diloco.flat.ParameterAccess`."""
+        """See `ParameterAccess`."""
         values = {name: vector[where].view(shape) for name, shape, where in layout.slices()}
         self._ranks.take(layout, values, self._tensors)
+
+    def snapshot(self, layout: FlatLayout) -> Snapshot:
+        """See `ParameterAccess`."""
+        return HostSnapshot(self._ranks.filled(layout, self._tensors))
+
+    def prepare_merge(self, layout: FlatLayout, values: Tensor) -> Merge:
+        """See `ParameterAccess`."""
+        return self._ranks.lend_ahead(layout, values, self._tensors)
 
 
 def _numbers(loan: Loan) -> list[int]:

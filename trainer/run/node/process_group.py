@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,12 @@ def join_process_group(device: torch.device, timeout: timedelta) -> None:
     store.set_timeout(timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     prefix = meeting_prefix(store, rank, size, timeout.total_seconds())
-    dist.init_process_group(backend, timeout=timeout, store=dist.PrefixStore(prefix, store), rank=rank, world_size=size)
+    own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timeout, store=own, rank=rank, world_size=size)
 
 
-def meeting_prefix(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
-    """Returns a prefix that ranks which run at the same time share, and no ranks before them.
+def meeting_prefix(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """Returns a prefix of a torch ``Store`` that ranks which run at the same time share, and no ranks before them.
 
     Each rank takes the number of its start from a counter in the store. Rank 0 answers each number that it sees, those
     of ranks which have ended included, until all ranks have taken up its own.
@@ -41,7 +43,7 @@ def meeting_prefix(store: dist.Store, rank: int, size: int, timeout_s: float) ->
     """
     start = store.add(f"genesis/starts/{rank}", 1)
     if rank:
-        prefix = store.get(f"genesis/answers/{rank}/{start}").decode()
+        prefix = str(store.get(f"genesis/answers/{rank}/{start}"), "utf-8")
         store.add(f"{prefix}/arrived", 1)
         return prefix
     prefix = f"genesis/meeting/{start}"

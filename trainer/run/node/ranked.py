@@ -4,6 +4,9 @@
 the node's replica as the rest of rank 0 sees it: whatever it does to the model is told to the other ranks first. So
 network, rounds, checkpoints and log are those of a node of one process, and so are the files and what peers see.
 
+The ranks wait while rank 0 computes a round, so its arithmetic has the cores of all ranks of its machine for that time,
+though torchrun gives each process one.
+
 Each rank reads the whole batch from the store's cache (some 20 µs) and takes its own rows: batches, rotations and
 states of the loader are those of one process, whatever the number of ranks.
 """
@@ -11,6 +14,7 @@ states of the loader are those of one process, whatever the number of ranks.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +32,7 @@ from trainer.errors import CheckpointMismatchError, TrainerError, TrainerUsageEr
 from trainer.evaluation.held_out import evaluating
 from trainer.inner import Batch, InnerConfig, InnerLoop, StepResult, autocast_for, make_optimizer, set_rng_state
 from trainer.inner.parallel import RankExchange, parameters_on_meta, replicate_model, rows_of, shard_model
-from trainer.inner.rank_place import Wrapped
+from trainer.inner.rank_place import RankPlace, Wrapped
 from trainer.model import (
     VOCAB_STEP,
     ModelConfig,
@@ -256,6 +260,7 @@ class LeadingReplica(Replica):
             vocab_rows=self.vocab_rows,
             parameters=RankParameters(self._ranks, tensors),
             powersgd_rank=self.config.collective.powersgd_rank,
+            num_threads=_lent_threads(self.config.threads, self._ranks.place),
         )
         self.strategy: OuterStrategy = self.diloco
 
@@ -382,6 +387,12 @@ class LeadingReplica(Replica):
         self._ranks.tell(Told.LOAD, inner=inner)
         self._share.load(inner)
         self._set(values)
+
+
+def _lent_threads(threads: int, place: RankPlace) -> int:
+    """Returns torch's threads while the other ranks wait: as many as theirs together, or all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, threads * place.local_size) if threads else cores
 
 
 def _check_kind(inner: InnerConfig, kind: Wrapped) -> None:

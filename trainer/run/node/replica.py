@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trainer.checkpoint.node import CheckpointContents
+from trainer.checkpoint.saver import HostCopy
 from trainer.errors import CheckpointMismatchError
 from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
 from trainer.inner.fp8 import use_fp8
@@ -204,14 +206,14 @@ class Replica:
         limit_ids(self.model, self._num_ids)
 
     def contents(self, loader: Mapping[str, Any], current_loss: float) -> CheckpointContents:
-        """Returns the contents of a checkpoint; its tensors are the live ones."""
+        """Returns the contents of a checkpoint; its tensors are the live ones, or marked as never to change."""
         inner = self.inner.state_dict()
         return CheckpointContents(
             layer_ids=tuple(range(self.model.config.num_layers)),
             architecture=self.model.config.to_dict(),
             layers=layers_of(self.model.state_dict()),
             optimizer=inner.pop("optimizer"),
-            diloco=self.strategy.state_dict(),
+            diloco=self._strategy_state(),
             training_rounds=self.inner.step_index,
             current_loss=current_loss,
             timestamp=time.time(),
@@ -221,6 +223,12 @@ class Replica:
             schedule=inner,
             num_ids=self._num_ids,
         )
+
+    def _strategy_state(self) -> dict[str, Any]:
+        """Returns the strategy's state without a copy or a wait: DiLoCo's tensors are replaced, and never change."""
+        state = dict(self.strategy.state_dict()) if self.diloco is None else self.diloco.state_to_write()
+        marked: dict[str, Any] = tree_map_only(Tensor, HostCopy, state)
+        return marked
 
     def refreshed(self, loader: Mapping[str, Any]) -> None:
         """Learns that the loader goes on from this state; a model in one process reads nothing but what it is given."""

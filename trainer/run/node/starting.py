@@ -48,7 +48,7 @@ from trainer.errors import (
 )
 from trainer.evaluation import Evaluator, HeldOut
 from trainer.inner import autocast_for, batch_size_for, use_device
-from trainer.inner.memory import shortage
+from trainer.inner.memory import largest_preset, shortage
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import Parallel, RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
@@ -358,7 +358,8 @@ def _build(
 def _check_ranks(ranks: Ranks, origin: Origin) -> None:
     """Raises `CheckpointMismatchError` where ranks begin with different weights."""
     number = int(origin.choice.init_digest[:12] or "0", 16)
-    if ranks.least(number) != number or -ranks.least(-number) != number:
+    least, most = ranks.least(number), -ranks.least(-number)  # Every rank asks both, whatever it finds.
+    if least != most:
         raise CheckpointMismatchError(
             "expected every rank to begin with the same weights, found different ones; give all machines the same "
             "--init-from"
@@ -501,9 +502,7 @@ def resolve(
     elif chosen is not None:
         shape = chosen
     else:
-        each = _BYTES_PER_PARAMETER_SHARED if shared_memory else _BYTES_PER_PARAMETER_ALONE
-        parts = 1 if wanted_parallel(config) == "ddp" else place.local_size
-        shape = choose_architecture(parts * memory_bytes(), vocab_rows, bytes_per_parameter=each)
+        shape = _largest_shape(config, memory_bytes(), vocab_rows, shared_memory=shared_memory, place=place)
     if first is not None and shared_memory and (free_bytes := memory_bytes()) < _WEIGHT_BYTES * num_parameters(shape):
         raise TrainerUsageError(
             f"--init-from: expected {_WEIGHT_BYTES * num_parameters(shape):,} bytes of memory for the weights alone, "
@@ -532,6 +531,22 @@ def resolve(
             f"{inner.micro_batch_size}; it counts the rows of all ranks together"
         )
     return replace(config, inner=inner, model=config.model.resolved(shape, config.model.init_digest)), shape
+
+
+def _largest_shape(
+    config: RunConfig, memory_bytes: int, vocab_rows: int, *, shared_memory: bool, place: RankPlace
+) -> ModelConfig:
+    """Returns the largest preset for what one rank has: on a GPU by the model of a step, on a CPU by the parameter."""
+    num_shards = 1 if wanted_parallel(config) == "ddp" else place.local_size
+    if shared_memory:
+        return choose_architecture(
+            num_shards * memory_bytes, vocab_rows, bytes_per_parameter=_BYTES_PER_PARAMETER_SHARED
+        )
+    overlaps = config.strategy == "diloco" and config.diloco.overlap_steps > 0 and place.size == 1
+    beside = -(-_WEIGHT_BYTES // config.diloco.num_fragments) if overlaps else 0  # Snapshot and merge of a round.
+    return largest_preset(
+        memory_bytes, vocab_rows, config.inner, num_ranks=place.size, num_shards=num_shards, beside=beside
+    )
 
 
 def _write_config(config: RunConfig, path: Path) -> None:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -49,7 +50,6 @@ from trainer.run.node.stopping import StopRequest
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
     from trainer.network.discovery.run_change import RunChange
-    from trainer.outer.engine.collective import RoundResult
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
     from trainer.run.node.starting import Ranks
@@ -155,7 +155,7 @@ class Watch:
 
     def state(self, outer_step: int, digest: str) -> None:
         """Records that others can fetch this state from now on."""
-        self.tracker.set_state(outer_step, digest)
+        self.tracker.set_state(outer_step, digest, inner_step=None)
         self.observer.event("state", outer_step=outer_step, digest=digest)
 
     def changed(self, changes: Sequence[RunChange], round_index: int) -> None:
@@ -323,13 +323,8 @@ class Node:
         if self.signed_run is None or self.replica.sharing is None:
             return
         if self.replica.diloco is not None:
-            self.replica.diloco.on_result = self._go_by_agreed
+            self.replica.diloco.changes = self.signed_run.outer_changes(self._go_by)
         self._go_by(self.signed_run.number_at(self.replica.sharing.round_index))
-
-    def _go_by_agreed(self, result: RoundResult) -> None:
-        """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
-        if result.change is not None:
-            self._go_by(result.change)
 
     def _go_by(self, number: int) -> None:
         run, sharing = self.signed_run, self.replica.sharing
@@ -393,10 +388,12 @@ class Node:
         sharing, is_each_step = self.replica.sharing, self.replica.gradients is not None
         if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
             self.network.publish(sharing.shared_state(), outcome.report.members)
-        digest = sharing.state_digest() if sharing is not None and self.network is None else ""
-        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest="")
         if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
             return
+        if self.network is None and self.replica.diloco is not None:
+            # A digest of a large state takes seconds, which training does not wait for.
+            self.replica.diloco.when_digested(partial(self.watch.state, outcome.outer_step))
         if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
             reason = "most of the others hold another state: this node was cut off from them"
             self._withdraw_if(reason, wait_s=0.0)

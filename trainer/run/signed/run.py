@@ -26,6 +26,7 @@ from trainer.network.discovery.exchange import RUN_METHOD
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Peer, Reply, Request
+from trainer.outer.diloco.rounds import AgreedChanges
 from trainer.run.config import RunConfig
 from trainer.run.signed.chain import ChangeChain, with_settings
 from trainer.run.signed.files import MAX_FILE_BYTES, RunFile, read_run_file, write_whole
@@ -89,6 +90,10 @@ class SignedRun:
             settings = self.chain.settings_by(number)
             self._made[number] = with_settings(self._config, settings) if settings else self._config
         return self._made[number]
+
+    def outer_changes(self, begin_by: Callable[[int], None]) -> AgreedChanges:
+        """Returns by which DiLoCo's outer steps go; for ``begin_by`` see `AgreedChanges`."""
+        return AgreedChanges(lambda number: self.config_by(number).diloco, begin_by)
 
     def authorities(self) -> frozenset[str]:
         """Returns the keys that may admit nodes now; a node without rounds goes by the newest change."""

@@ -32,7 +32,6 @@ from trainer.network.discovery import Announcement, open_discovery, settled_uid
 from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
 from trainer.network.rpc import Endpoint
 from trainer.outer.diloco import DiLoCoTrainer
-from trainer.outer.engine.collective import RoundResult
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
@@ -433,13 +432,8 @@ class WorkerNode:
         if self._run is None:
             return
         if isinstance(self._synchroniser.trainer, DiLoCoTrainer):
-            self._synchroniser.trainer.on_result = self._go_by_agreed
+            self._synchroniser.trainer.changes = self._run.outer_changes(self._go_by)
         self._go_by(self._run.number_at(self._synchroniser.place()[0]))
-
-    def _go_by_agreed(self, result: RoundResult) -> None:
-        """Makes the outer step by the change that the round's members have agreed to, whatever was heard of since."""
-        if result.change is not None:
-            self._go_by(result.change)
 
     def _go_by(self, number: int) -> None:
         run = self._run

@@ -52,6 +52,8 @@ def test_every_bit_is_independent_of_position_and_of_blocks(monkeypatch) -> None
         return anchor, momentum
 
     whole = stepped([slice(0, 1003)])
+    beside = OuterOptimizer().stepped(start, velocity, delta)
+    assert torch.equal(whole[0], beside[0]) and torch.equal(whole[1], beside[1])
     in_numpy = _numpy_step(start, velocity, delta)
     monkeypatch.setattr(outer, "_BLOCK_VALUES", 37)
     for other in (stepped([slice(0, 1003)]), stepped([slice(i, i + 1) for i in range(1003)]), in_numpy):

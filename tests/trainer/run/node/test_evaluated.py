@@ -51,7 +51,7 @@ def test_batches_losses_generators_and_weights_are_the_same_with_evaluation_on_a
 
 
 def test_eval_keeps_attention_within_documents_where_training_did(trainer: TrainerCommand) -> None:
-    masked = ("--seq-len", "128", "--set", "inner.document_mask=true", "--max-steps", "8", "--eval-every", "8")
+    masked = ("--seq-len", "512", "--set", "inner.document_mask=true", "--max-steps", "20", "--eval-every", "20")
     last = lines(trainer(*RUN, *masked, "--json").stdout, "held_out")[-1]
     told = json.loads(trainer.other("eval", "--node-id", "a", "--checkpoint-dir", trainer.checkpoints, "--json").stdout)
     assert told["held_out"]["loss"] == pytest.approx(last["loss"], rel=1e-6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.node_ranks import beside_a_round, end_of_steps, weights_under_a_cap
+from tests.support.node_ranks import beside_a_round, end_of_steps, first_weights, weights_under_a_cap
 from tests.support.rank_scenarios import run_ranks
 from tests.support.small_store import text_store
 from tests.support.trainer_command import TrainerCommand, TrainerHere, differences
@@ -135,7 +135,7 @@ def newest(trainer: TrainerCommand) -> Path:
 
 
 def test_on_a_cpu_outer_steps_take_memory_too() -> None:
-    """2,000 MB, 70 % of them for the state: 87.5 million parameters of 16 bytes, half as many of 32."""
+    """2,000 MB, 70 % of them for the state: 43.75 million parameters of 32 bytes; on a GPU 90 % are for a step."""
     config = RunConfig(node_id="a")
     for shared, preset, dim in ((False, "60m", 512), (True, "30m", 320)):
         resolved, shape = resolve(config, None, 32_768, lambda: 2_000_000_000, shared_memory=shared)
@@ -191,6 +191,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused(trainer: TrainerCommand, he
         (end_of_steps, {"drained": [True, False, False]}),  # One that waited alone would wait until the deadline.
         (beside_a_round, {"least": 7, "gathered": 200}),
         (weights_under_a_cap, [2.0, 2.0]),
+        (first_weights, {"refused": [False, False, True, True, True, True]}),
     ],
 )
 def test_what_ranks_decide_together(task: Callable[[int, int], object], expected: object, tmp_path: Path) -> None:
