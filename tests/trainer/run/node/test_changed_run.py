@@ -186,10 +186,11 @@ def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_awa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_node_needs_the_run_file_of_a_peer_and_a_name_and_no_more(run_file: Path, tmp_path: Path) -> None:
     owner = next(line for line in run_file.read_text().splitlines() if line.startswith("owner: ")).split()[1]
     port = free_port()
-    first = SignedNode("n0", str(run_file), tmp_path, port, [f"127.0.0.1:{free_port()}"])
+    first = SignedNode("n0", str(run_file), tmp_path, port, [])
     run = f"peer://127.0.0.1:{port}/corpus-8#{owner}"
     second = SignedNode("n1", run, tmp_path, free_port(), [f"127.0.0.1:{port}"])
     try:
@@ -198,6 +199,8 @@ def test_a_node_needs_the_run_file_of_a_peer_and_a_name_and_no_more(run_file: Pa
         second.start()
         _reach([first, second], first.round_index + 2)
     finally:
+        for node in (first, second):
+            node._stop.ask()
         for node in (first, second):
             node.stop()
     assert (first.error, second.error) == (None, None)
