@@ -197,7 +197,13 @@ def test_a_node_needs_the_run_file_of_a_peer_and_a_name_and_no_more(run_file: Pa
         first.start()
         _reach([first], 1)
         second.start()
-        _reach([first, second], first.round_index + 2)
+        _reach([second], 1)
+
+        def have_met() -> bool:
+            assert (first.error, second.error) == (None, None)
+            return any(len(event.fields["members"]) == 2 for event in second.events("round"))
+
+        wait_until(have_met, "a round of both", WAIT_S, 0.1)
     finally:
         for node in (first, second):
             node._stop.ask()
@@ -205,7 +211,6 @@ def test_a_node_needs_the_run_file_of_a_peer_and_a_name_and_no_more(run_file: Pa
             node.stop()
     assert (first.error, second.error) == (None, None)
     assert (second.folder / "checkpoints" / "runs" / "corpus-8" / "run.json").exists()
-    assert any(len(event.fields["members"]) == 2 for event in second.events("round"))
 
 
 @pytest.mark.parametrize(
