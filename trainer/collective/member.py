@@ -88,6 +88,7 @@ class RoundMember:
         self._residual: torch.Tensor | None = None
         self._sums_of_all: list[Moments] = []
         self._reduce_s = self._vote_s = 0.0
+        self._is_late = False  # Its work was done before it knew of a change that is in force.
 
     @property
     def timeout_s(self) -> float:
@@ -221,7 +222,8 @@ class RoundMember:
         The node takes the result all the same: what it did is dropped, and it goes on with what the others hold.
         """
         changes = self._settings.changes
-        if changes is None or changes.trained_by() >= self._settings.change:
+        self._is_late = changes is not None and changes.trained_by() < self._settings.change
+        if not self._is_late:
             return self._contribution.num_batches
         logger.warning(
             "round %d: change %d of the run was not known here in time: the work of %d batches is not contributed",
@@ -473,6 +475,8 @@ class RoundMember:
         decision = self._rule_decision
         effective = effective_rule(len(agreement.members), self._settings.rule)
         left_out = {dropped.peer_id: dropped.reason for dropped in commit.dropped}
+        if self._is_late:
+            left_out.setdefault(self._own_id, "its work was done by other settings than those in force")
         for peer_id in agreement.peer_ids:
             if peer_id not in commit.members:
                 left_out.setdefault(peer_id, "gone before the end of the round")

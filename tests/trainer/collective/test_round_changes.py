@@ -183,7 +183,9 @@ def test_who_hears_late_fetches_the_change_and_takes_the_result_without_contribu
     if len(known) == 2:
         expected = torch.tensor([member.value for member in known]).mean()
     assert results[0].vector[0] == pytest.approx(float(expected))
-    assert len(results[0].report.members) == 4
+    for member, result in zip(members, results, strict=True):
+        assert len(result.report.members) == 4
+        assert (member.endpoint.peer_id in dict(result.report.dropped)) == (member.changes.worked_by == 0)
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@
     every 30 s, in a DHT        → looked up there; what the DHT has lost is stored again
 
 One call does both: it carries how far its sender has got (the newest number of each signer), what that tells, and its
-answer the same the other way round. A call about nothing new has 200 bytes or so, so a node spends some 30 bytes a
-second while nothing changes. Whom the records are signed by decides what is taken; who brings them does not matter, and
+answer the same the other way round. A call about nothing new has 720 bytes each way and takes a millisecond of a core
+at each end: while nothing changes, a node sends and receives 190 bytes a second in all.
+Whom the records are signed by decides what is taken; who brings them does not matter, and
 bringing them earns nobody a place among the nodes that were of use.
 """
 

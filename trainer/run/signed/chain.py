@@ -101,19 +101,19 @@ class ChangeChain:
 
     def offer(self, wire: bytes) -> bool:
         """Takes a change that follows what is known; raises `RecordRefusedError` for any other, also a known one."""
+        change = self._accepted(wire, self._clock())
+        logger.info("change %d of run %s: %s", change.number, self._file.name, described(change))
+        return True
+
+    def _accepted(self, wire: bytes, now: float) -> RunChange:
         change = RunChange.verified(
-            wire,
-            now=self._clock(),
-            max_clock_skew_s=MAX_CLOCK_SKEW_S,
-            run_id=self._file.name,
-            signer=self._file.owner,
+            wire, now=now, max_clock_skew_s=MAX_CLOCK_SKEW_S, run_id=self._file.name, signer=self._file.owner
         )
         self._check_place(change)
         self.config_with(change.settings)
         self._known = (*self._known, (change, wire))
         self._write()
-        logger.info("change %d of run %s: %s", change.number, self._file.name, described(change))
-        return True
+        return change
 
     def config_with(self, settings: Mapping[str, Any]) -> RunConfig:
         """Returns the run file's options with all changes and these settings; raises `RecordRefusedError`.
@@ -188,17 +188,9 @@ class ChangeChain:
             if self.has(wire):
                 continue
             try:
-                self._add_old(wire)
+                self._accepted(wire, math.inf)  # It was believed before, however wrong this machine's clock is now.
             except RecordRefusedError as error:
                 raise RunFileError(f"{where}: change {number} cannot be used ({error.reason}): {error}") from None
-
-    def _add_old(self, wire: bytes) -> None:
-        """Adds a change that was believed before, however wrong this machine's clock is now."""
-        clock, self._clock = self._clock, lambda: math.inf
-        try:
-            self.offer(wire)
-        finally:
-            self._clock = clock
 
     def _write(self) -> None:
         """Writes the chain, unless the file has a longer one: nodes of one machine share it."""

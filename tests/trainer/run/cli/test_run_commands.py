@@ -83,7 +83,7 @@ def test_changes_are_shown_and_kept_beside_the_file(run: Path, here: TrainerHere
     here.other("run", "set", "rule.rule=median", *key, "--at-round", "7")
     assert "change 3" in here.other("run", "set", f"authorities=[{'ab' * 32}]", *key, "--at-round", "12")
     shown = here.other("run", "show", "--run", run)
-    assert [line.split()[0] for line in shown.splitlines() if "from round" in line] == ["1", "2", "3"]
+    assert [line[:4] for line in shown.splitlines() if "signed 20" in line] == ["  1 ", "  2 ", "  3 "]
     assert "# slow" in shown
     told = json.loads(here.other("run", "show", "--run", run, "--json").splitlines()[-1])
     assert [change["at_round"] for change in told["changes"]] == [7, 7, 12]

@@ -1,27 +1,43 @@
-"""Six nodes of a signed run as a user starts them: a change made while two are stopped is in force in one round."""
+"""Nodes of a signed run: a change that is made while two of six are stopped is in force in one round at all of them.
+
+The nodes are whole ones, with sockets, keys, checkpoints and folders of their own, each in a thread: six processes
+would take a minute of two cores to begin.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, TrainerHere, finished
-from tests.support.training_swarm import TERMINATED, TrainingNode, TrainingSwarm, check_agreement
+from tests.support.small_store import text_store
+from tests.support.trainer_command import TrainerCommand, TrainerHere
+from tests.support.training_swarm import free_port
+from tests.support.waiting import wait_until
+from trainer.monitor import Event, read_events
+from trainer.run.cli.displays import NoLines
+from trainer.run.cli.train import config_of
+from trainer.run.node.starting import Ranks, _build
+from trainer.run.node.stopping import StopRequest
+from trainer.run.node.training import Node
 
-OPTIONS: dict[str, Any] = {
-    "seed": 11,
-    "model": {"preset": "tiny"},
-    "inner": {"lr": 3e-3, "warmup_steps": 20, "decay_end_step": 100_000, "seq_len": 32, "micro_batch_size": 2},
-    "diloco": {"inner_steps": 20},
+SHARED: dict[str, Any] = {
+    "inner": {"lr": 3e-3, "warmup_steps": 5, "decay_end_step": 100_000, "seq_len": 32, "micro_batch_size": 1},
+    "diloco": {"inner_steps": 8},
     "data": {"plateau": "off", "holdout": 1},
-    "collective": {"stall_timeout_s": 6.0, "invite_after_s": 2.0, "gather_timeout_s": 40.0, "round_timeout_s": 80.0},
+    "collective": {"stall_timeout_s": 8.0, "invite_after_s": 2.0, "gather_timeout_s": 60.0, "round_timeout_s": 120.0},
 }
+OWN = (
+    *("rpc.host=127.0.0.1", "rpc.public_address=127.0.0.1", "rpc.heartbeat_s=0.5", "rpc.stall_timeout_s=8.0"),
+    *("discovery.announce_interval_s=1.0", "discovery.announcement_lifetime_s=30.0", "discovery.poll_interval_s=0.3"),
+    *("discovery.max_retry_interval_s=1.0", "device=cpu", "api.enabled=false", "eval.after_rounds=false"),
+)
+WAIT_S = 240.0
 
 
 def _settings(options: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -32,146 +48,183 @@ def _settings(options: dict[str, Any], where: str = "") -> Iterator[str]:
             yield from ("--set", f"{where}{name}={json.dumps(value)}")
 
 
-class SignedSwarm(TrainingSwarm):
-    """Nodes that get what they share from a signed file, and what is their own from the command line."""
+class SignedNode:
+    """A node by a run file, which finds the others at ``peers``; it can be stopped and started again."""
 
-    def init(self, environment: dict[str, str], **options: Any) -> Path:
-        """Makes the run; its owner's key lies beside."""
-        command = [sys.executable, "-m", "trainer", "run", "init", "corpus-8", "--key", str(self.key)]
-        command += ["--store", str(self._store), *_settings({**OPTIONS, **options})]
-        made = finished(command, environment, 0, WAIT_S)
-        self.file.write_text(made.stdout, encoding="utf-8")
-        return self.file
+    def __init__(self, name: str, run: str, folder: Path, port: int, peers: list[str]) -> None:
+        self.name = name
+        self.folder = folder / name
+        places = {"state_dir": "home", "checkpoint.directory": "checkpoints", "log.directory": "log"}
+        own = [*OWN, *(f"{option}={self.folder / place}" for option, place in places.items())]
+        given = {"node_id": name, "port": port, "initial_peers": peers}
+        self._config: Callable[[], Any] = lambda: config_of(run, own, given)
+        self._stop = StopRequest()
+        self._thread = threading.Thread()
+        self.node: Node | None = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._stop, self.node, self.error = StopRequest(), None, None
+        self._thread = threading.Thread(target=self._train, name=self.name)
+        self._thread.start()
+
+    def _train(self) -> None:
+        try:
+            with ExitStack() as stack:
+                node = _build(self._config(), Ranks(), NoLines(), self._stop, stack)
+                node.begin()
+                self.node = node
+                node.run()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test's own thread has to tell
+            self.error = error
+
+    def stop(self) -> None:
+        self._stop.ask()
+        if self._thread.ident is not None:
+            self._thread.join(WAIT_S)
 
     @property
-    def key(self) -> Path:
-        return self.folder / "run.key"
+    def round_index(self) -> int:
+        """The round it trains towards; -1 before it has begun."""
+        if self.error is not None:
+            raise AssertionError(self.name) from self.error
+        node = self.node
+        return -1 if node is None or node.replica.diloco is None else node.replica.diloco.round_index
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "corpus.yaml"
+    def events(self, kind: str) -> list[Event]:
+        path = self.folder / "log" / f"events-{self.name}.jsonl"
+        return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
 
-    def begin_signed(self, *names: str) -> None:
-        """Starts nodes that share no folder but that of their logs, as if each had a machine of its own."""
-        for name in names:
-            self._begin_one(name)
-
-    def _begin_one(self, name: str) -> None:
-        places = {"state_dir": self.folder / "home" / name, "log.directory": self.folder / "log"}
-        places["checkpoint.directory"] = self.folder / "checkpoints" / name
-        options = [part for option, place in places.items() for part in ("--set", f"{option}={place}")]
-        options += ["--set", "rpc.host=127.0.0.1", "--set", "rpc.public_address=127.0.0.1", "--set", "threads=1"]
-        options += ["--set", "rpc.heartbeat_s=0.5", "--set", "rpc.stall_timeout_s=6.0", "--set", "api.port=0"]
-        options += ["--set", "discovery.announce_interval_s=1.0", "--set", "discovery.announcement_lifetime_s=20.0"]
-        options += ["--set", "discovery.poll_interval_s=0.3", "--set", "discovery.max_retry_interval_s=1.0"]
-        options += ["--set", "device=cpu", "--set", "checkpoint.every_steps=20", "--max-steps", "20000"]
-        self._config = self.file
-        self.begin(name, options=options)
-
-    def run_command(self, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-        address = self.nodes["n0"].command[self.nodes["n0"].command.index("--port") + 1]
-        command = [sys.executable, "-m", "trainer", "run", *arguments, "--run", str(self.file)]
-        return finished([*command, "--initial-peers", f"127.0.0.1:{address}"], environment, 0, WAIT_S)
+    def changes(self) -> list[tuple[int, int, int]]:
+        """Of each change it went over to: number, from which round it is in force, in which round the node was."""
+        names = ("number", "at_round", "round_index")
+        return [tuple(int(event.number(name)) for name in names) for event in self.events("run_change")]  # type: ignore[misc]
 
 
-def _changes(node: TrainingNode) -> list[tuple[int, int, int]]:
-    return [
-        (int(event.number("number")), int(event.number("at_round")), int(event.number("round_index")))
-        for event in node.events("run_change")
-    ]
+def _reach(nodes: list[SignedNode], round_index: int) -> None:
+    wait_until(
+        lambda: all(node.round_index >= round_index for node in nodes), f"round {round_index} at all nodes", WAIT_S, 0.1
+    )
 
 
-def _rates(node: TrainingNode) -> list[float]:
-    return [float(event.number("lr")) for event in node.events("step")]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_away(
-    tmp_path: Path, trainer: TrainerCommand
-) -> None:
-    environment = trainer.environment()
-    names = [f"n{number}" for number in range(6)]
-    with SignedSwarm(tmp_path) as swarm:
-        swarm.init(environment)
-        swarm.begin_signed(*names)
-        swarm.wait_for_step(1)
-        assert swarm.stop("n4", "n5") == [TERMINATED] * 2
-        here = [swarm[name] for name in names[:4]]
-        made = swarm.run_command(
-            environment, "set", "inner.lr=1e-3", "diloco.inner_steps=12", "rule.rule=median", "--key", str(swarm.key)
-        )
-        assert "change 1 of corpus-8, in force from round " in made.stdout
-        assert "told 4 of 4 nodes" in made.stdout, made.stdout + made.stderr
-        assert "inner.lr: 0.001 (was 0.003)" in made.stdout
-        at_round = int(made.stdout.partition("from round ")[2].partition(":")[0])
-        swarm.wait_for_step(at_round + 1, *names[:4])
-        (swarm.folder / "corpus.changes.jsonl").unlink()  # Those that come back hear of it from the others alone.
-        swarm.begin_signed("n4", "n5")
-        away = [swarm["n4"], swarm["n5"]]
-        swarm.wait(lambda: all(map(_changes, away)), "the change at those that were away", alive=[*here, *away])
-        newest = max(node.outer_step for node in swarm.nodes.values())
-        swarm.wait_for_step(newest + 3, timeout_s=2 * WAIT_S)
-        last = min(node.outer_step for node in swarm.nodes.values())
-        check_agreement(swarm.nodes.values(), last - 1, last)
-        for name in names[:4]:
-            assert _changes(swarm[name]) == [(1, at_round, at_round)], name
-        for name in names[4:]:
-            [(number, effective, round_index)] = _changes(swarm[name])
-            assert (number, effective) == (1, at_round)
-            assert round_index >= at_round
-        for node in swarm.nodes.values():
-            for event in node.events("round"):
-                if len(event.fields["members"]) >= 4:  # Fewer have no trimmed mean.
-                    expected = "median" if event.number("round_index") >= at_round else "trimmed_mean"
-                    assert event.fields["rule"] == expected, event
-            assert max(_rates(node)[-5:]) <= 1e-3
-        assert max(_rates(swarm["n0"])) > 2e-3
-
-        shown = swarm.run_command(environment, "show")
-        assert f"  1  from round {at_round}" in shown.stdout
-        assert shown.stdout.count("knows 1 changes") == 6, shown.stdout
-        told = json.loads(swarm.run_command(environment, "show", "--json").stdout)
-        assert told["in_force"] == 1
-        assert told["changes"][0]["settings"] == {"inner.lr": 1e-3, "diloco.inner_steps": 12, "rule.rule": "median"}
+@pytest.fixture
+def run_file(here: TrainerHere, tmp_path: Path) -> Path:
+    """A run of the texts that all tests read; its owner's key lies beside."""
+    options = ("--preset", "tiny", "--store", str(text_store()), "--key", tmp_path / "run.key", *_settings(SHARED))
+    printed = here.other("run", "init", "corpus-8", *options)
+    path = tmp_path / "corpus.yaml"
+    path.write_text(printed[printed.index("# The run") :], encoding="utf-8")
+    return path
 
 
 @pytest.mark.slow
-def test_a_node_needs_the_run_file_of_a_peer_and_a_name_and_no_more(tmp_path: Path, trainer: TrainerCommand) -> None:
-    environment = trainer.environment()
-    with SignedSwarm(tmp_path) as swarm:
-        file = swarm.init(environment)
-        swarm.begin_signed("n0")
-        swarm.wait_for_step(0)
-        owner = next(line for line in file.read_text().splitlines() if line.startswith("owner: ")).split()[1]
-        address = swarm["n0"].command[swarm["n0"].command.index("--port") + 1]
-        away = swarm.folder / "elsewhere"
-        away.mkdir()
-        line = [sys.executable, "-m", "trainer", "--node-id", "n1", "--max-steps", "3", "--no-api", "--threads", "1"]
-        line += ["--run", f"peer://127.0.0.1:{address}/corpus-8#{owner}", "--initial-peers", f"127.0.0.1:{address}"]
-        line += ["--set", f"state_dir={away}", "--set", f"checkpoint.directory={away}", "--set", "rpc.host=127.0.0.1"]
-        done = finished(line, environment, 0, WAIT_S)
-        assert "stopped at step 3" in done.stderr
-        assert (away / "runs" / "corpus-8" / "run.json").exists()
-        swarm.stop()
-    assert ROOT.is_dir()
+@pytest.mark.timeout(900)
+def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_away(
+    run_file: Path, here: TrainerHere, tmp_path: Path
+) -> None:
+    ports = [free_port() for _ in range(6)]
+    peers = [f"127.0.0.1:{port}" for port in ports[:2]]
+    nodes = [SignedNode(f"n{number}", str(run_file), tmp_path, port, peers) for number, port in enumerate(ports)]
+    stayed, away = nodes[:4], nodes[4:]
+    ask = ("--run", run_file, "--initial-peers", peers[0], "--initial-peers", peers[1])
+    try:
+        for node in nodes:
+            node.start()
+        _reach(nodes, 2)
+        for node in away:
+            node.stop()
+            assert node.error is None, node.error
+
+        settings = ("inner.lr=1e-3", "diloco.inner_steps=6", "diloco.outer_lr=0.5", "rule.rule=median")
+        made = here.other("run", "set", *settings, "--key", tmp_path / "run.key", *ask)
+        assert "told 4 of 4 nodes" in made, made
+        assert "inner.lr: 0.001 (was 0.003)" in made
+        at_round = int(made.partition("in force from round ")[2].partition(":")[0])
+        _reach(stayed, at_round + 1)
+        (tmp_path / "corpus.changes.jsonl").unlink()  # Those that come back hear of it from the others alone.
+        for node in away:
+            node.start()
+        _reach(nodes, at_round + 2)
+        _reach(nodes, max(node.round_index for node in nodes) + 2)
+        shown = json.loads(here.other("run", "show", "--json", *ask).splitlines()[-1])
+    finally:
+        for node in nodes:
+            node._stop.ask()
+        for node in nodes:
+            node.stop()
+    assert [node.error for node in nodes] == [None] * 6
+
+    for node in stayed:
+        assert node.changes() == [(1, at_round, at_round)], node.name
+    for node in away:
+        [(number, effective, round_index)] = node.changes()
+        assert (number, effective) == (1, at_round)
+        assert (
+            round_index <= at_round + 3
+        )  # It has gone by the change before it trained on, or took it up with a state.
+    for node in nodes:
+        for event in node.events("round"):
+            if len(event.fields["members"]) >= 4:  # Fewer have no trimmed mean.
+                expected = "median" if event.number("round_index") >= at_round else "trimmed_mean"
+                assert event.fields["rule"] == expected, event
+        rates = [event.number("lr") for event in node.events("step")]
+        assert max(rates[-5:]) <= 1e-3
+    assert max(event.number("lr") for event in nodes[0].events("step")) > 2e-3
+    states: dict[int, set[str]] = {}
+    for node in nodes:
+        for event in node.events("state"):
+            states.setdefault(int(event.number("outer_step")), set()).add(str(event.fields["digest"]))
+    assert all(len(digests) == 1 for digests in states.values()), "replicas differ"
+    assert max(states) >= at_round + 2
+
+    assert shown["in_force"] == 1
+    assert shown["changes"][0]["settings"] == {
+        **{"inner.lr": 1e-3, "diloco.inner_steps": 6, "diloco.outer_lr": 0.5, "rule.rule": "median"}
+    }
+    assert sorted(it["node_id"] for it in shown["nodes"]) == [node.name for node in nodes]
+    assert all(it["newest_change"] == 1 for it in shown["nodes"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_node_needs_the_run_file_of_a_peer_and_a_name_and_no_more(run_file: Path, tmp_path: Path) -> None:
+    owner = next(line for line in run_file.read_text().splitlines() if line.startswith("owner: ")).split()[1]
+    port = free_port()
+    first = SignedNode("n0", str(run_file), tmp_path, port, [])
+    run = f"peer://127.0.0.1:{port}/corpus-8#{owner}"
+    second = SignedNode("n1", run, tmp_path, free_port(), [f"127.0.0.1:{port}"])
+    try:
+        first.start()
+        _reach([first], 1)
+        second.start()
+        _reach([second], 1)
+
+        def have_met() -> bool:
+            assert (first.error, second.error) == (None, None)
+            return any(len(event.fields["members"]) == 2 for event in second.events("round"))
+
+        wait_until(have_met, "a round of both", WAIT_S, 0.1)
+    finally:
+        for node in (first, second):
+            node._stop.ask()
+        for node in (first, second):
+            node.stop()
+    assert (first.error, second.error) == (None, None)
+    assert (second.folder / "checkpoints" / "runs" / "corpus-8" / "run.json").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--lr", "1.0"), "inner.lr: the run file of corpus-8 says 0.0001, this node's options 1.0"),
+        (("--lr", "1.0"), "inner.lr: the run file of corpus-8 says 0.003, this node's options 1.0"),
         (("--run-id", "another"), "run_id: the run file of corpus-8 says corpus-8"),
         (("--seed", "4"), "seed: the run file of corpus-8 says 0"),
     ],
 )
 def test_options_that_contradict_the_file_end_the_command_with_a_line(
-    trainer: TrainerCommand, here: TrainerHere, tmp_path: Path, options: tuple[str, ...], said: str
+    run_file: Path, trainer: TrainerCommand, here: TrainerHere, tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
-    printed = here.other(
-        *("run", "init", "corpus-8", "--preset", "tiny", "--store", str(trainer.store), "--key", tmp_path / "run.key")
-    )
-    (tmp_path / "run.yaml").write_text(printed[printed.index("# The run") :], encoding="utf-8")
     places = ("--checkpoint-dir", trainer.checkpoints, "--set", f"state_dir={tmp_path}")
-    found = here.other("--run", tmp_path / "run.yaml", "--node-id", "n", *places, *options, expect=2)
+    found = here.other("--run", run_file, "--node-id", "n", *places, *options, expect=2)
     assert said in found
+    assert not trainer.checkpoints.exists()

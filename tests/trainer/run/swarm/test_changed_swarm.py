@@ -33,8 +33,9 @@ def test_stages_go_over_to_another_target_and_rate_at_the_named_round(tmp_path: 
     folder = tmp_path / "swarm"
     up = ("swarm", "up", "--run", str(file), "--store", str(trainer.store), "--folder", str(folder), "--json")
     command(*up, "--max-steps", "20", "--set", "device=cpu", seconds=240.0)
+    logged = list(read_events(folder / "events"))
     for worker in ("head.1", "body-1.1", "tail.1"):
-        events = list(read_events(folder / "events" / f"events-{worker}.jsonl"))
+        events = [event for event in logged if event.node == worker]
         [change] = [event.fields for event in events if event.kind == "run_change"]
         assert (change["number"], change["at_round"], change["round_index"]) == (1, 1, 1), worker
         steps = [event for event in events if event.kind == "step" and event.number("num_tokens")]
@@ -44,5 +45,5 @@ def test_stages_go_over_to_another_target_and_rate_at_the_named_round(tmp_path: 
         assert all(step.number("num_tokens") >= 512 for step in behind[:-1]), worker  # The last has what is left.
         assert max(step.number("lr") for step in before) == pytest.approx(1e-4)
         assert max(step.number("lr") for step in behind) <= 5e-5, worker
-    [driver] = [it for it in read_events(folder / "events" / "events-driver-1.jsonl") if it.kind == "run_change"]
+    [driver] = [event for event in logged if event.node == "driver-1" and event.kind == "run_change"]
     assert driver.number("at_round") == 1
