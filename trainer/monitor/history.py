@@ -2,7 +2,7 @@
 
 Sums in reports begin anew with each process, so contributions are kept by node and incarnation and added up when asked
 for: a node that restarts loses nothing of its account here, and one that lowers its figures neither. Reports, rounds
-and looks at the run are kept for `retention_s`, and `max_rows` of each at most; a node and a minute take some 200
+and looks at the run are kept for `retention_s`, and `max_rows` of each at most; a node and a minute take 270
 bytes. One monitor writes to a file at a time; others may read it. What a look brings is written in two transactions, so
 a kill leaves nothing half written.
 """

@@ -1,7 +1,7 @@
 """Reports: what a node says once a minute of its work and its health, signed, short-lived and in canonical form.
 
 On the wire it is canonical JSON, ``{"report": {…}, "signature": "<hex>"}``, signed (ed25519) by the key that is the
-node's `peer_id`, 4 KiB at most and some 1.1 kB usually. It is a record of its own, since announcements travel twice in
+node's `peer_id`, 4 KiB at most. It is a record of its own, since announcements travel twice in
 ten seconds to everybody, and releases that know no reports have to read those. The trade-off: all of it is the node's
 own word. What a reader can compare with something else it has to compare itself (`trainer.monitor.contribution`).
 """

@@ -229,9 +229,7 @@ class RunSummary:
         lines.append("memory, bandwidth, version, checkpoints, rounds and their phases: each node's own word")
         if look.account is not None:
             who = f"{look.account.node_id} ({look.keeper[:12]})"
-            how = (
-                "the run's keeper" if self.knows_keeper else "a driver that says it keeps it; --run would tell its key"
-            )
+            how = "the run's keeper" if self.knows_keeper else "a driver that says it keeps it, since no run file says"
             lines.append(f"the account: as {who} tells it, {how}; drivers are trusted")
         return tuple(lines)
 

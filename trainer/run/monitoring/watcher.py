@@ -3,7 +3,7 @@
 A look asks every node that can be reached for its report and those it was told, 16 at a time, and reads the reports in
 the DHT; every report is verified here, whoever handed it over. What comes back is bounded: 4 KiB a report, 16,384
 nodes.
-The watcher announces nothing and answers nobody. It costs a node one request a look, some 5 kB.
+The watcher announces nothing and answers nobody. It costs a node one request a look.
 """
 
 from __future__ import annotations

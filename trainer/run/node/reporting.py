@@ -1,7 +1,7 @@
 """What a process tells others of its work once a minute: its figures, as a signed report (`NodeReport`).
 
 The figures are read when a report is signed, in the event loop, from sums that the training thread has made anyway: it
-costs training nothing, and the loop some 0.3 ms a minute. Nothing here waits. A figure that the platform does not tell
+costs training nothing, and the loop a signature a minute. Nothing here waits. A figure that the platform does not tell
 is 0, or None where 0 would say something.
 """
 
