@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.event_loop import on_event_loop
 from tests.support.rpc_node import RUN_ID, fast_config
+from tests.support.waiting import until
 from trainer.errors import JournalLostError, LedgerError, RefusedError
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.pipeline.ledger.election import ReplicatedSite
@@ -237,10 +238,12 @@ async def group_in(folder: Path) -> AsyncIterator[Group]:
 
 async def add(member: Member, record: Record, within_s: float = 20.0) -> None:
     """Returns when it is acknowledged; raises TimeoutError or LedgerError if it is not known to be."""
-    assert member.journal is not None
-    member.journal.append(record)
+    journal = member.journal
+    if journal is None:
+        raise LedgerError("it keeps the journal no more")
+    journal.append(record)
     async with asyncio.timeout(within_s):
-        await member.journal.committed(member.journal.position)
+        await journal.committed(journal.position)
 
 
 async def all_of(group: Group) -> list[Record]:
@@ -420,6 +423,8 @@ def test_what_was_acknowledged_stays_in_order_whatever_happens_to_one_member_at_
             task = asyncio.create_task(adding(group))
             for _ in range(6):
                 await disturb(group, draw)
+                before = len(acknowledged)
+                await until(lambda before=before: len(acknowledged) >= before + 5)
             await group.all_vote()
             await asyncio.sleep(TAKEOVER_S)
             ending.set()
@@ -429,6 +434,5 @@ def test_what_was_acknowledged_stays_in_order_whatever_happens_to_one_member_at_
             places = {version: place for place, version in enumerate(found)}
             assert set(acknowledged) <= places.keys(), "what was acknowledged is there"
             assert [places[each] for each in acknowledged] == sorted(places[each] for each in acknowledged)
-            assert len(acknowledged) > 50
 
     test()
