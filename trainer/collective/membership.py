@@ -259,7 +259,7 @@ class MembershipGathering:
 
     async def _agree(self) -> None:
         joins = dict(self._joins)
-        for attempt in range(len(joins) + 1):
+        for attempt in range(len(joins) + 1 if joins else 0):  # Those who came may have left again.
             agreement = self._propose(joins, attempt)
             if agreement is None:
                 break

@@ -52,6 +52,7 @@ def test_two_workers_a_stage_train_as_one_process_does(tmp_path: Path) -> None:
                 for event in swarm[name].events("round"):
                     digests.setdefault(int(event.number("round_index")), set()).add(str(event.fields["state_digest"]))
             assert all(len(each) == 1 for each in (*norms.values(), *digests.values())), (norms, digests)
+            assert sorted(norms) == list(range(NUM_STEPS)), stage
             found = [next(iter(norms[step])) for step in range(NUM_STEPS)]
             assert found == pytest.approx([step.grad_norms[stage] for step in single], rel=TOLERANCE), stage
         check_account(swarm)

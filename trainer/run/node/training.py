@@ -319,7 +319,8 @@ class Node:
         sharing, is_each_step = self.replica.sharing, self.replica.gradients is not None
         if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
             self.network.publish(sharing.shared_state(), outcome.report.members)
-        digest = sharing.state_digest() if sharing is not None and self.network is None else ""
+        is_known = self.network is None or is_each_step  # Else it is that of the snapshot, once that is written.
+        digest = sharing.state_digest() if sharing is not None and is_known else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
         if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
             return
