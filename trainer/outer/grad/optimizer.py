@@ -2,8 +2,8 @@
 
 torch's fused kernel contracts products and sums where a processor can, and shares a tensor among threads, so its last
 bits depend on the machine and on the number of threads. Here every product, sum, quotient and root is rounded by
-itself, in blocks that stay in the cache, and norms are added up in one order. The price is three to four times the fused
-kernel's time, 3 to 4 ns a parameter on one core, and 1 ns for the norm: little beside a round.
+itself, in blocks that stay in the cache, and norms are added up in one order. The price is three to four times the
+fused kernel's time, 3 to 4 ns a parameter on one core, and 1 ns for the norm: little beside a round.
 """
 
 from __future__ import annotations
