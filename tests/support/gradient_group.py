@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.replica_group import WAIT_S, run_replicas
 from trainer.errors import RoundFailedError
-from trainer.inner import InnerConfig
+from trainer.inner import InnerConfig, lr_at, make_optimizer
 from trainer.outer.diloco import FlatLayout, synchronised_parameters
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 from trainer.outer.grad import GradConfig, GradientSum, GradOutcome, GradTrainer, Progress
@@ -137,8 +137,9 @@ class GradReplica:
         self.trainer = GradTrainer(
             self.model,
             self.config,
-            self.inner,
             self.collective,
+            optimizer=make_optimizer(self.model, self.inner),
+            lr_of=lambda num_steps, num_tokens: lr_at(num_steps, self.inner, num_tokens),
             source=self.sums,
             max_norm=self.max_norm,
             target_tokens=self.target_tokens,

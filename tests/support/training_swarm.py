@@ -143,7 +143,7 @@ class TrainingNode:
         return found[1]
 
     def events(self, kind: str) -> list[Event]:
-        path = self._folder / "log" / f"events-{self.name}.jsonl"
+        path = self._folder / "log" / f"events-{self.name.replace('.', '%2E')}.jsonl"
         return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
 
     def states(self) -> dict[int, str]:

@@ -286,7 +286,7 @@ class MembershipGathering:
 
     async def _agree(self) -> None:
         joins = dict(self._joins)
-        for attempt in range(len(joins) + 1 if joins else 0):  # All may have been sent to fetch a change.
+        for attempt in range(len(joins) + 1 if joins else 0):  # They may have left, or been sent to fetch a change.
             agreement = self._propose(joins, attempt)
             if agreement is None:
                 break

@@ -10,6 +10,7 @@ import torch
 from hivemind.averaging.control import StepControl
 from hivemind.compression import Float16Compression, NoCompression
 from hivemind.optim.grad_averager import GradientAverager
+from hivemind.utils import get_dht_time
 
 from scripts.baselines.trainer.serving import serve
 
@@ -57,7 +58,7 @@ class HivemindMember:
         self._averager.accumulate_grads_(batch_size=_TOKENS)
         self._control = None
         if ahead_s:
-            scheduled_s = hivemind.get_dht_time() + ahead_s
+            scheduled_s = get_dht_time() + ahead_s
             self._control = self._averager.schedule_step(scheduled_time=scheduled_s, timeout=_ROUND_S)
         return {}
 

@@ -12,7 +12,6 @@ from scripts.baselines.trainer.genesis_member import Book
 from scripts.baselines.trainer.serving import serve
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
-from trainer.inner import InnerConfig
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.outer.diloco import FlatLayout
 from trainer.outer.grad import GradConfig, GradientSum, GradTrainer, Progress
@@ -59,8 +58,9 @@ class GradMember:
         self._trainer = GradTrainer(
             model,
             GradConfig(average_state_every=0),
-            InnerConfig(warmup_steps=0),
             self._collective,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            lr_of=lambda *_: 1e-4,
             source=self,
             max_norm=1.0,
             target_tokens=_TARGET_TOKENS,

@@ -143,6 +143,11 @@ def test_a_hundred_batches_by_age(age_s, weight):
     assert contribution_weight(400, age_s) == 2 * contribution_weight(100, age_s)
 
 
+@pytest.mark.parametrize(("num_tokens", "weight"), [(0, 0.0), (-7, 0.0), (4096, 4096.0), (10**400, 1e12)])
+def test_tokens_weigh_what_they_are_whatever_their_age(num_tokens, weight):
+    assert contribution_weight(num_tokens, 1e9, "linear") == weight
+
+
 @pytest.mark.parametrize(("num_batches", "weight"), [(0, 0.0), (-7, 0.0), (10**400, 1e6)])
 def test_claims_of_batches_that_nobody_trained(num_batches, weight):
     assert contribution_weight(num_batches, 0.0) == weight

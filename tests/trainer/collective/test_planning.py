@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.round_actor import PEER_IDS, agreement_of, join_request
+from trainer.aggregation import Weighing
 from trainer.collective.messages import Agreement, Task
 from trainer.collective.planning import (
     check_agreement,
@@ -71,11 +72,12 @@ def test_everybody_finds_the_same_coordinators_whatever_order_peers_are_known_in
     assert len(first) > len(PEER_IDS) // 2
 
 
-def check(agreement: Agreement, **changes) -> None:
+def check(agreement: Agreement, weighing: Weighing = "root", **changes) -> None:
     facts = {"round_index": 3, "state_digest": "0" * 64, "num_values": 100_000, "num_batches": 1}
     request = join_request(**(facts | changes))
     own_id = AGREEMENT.peer_ids[1]
-    check_agreement(agreement, request, own_id=own_id, values_per_part=1 << 18, max_weight_ratio=3.0)
+    facts = {"own_id": own_id, "values_per_part": 1 << 18, "max_weight_ratio": 3.0, "weighing": weighing}
+    check_agreement(agreement, request, **facts)
 
 
 def weighing(*weights: float) -> Agreement:
@@ -112,6 +114,9 @@ def test_an_unfair_weight_or_another_progress_is_refused_and_a_fair_one_is_not(w
     check(weighing(1.0, 3.0, 1.0, 1.0), num_batches=2500)
     with pytest.raises(RefusedError, match="progress"):
         check(AGREEMENT, progress=0.25)
+    check(weighing(2500.0, 2500.0, 1000.0, 1000.0), weighing="linear", num_batches=2500)
+    with pytest.raises(RefusedError, match="weigh"):
+        check(weighing(2500.0, 50.0, 1000.0, 1000.0), weighing="linear", num_batches=2500)
 
 
 PLAN = first_plan(AGREEMENT)

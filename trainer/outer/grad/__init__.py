@@ -1,6 +1,6 @@
 """Averaged gradients (spec P-36, P-37): replicas add up gradients, and take one step together, the same at all of them.
 
-    trainer = GradTrainer(model, GradConfig(), inner, collective, source=replica, max_norm=1.0, target_tokens=8192)
+    trainer = GradTrainer(model, GradConfig(), collective, optimizer=adamw, lr_of=schedule, source=replica, …)
     outcome = trainer.look()       # between two micro-batches
 
 After each round all members have the same bits, moments included. Plain codecs (fp32, fp16, int8 with error feedback)

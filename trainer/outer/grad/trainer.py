@@ -1,7 +1,7 @@
 """`GradTrainer`: gradients add up at every replica until all have the target together; then one step, the same at all.
 
-    trainer = GradTrainer(model, GradConfig(), InnerConfig(), collective, source=replica, max_norm=1.0,
-                          target_tokens=8192)
+    trainer = GradTrainer(model, GradConfig(), collective, optimizer=adamw, lr_of=lambda steps, tokens: 3e-4,
+                          source=replica, max_norm=1.0, target_tokens=8192)
     replica counts micro-batches …; outcome = trainer.look()      # between two of them, again and again
 
 A round goes: agree on the members (`timing`) → hand over what has been added up → wait for the mean over all tokens
@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
-from trainer.inner import InnerConfig, lr_at
 from trainer.outer.diloco.flat import FlatLayout, is_finite, synchronised_parameters
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
@@ -98,9 +98,10 @@ class GradTrainer:
     Args:
         model: its trainable parameters; frozen ones are assumed to be equal everywhere.
         config: options.
-        inner: AdamW's options and the schedule of the rate, by steps of the run.
         collective: averages slices, and gradients where ``averager`` is None; the caller closes it. Its engine has to
             weigh by tokens (``linear``).
+        optimizer: the model's AdamW, for its options; it takes no step itself.
+        lr_of: returns the learning rate of a step, from the run's steps and tokens before it; alike at all members.
         source: where the replica's gradients add up.
         max_norm: the mean gradient is scaled down to it.
         target_tokens: of a step, over all replicas.
@@ -120,9 +121,10 @@ class GradTrainer:
         self,
         model: nn.Module,
         config: GradConfig,
-        inner: InnerConfig,
         collective: Collective,
         *,
+        optimizer: Optimizer,
+        lr_of: Callable[[int, int], float],
         source: GradientSource,
         max_norm: float,
         target_tokens: int,
@@ -140,7 +142,7 @@ class GradTrainer:
         """Called, by another thread, when a round under way is over: it is time to look."""
         self._model = model
         self._config = config
-        self._inner = inner
+        self._lr_of = lr_of
         self._collective = collective
         self.source = source
         """Where the replica's gradients add up."""
@@ -153,7 +155,7 @@ class GradTrainer:
         self.packing = Packing.of(self.layout)
         """The form of the vectors that gradients are averaged in."""
         self._averager = low_rank(collective if averager is None else averager, self.packing, powersgd_rank)
-        self._adamw = ExactAdamW.of(model, self.layout, inner)
+        self._adamw = ExactAdamW.of(optimizer, self._parameters, self.layout)
         if config.average_state_every:
             check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)
         self._zeros = torch.zeros(self.packing.num_values)
@@ -198,7 +200,7 @@ class GradTrainer:
     @property
     def lr(self) -> float:
         """The learning rate of the step to come."""
-        return lr_at(self._state.num_steps, self._inner, self._state.num_tokens)
+        return self._lr_of(self._state.num_steps, self._state.num_tokens)
 
     @property
     def round_share(self) -> float:

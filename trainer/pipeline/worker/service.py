@@ -325,7 +325,8 @@ class StageWorker:
     one optimizer step, and ``peers`` its other workers, which may be ``max_lead`` versions ahead and still be followed.
     ``strategy`` keeps replicas together, in ``num_fragments`` parts (DiLoCo's fragments, SPARTA's slices); it may be
     set later, in the compute thread, which also calls ``on_step`` and ``on_round``. With ``batches`` forward requests
-    are computed together, as suits `StageConfig.backward` ``recompute``. ``drivers``, ``keepers``: see `StageService`.
+    are computed together, as suits `StageConfig.backward` ``recompute``. With ``gradients`` the stage steps by rounds
+    of gradients (`GradStepper`). ``drivers``, ``keepers``: see `StageService`.
     """
 
     def __init__(

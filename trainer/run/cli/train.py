@@ -104,7 +104,7 @@ def train_command(
     port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
-    strategy: Annotated[str | None, typer.Option(help="diloco, or ddp with the torch engine.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="diloco, grad, or ddp with the torch engine.")] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Of a node of many ranks, under torchrun: auto, ddp, fsdp, hsdp.")
     ] = None,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from trainer.checkpoint.node import CheckpointContents
 from trainer.checkpoint.saver import HostCopy
 from trainer.errors import CheckpointMismatchError
-from trainer.inner import Batch, InnerLoop, make_optimizer, rng_state, set_rng_state
+from trainer.inner import Batch, InnerLoop, lr_at, make_optimizer, rng_state, set_rng_state
 from trainer.inner.fp8 import use_fp8
 from trainer.model import (
     VOCAB_STEP,
@@ -129,8 +129,9 @@ class Replica:
             return GradTrainer(
                 self.model,
                 config.grad,
-                config.inner,
                 self._collective,
+                optimizer=self.optimizer,
+                lr_of=lambda num_steps, num_tokens: lr_at(num_steps, config.inner, num_tokens),
                 source=loop,
                 max_norm=config.inner.max_grad_norm,
                 target_tokens=target_tokens_of_node(config),

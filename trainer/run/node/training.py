@@ -388,7 +388,8 @@ class Node:
         sharing, is_each_step = self.replica.sharing, self.replica.gradients is not None
         if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
             self.network.publish(sharing.shared_state(), outcome.report.members)
-        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest="")
+        digest = sharing.state_digest() if sharing is not None and is_each_step else ""
+        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
         if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
             return
         if self.network is None and self.replica.diloco is not None:

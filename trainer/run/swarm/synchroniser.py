@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import IncompatiblePeerError, RoundFailedError
+from trainer.inner import lr_at
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Peer
 from trainer.network.transfer import Descriptor, Expectation, choose_state
@@ -105,8 +106,9 @@ class ReplicaSynchroniser:
             self.trainer = GradTrainer(
                 built.module,
                 config.grad,
-                config.inner,
                 collective,
+                optimizer=built.optimizer,
+                lr_of=lambda num_steps, num_tokens: lr_at(num_steps, config.inner, num_tokens),
                 source=built.replica,
                 max_norm=built.replica.clip_norm,
                 target_tokens=target_tokens_of(config),

@@ -192,6 +192,7 @@ class WorkerNode:
         self._published_round = -1_000_000
         self._worker_task: concurrent.futures.Future[None] | None = None
         self._fit_task: concurrent.futures.Future[None] | None = None
+        self._remarks: tuple[str, ...] = ()  # Of the last round, under averaged gradients.
         self._last_round_size = 0  # Members of the last committed round, until that has been looked at.
         self._joined_s = -math.inf
         self._rejoin_delay_s = 0.0
@@ -569,8 +570,10 @@ class WorkerNode:
             members = result.report.members
             if len(members) > 1 and result.committed:
                 self._health.shared()
-            if len(members) > 1 and (remarks := result.report.remarks()):
+            remarks = result.report.remarks() if len(members) > 1 else self._remarks
+            if remarks and remarks != self._remarks:  # With averaged gradients each step is a round.
                 logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))
+            self._remarks = remarks if self._averages_gradients else ()
         if result.committed:
             self._saving.changed()
         if self._synchroniser.has_lost_touch(result):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -27,7 +25,7 @@ def test_it_is_torchs_adamw(max_norm: float) -> None:
     layout = FlatLayout.of(parameters)
     weights = layout.gather(parameters)
     moments = torch.zeros_like(weights), torch.zeros_like(weights)
-    adamw = ExactAdamW.of(flat, layout, INNER)
+    adamw = ExactAdamW.of(make_optimizer(flat, INNER), parameters, layout)
     assert {decay for _, decay in adamw.decays} == {0.0, 0.1}
     for update in range(1, 21):
         for each, step in ((model, update), (flat, update)):
@@ -75,6 +73,13 @@ def test_norms(num_values: int) -> None:
 
 def test_another_optimizer_is_refused() -> None:
     model = Regression(0)
-    layout = FlatLayout.of(synchronised_parameters(model))
-    with pytest.raises(TrainerUsageError, match="adamw"):
-        ExactAdamW.of(model, layout, replace(INNER, optimizer="muon"))
+    parameters = synchronised_parameters(model)
+    layout, weights = FlatLayout.of(parameters), list(parameters.values())
+    for wrong in (
+        torch.optim.SGD(weights, lr=1e-3),
+        torch.optim.AdamW(weights, amsgrad=True),
+        torch.optim.AdamW(weights[1:]),
+        torch.optim.AdamW([{"params": weights[:1], "eps": 1e-6}, {"params": weights[1:]}]),
+    ):
+        with pytest.raises(TrainerUsageError, match="AdamW"):
+            ExactAdamW.of(wrong, parameters, layout)

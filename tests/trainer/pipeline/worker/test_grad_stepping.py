@@ -31,8 +31,9 @@ class Stage:
             GradTrainer(
                 replica.module,
                 config,
-                INNER,
                 GroupCollective(group, rank),
+                optimizer=replica.optimizer,
+                lr_of=lambda num_steps, _: lr_at(num_steps, INNER),
                 source=replica,
                 max_norm=replica.clip_norm,
                 target_tokens=target_tokens,
@@ -136,8 +137,9 @@ def test_sums_that_are_given_back_are_added_to_those_that_came_since() -> None:
     trainer = GradTrainer(
         replica.module,
         GradConfig(),
-        INNER,
         GroupCollective(WeighedGroup(1), 0),
+        optimizer=replica.optimizer,
+        lr_of=lambda *_: 1e-3,
         source=replica,
         max_norm=1.0,
         target_tokens=1,

@@ -18,6 +18,7 @@ from tests.support.observing import an_account
 from trainer.errors import TrainerUsageError
 from trainer.monitor import SwarmAccount
 from trainer.network.discovery import DiscoveryConfig
+from trainer.outer.grad import GradConfig
 from trainer.run.config import (
     RunConfig,
     changed_options,
@@ -220,6 +221,7 @@ def test_the_table_has_every_option_with_its_default() -> None:
     options = dict(_options(SwarmConfig(), "swarm."))
     shown = ("allow_private", "partition_by_stage", "num_partitions")
     options |= {f"discovery.{name}": getattr(DiscoveryConfig(), name) for name in shown}
+    options |= dict(_options(GradConfig(), "grad."))
     assert set(told) == set(options)
     assert {name: value for name, value in told.items() if value != options[name]} == {}
 

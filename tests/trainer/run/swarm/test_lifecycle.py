@@ -18,6 +18,7 @@ from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.run.config.run import JoinConfig
 from trainer.run.swarm.lifecycle import (
     catch_up,
+    confirm_current,
     is_ahead,
     neediest_stage,
     rejoin_delay_s,
@@ -68,7 +69,9 @@ class Stage:
         assert seconds > 0
         self.now_s += seconds
 
-    def catch_up(self, is_over: Callable[[], bool] | None = None, **options: float) -> bool:
+    def catch_up(
+        self, is_over: Callable[[], bool] | None = None, *, max_behind: int | None = None, **options: float
+    ) -> bool:
         return catch_up(
             JoinConfig(**({"idle_s": 1e6} | options)),  # type: ignore[arg-type]
             others=self.others,
@@ -79,6 +82,7 @@ class Stage:
             is_over=is_over or (lambda: self.now_s > self.ends_at_s),
             clock=lambda: self.now_s,
             sleep=self.sleep,
+            max_behind=max_behind,
         )
 
 
@@ -147,6 +151,40 @@ def test_who_is_current_serves_at_once_and_a_round_that_stands_still_counts_as_a
     stage = Stage(stands_still=True, now_s=5.0)
     assert stage.catch_up(window=0.1, idle_s=20.0)
     assert 25.0 <= stage.now_s < 26.0 and len(stage.taken_at) == 1
+
+
+@given(st.floats(0, 30), st.floats(0.05, 0.5), st.floats(0, 2))
+def test_who_averages_gradients_is_current_and_confirmed_in_the_first_fifth_of_a_round_it_is_in(
+    begin_s: float, window: float, fetch_s: float
+) -> None:
+    stage, follows_s = Stage(now_s=begin_s, fetch_s=fetch_s), 0.0
+
+    def follow(seconds: float) -> None:
+        nonlocal follows_s
+        stage.sleep(seconds)
+        follows_s += seconds
+        stage.own_round = stage.others()[0].round_index  # It takes part in their rounds.
+
+    assert stage.catch_up(window=window, max_behind=0)
+    assert stage.own_round == stage.others()[0].round_index
+    config = JoinConfig(window=window, idle_s=1e6)
+    waits = {"clock": lambda: stage.now_s, "is_over": lambda: False, "round_index": lambda: stage.own_round}
+    assert confirm_current(config, others=stage.others, is_lost=lambda: False, sleep=follow, **waits)
+    assert (stage.now_s / ROUND_S) % 1.0 < 2 * window
+    assert follows_s <= ROUND_S + 1.0
+
+
+def test_a_follower_that_loses_touch_begins_again_and_one_whose_stage_is_idle_or_empty_serves() -> None:
+    stage = Stage(now_s=0.5 * ROUND_S, own_round=100)
+    config = JoinConfig(idle_s=4.0)
+    waits = {"clock": lambda: stage.now_s, "sleep": stage.sleep, "round_index": lambda: stage.own_round}
+    assert not confirm_current(config, others=stage.others, is_lost=lambda: True, is_over=lambda: False, **waits)
+    assert not confirm_current(config, others=stage.others, is_lost=lambda: False, is_over=lambda: True, **waits)
+    assert confirm_current(config, others=list, is_lost=lambda: False, is_over=lambda: False, **waits)
+    stage.stands_still = True
+    began_s = stage.now_s
+    assert confirm_current(config, others=stage.others, is_lost=lambda: False, is_over=lambda: False, **waits)
+    assert began_s + 4.0 <= stage.now_s < began_s + 5.0
 
 
 def test_a_worker_that_keeps_losing_touch_asks_less_and_less_often() -> None:
