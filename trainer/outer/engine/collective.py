@@ -8,6 +8,7 @@ must survive a round (the residual of a lossy encoding, the basis of PowerSGD) t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -196,7 +197,17 @@ def report_on_both(first: RoundReport, second: RoundReport) -> RoundReport:
             for finding in second.findings or first.findings
         ),
         note="; ".join(notes),
+        phases=(
+            first.phases[0] + second.phases[0],
+            first.phases[1] + second.phases[1],
+            first.phases[2] + second.phases[2],
+        ),
+        result_digest=_digest_of_both(first.result_digest, second.result_digest),
     )
+
+
+def _digest_of_both(first: str, second: str) -> str:
+    return hashlib.sha256(f"{first} {second}".encode()).hexdigest() if first and second else ""
 
 
 class LocalCollective:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,6 +41,7 @@ from trainer.compression.powersgd import (
 )
 from trainer.errors import CheckpointMismatchError, IncompatiblePeerError, RoundFailedError, TrainerUsageError
 from trainer.outer.engine.collective import Collective, Contribution, PhasedCollective, RoundResult
+from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.strategy import StateValue
 
 _BASIS = "powersgd_basis"
@@ -55,14 +57,17 @@ def with_powersgd(collective: Collective, shapes: ShapesOfRound, rank: int) -> C
     Raises:
         TrainerUsageError: the collective has no rounds of two phases, or the rank is out of range.
     """
-    if not rank:
-        return collective
+    return PowerSgdCollective(phased(collective), shapes, rank) if rank else collective
+
+
+def phased(collective: Collective) -> PhasedCollective:
+    """Returns a collective that has rounds of two phases; raises TrainerUsageError where it has not."""
     if not isinstance(collective, PhasedCollective):
         raise TrainerUsageError(
             f"collective.powersgd_rank: expected a collective with rounds of two phases, found "
             f"{type(collective).__name__}; set it to 0"
         )
-    return PowerSgdCollective(collective, shapes, rank)
+    return collective
 
 
 class PowerSgdCollective:
@@ -134,9 +139,8 @@ class PowerSgdAverager:
         self._basis = torch.zeros(self._powersgd.plan_of(0).num_basis)  # Zeros are as good as none.
 
     def reduce(self, contribution: Contribution) -> RoundResult:
-        """Takes part in one round; see `PowerSgdCollective.reduce`. P needs the vector: it is waited for."""
-        contribution.wait_until_filled()
-        result = self._powersgd.reduce(replace(contribution, basis=self._basis, filled=None))
+        """Takes part in one round; see `PowerSgdCollective.reduce`."""
+        result = self._powersgd.reduce(replace(contribution, basis=self._basis))
         if result.basis is not None:
             self._basis = result.basis
         return result
@@ -149,6 +153,12 @@ class PowerSgdAverager:
         """See `trainer.outer.engine.collective.Collective`."""
         self._powersgd.close()
 
+    @staticmethod
+    def form(shapes: Sequence[Sequence[int]], rank: int) -> dict[str, Tensor]:
+        """Returns tensors without values in the form of `shared_tensors`; none for rank 0, and without matrices."""
+        num_basis = low_rank_plan(tuple(tuple(shape) for shape in shapes), rank).num_basis if rank else 0
+        return {_BASIS: torch.empty(num_basis, device="meta")} if num_basis else {}
+
     def shared_tensors(self) -> Mapping[str, Tensor]:
         """Returns what all members hold alike between two rounds, fp32 on the CPU and never changed in place."""
         return {_BASIS: self._basis} if self._basis.numel() else {}
@@ -159,7 +169,7 @@ class PowerSgdAverager:
         Raises:
             IncompatiblePeerError: they are of another model or rank, or not finite. Nothing was changed.
         """
-        basis = tensors.get(_BASIS, torch.zeros(0))
+        basis = tensors.get(_BASIS, torch.zeros(0))  # None of a model without matrices.
         if basis.shape != self._basis.shape or basis.dtype != torch.float32 or not bool(torch.isfinite(basis).all()):
             raise IncompatiblePeerError(
                 f"expected a basis of {self._basis.numel()} finite fp32 values, found {list(basis.shape)} {basis.dtype}"
@@ -185,31 +195,40 @@ class _FactoredRound:
     plan: LowRankPlan
     contribution: Contribution
     seed: int
-    carried: Tensor  # [P] the vector, and what earlier rounds left out.
     basis: Tensor | None
     digest: str  # Of the state, and of the basis.
+    carried: Tensor = field(default_factory=lambda: torch.empty(0))  # [P] the vector, and what was left out before.
     p: Tensor = field(default_factory=lambda: torch.empty(0))  # Orthonormal.
     q: Tensor = field(default_factory=lambda: torch.empty(0))  # This member's own.
 
     @classmethod
     def of(cls, plan: LowRankPlan, contribution: Contribution, seed: int) -> _FactoredRound:
-        carried = contribution.vector
-        if contribution.residual is not None:
-            carried = carried + contribution.residual
         basis = contribution.basis
         if basis is not None and basis.shape != (plan.num_basis,):
             basis = None  # Of a model that has grown since, at all members at once.
         digest = _digest([contribution.state_digest, plan.digest, seed], [] if basis is None else [basis])
-        return cls(plan, contribution, seed, carried, basis, digest)
+        return cls(plan, contribution, seed, basis, digest)
 
     def first(self) -> Contribution:
-        """The contribution of P."""
-        round_index = self.contribution.round_index
+        """The contribution of P; members may agree on the round before the vector is there that it is made of."""
+        if self.contribution.filled is None:
+            return self._phase(self._p(), self.digest)
+        p = torch.empty(self.plan.num_p)
+        filled = start_daemon(lambda: self._fill(p), "powersgd-factors")
+        return self._phase(p, self.digest, filled)
+
+    def _fill(self, p: Tensor) -> None:
+        self.contribution.wait_until_filled()
+        p.copy_(self._p())
+
+    def _p(self) -> Tensor:
+        round_index, residual = self.contribution.round_index, self.contribution.residual
+        self.carried = self.contribution.vector if residual is None else self.contribution.vector + residual
         # A direction that brought nothing is replaced by another one each round.
         p = compress_p(self.plan, self.carried, self.basis, _round_seed(self.seed, round_index))
         if not bool(torch.isfinite(p).all()):
             raise RoundFailedError(f"round {round_index}: expected finite factors, found a vector too large for them")
-        return self._phase(p, self.digest)
+        return p
 
     def second(self, agreed: RoundResult) -> Contribution:
         """The contribution of Q, once P is agreed."""
@@ -230,7 +249,7 @@ class _FactoredRound:
             basis=self.plan.basis_of(agreed.vector),
         )
 
-    def _phase(self, vector: Tensor, digest: str) -> Contribution:
+    def _phase(self, vector: Tensor, digest: str, filled: Future[None] | None = None) -> Contribution:
         # The last result is no reference for P, whose directions are others each round, nor bit for bit one for Q.
         return Contribution(
             round_index=self.contribution.round_index,
@@ -240,6 +259,7 @@ class _FactoredRound:
             progress=self.contribution.progress,
             reference=torch.zeros_like(vector),
             state_digest=digest,
+            filled=filled,
         )
 
 

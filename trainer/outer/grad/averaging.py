@@ -18,10 +18,8 @@ from typing import Final, Protocol, runtime_checkable
 from torch import Tensor
 
 from trainer.compression.vectors import BLOCK_VALUES
-from trainer.errors import TrainerUsageError
 from trainer.outer.diloco.flat import FlatLayout
-from trainer.outer.engine.collective import Collective, PhasedCollective
-from trainer.outer.engine.powersgd import PowerSgdAverager
+from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.strategy import StateValue
 
 _SHARE_SCALE: Final = 2.0**-12
@@ -72,22 +70,6 @@ class StatefulAverager(Protocol):
 def shared_tensors_of(averager: Collective) -> dict[str, Tensor]:
     """Returns what members hold alike on behalf of an averager; nothing for a plain collective."""
     return dict(averager.shared_tensors()) if isinstance(averager, StatefulAverager) else {}
-
-
-def low_rank(averager: Collective, packing: Packing, rank: int) -> Collective:
-    """Returns an averager whose matrices travel as factors of this rank; the same one for 0.
-
-    Raises:
-        TrainerUsageError: it has no rounds of two phases, or the rank is out of range.
-    """
-    if not rank:
-        return averager
-    if not isinstance(averager, PhasedCollective):
-        raise TrainerUsageError(
-            f"collective.powersgd_rank: expected a collective with rounds of two phases, found "
-            f"{type(averager).__name__}; set it to 0"
-        )
-    return PowerSgdAverager(averager, packing.layout.shapes, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from trainer.errors import CheckpointMismatchError, IncompatiblePeerError
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco.flat import FlatLayout, is_finite
+from trainer.outer.engine.powersgd import PowerSgdAverager
 from trainer.outer.engine.strategy import StateValue, first_problem
+from trainer.outer.grad.averaging import Packing
 
 _VECTORS = ("parameters", "exp_avg", "exp_avg_sq")
 _EXTRA = "extra."
@@ -162,6 +164,11 @@ class GradFit:
     layout: FlatLayout
     vocab_rows: int = 0
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # Of this node's averager: names and shapes count.
+
+    @classmethod
+    def of(cls, layout: FlatLayout, vocab_rows: int, powersgd_rank: int = 0) -> GradFit:
+        """Returns the form of a replica's state, with what PowerSGD adds to it."""
+        return cls(layout, vocab_rows, PowerSgdAverager.form(Packing.of(layout).layout.shapes, powersgd_rank))
 
     def outer_step(self, shared: GradState) -> int:
         """Returns the state's round, as announced."""

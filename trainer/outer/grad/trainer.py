@@ -32,13 +32,13 @@ from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.outer.diloco.flat import FlatLayout, is_finite, synchronised_parameters
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
+from trainer.outer.engine.powersgd import PowerSgdAverager, phased
 from trainer.outer.engine.strategy import OuterResult, StateValue
 from trainer.outer.grad.averaging import (
     GradientSource,
     GradientSum,
     Packing,
     StatefulAverager,
-    low_rank,
     shared_tensors_of,
 )
 from trainer.outer.grad.config import GradConfig
@@ -154,7 +154,9 @@ class GradTrainer:
         """Places of the parameters in the state's vectors."""
         self.packing = Packing.of(self.layout)
         """The form of the vectors that gradients are averaged in."""
-        self._averager = low_rank(collective if averager is None else averager, self.packing, powersgd_rank)
+        self._averager = collective if averager is None else averager
+        if powersgd_rank:
+            self._averager = PowerSgdAverager(phased(self._averager), self.packing.layout.shapes, powersgd_rank)
         self._adamw = ExactAdamW.of(optimizer, self._parameters, self.layout)
         if config.average_state_every:
             check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)

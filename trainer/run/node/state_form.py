@@ -141,11 +141,11 @@ def state_layout(shape: ModelConfig, num_fragments: int) -> FlatLayout:
     return FragmentPlan.of(synchronised_parameters(model), num_fragments).whole()
 
 
-def grad_fit(shape: ModelConfig) -> GradFit:
+def grad_fit(shape: ModelConfig, powersgd_rank: int) -> GradFit:
     """Returns the form of a whole model's state under averaged gradients; its vocabulary does not grow."""
     with torch.device("meta"):
         model = Transformer(shape)
-    return GradFit(FlatLayout.of(synchronised_parameters(model)), shape.vocab_size)
+    return GradFit.of(FlatLayout.of(synchronised_parameters(model)), shape.vocab_size, powersgd_rank)
 
 
 @dataclass(frozen=True, slots=True)

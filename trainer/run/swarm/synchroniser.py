@@ -326,7 +326,7 @@ def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateFo
     """The form of the states that workers of a stage hand each other."""
     parameters = synchronised_parameters(module)
     if config.strategy == "grad":
-        return GradFit(FlatLayout.of(parameters), vocab_rows)
+        return GradFit.of(FlatLayout.of(parameters), vocab_rows, config.collective.powersgd_rank)
     if config.strategy == "async_sparta":
         return SpartaFit(FlatLayout.of(parameters), vocab_rows)
     return _StageFit(FragmentPlan.of(parameters, config.diloco.num_fragments), vocab_rows)

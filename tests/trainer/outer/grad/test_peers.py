@@ -28,7 +28,7 @@ CONFIG = GradConfig(ahead_s=0.5, average_state_every=2, num_slices=4)
 class Node:
     """A replica with an endpoint; each sees what the others have counted, as by an exchange of progress."""
 
-    def __init__(self, number: int, codec: str, rule: RuleConfig, config: GradConfig) -> None:
+    def __init__(self, number: int, codec: str, rule: RuleConfig, config: GradConfig, powersgd_rank: int) -> None:
         self.loop = LoopThread(f"replica-{number}")
         self.loop.start()
         rpc = RpcConfig(host="127.0.0.1", port=0, tls=False, heartbeat_s=0.25, stop_grace_s=0.1)
@@ -44,6 +44,7 @@ class Node:
             config,
             replace(INNER, lr=1e-3),
             target_tokens=192,
+            powersgd_rank=powersgd_rank,
             clock=time.monotonic,
         )
         self.number, self.batch = number, 0
@@ -71,12 +72,17 @@ class Node:
 
 @contextmanager
 def nodes(
-    count: int = 3, codec: str = "fp32", rule: RuleConfig | None = None, config: GradConfig = CONFIG
+    count: int = 3,
+    codec: str = "fp32",
+    rule: RuleConfig | None = None,
+    config: GradConfig = CONFIG,
+    powersgd_rank: int = 0,
 ) -> Iterator[list[Node]]:
     with ExitStack() as stack:
         found: list[Node] = []
         for number in range(count):
-            found.append(Node(number, codec, RuleConfig(rule="mean") if rule is None else rule, config))
+            used = RuleConfig(rule="mean") if rule is None else rule
+            found.append(Node(number, codec, used, config, powersgd_rank))
             stack.callback(found[-1].close)
         for node in found:
             node.directory.known = {it.endpoint.peer_id: it.endpoint.peer for it in found if it is not node}
@@ -111,10 +117,11 @@ def bits_by_step(node: Node, kept: dict[int, bytes]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("powersgd_rank", [0, 2])
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_three_hold_the_same_bits_after_every_round(codec: str, delayed: bool) -> None:
-    with nodes(codec=codec, config=replace(CONFIG, delayed=delayed)) as found:
+def test_three_hold_the_same_bits_after_every_round(codec: str, delayed: bool, powersgd_rank: int) -> None:
+    with nodes(codec=codec, config=replace(CONFIG, delayed=delayed), powersgd_rank=powersgd_rank) as found:
         # First weights differ by nothing: the model's seed is the same, and so is the first lineage.
         kept: list[dict[int, bytes]] = [{} for _ in found]
         for node, each in zip(found, kept, strict=True):
@@ -137,8 +144,9 @@ def test_three_hold_the_same_bits_after_every_round(codec: str, delayed: bool) -
 
 
 @pytest.mark.slow
-def test_a_joiner_fetches_the_state_follows_with_weight_0_and_counts_then() -> None:
-    with nodes() as found:
+@pytest.mark.parametrize("powersgd_rank", [0, 2])
+def test_a_joiner_fetches_the_state_follows_with_weight_0_and_counts_then(powersgd_rank: int) -> None:
+    with nodes(powersgd_rank=powersgd_rank) as found:
         old, joiner = found[:2], found[2]
         for node in old:
             node.directory.known.pop(joiner.endpoint.peer_id)
@@ -146,7 +154,7 @@ def test_a_joiner_fetches_the_state_follows_with_weight_0_and_counts_then() -> N
         for node in old:  # Now they learn of it.
             node.directory.known[joiner.endpoint.peer_id] = joiner.endpoint.peer
         newest = max(old, key=lambda node: node.replica.trainer.round_index).replica.trainer
-        fit = GradFit(newest.layout)
+        fit = GradFit.of(newest.layout, 0, powersgd_rank)
         packed = fit.pack(newest.shared_state())
         assert packed is not None
         joiner.replica.trainer.adopt(fit.unpack(*packed))
