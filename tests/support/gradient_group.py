@@ -129,6 +129,7 @@ class GradReplica:
     target_tokens: int = 64
     max_norm: float = 1.0
     auto_step_s: float = 1e9
+    powersgd_rank: int = 0
     clock: Clock = field(default_factory=Clock)
     outcomes: list[GradOutcome] = field(default_factory=list)
 
@@ -144,6 +145,7 @@ class GradReplica:
             max_norm=self.max_norm,
             target_tokens=self.target_tokens,
             auto_step_s=self.auto_step_s,
+            powersgd_rank=self.powersgd_rank,
             clock=self.clock,
         )
         self.trainer.progress = self._progress
