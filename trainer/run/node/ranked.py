@@ -49,7 +49,7 @@ from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.strategy import OuterStrategy
 from trainer.run.config import RunConfig, from_mapping, to_mapping
 from trainer.run.node.data import endless, open_dataset, within_vocabulary
-from trainer.run.node.node_ranks import Message, NodeRanks, RankParameters, Told
+from trainer.run.node.node_ranks import Message, NodeRanks, RankParameters, Told, return_freed_memory
 from trainer.run.node.replica import Replica, layers_of, parameters_of
 
 _MOMENT = "optimizer/{}/{}"
@@ -244,6 +244,8 @@ class LeadingReplica(Replica):
             if self._set_first_weights is not None:
                 self._set_first_weights(first)
             self._set(dict(first.named_parameters()))
+            del first
+            return_freed_memory()
         return self._share.model
 
     def _build_shares(self, model_config: ModelConfig) -> None:
