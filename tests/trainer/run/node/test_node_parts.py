@@ -41,7 +41,10 @@ def test_a_save_that_would_be_left_out_gathers_nothing(tmp_path: Path) -> None:
     observer = SimpleNamespace(checkpoint=lambda outcome, **_: told.append(outcome))
     parts: dict[str, Any] = dict.fromkeys(("batches", "store", "network", "display", "evaluator"))
     parts["watch"] = SimpleNamespace(
-        observer=observer, spend=lambda *_: None, tracker=SimpleNamespace(state_dict=lambda: {})
+        observer=observer,
+        spend=lambda *_: None,
+        tracker=SimpleNamespace(state_dict=lambda: {}),
+        work=SimpleNamespace(withdrew=lambda *_: None),
     )
     parts["dataset"] = SimpleNamespace(state_dict=lambda: {})
     replica = SimpleNamespace(inner=SimpleNamespace(step_index=5), contents=contents)
