@@ -1,8 +1,9 @@
-"""The authority over HTTP: four addresses, JSON in and out, and the process that serves them until it is stopped.
+"""The authority over HTTP: three addresses, JSON in and out, and the process that serves them until it is stopped.
 
-Each refusal is one JSON object, `Refusal`, with a status of its own. Connections are bounded as in `genesis serve`.
-Behind a proxy that ends TLS, the requester's address is the last one of X-Forwarded-For, which is believed from the
-proxy named alone: limits count by it.
+Each refusal is one JSON object, `Refusal`, with a status of its own. Connections are bounded as in `genesis serve`. A
+request counts against its address before its body is read, and the body has to come within seconds: whoever sends heads
+without bodies holds few places, each for a moment. Behind a proxy that ends TLS, the requester's address is the last
+one of X-Forwarded-For, which is believed from the proxy named alone: limits count by it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from genesis.serve import ServeLimits
@@ -34,7 +36,6 @@ from trainer.run.authority.service import AuthorityService
 
 logger = logging.getLogger(__name__)
 
-REVOKED_PATH: Final = "/v1/revoked"
 _LIMITS = ServeLimits(max_connections=256, idle_timeout_s=10.0, stall_timeout_s=15.0, grace_s=2.0)
 _STATUS: Final[dict[str, int]] = {
     "malformed": 400,
@@ -50,6 +51,7 @@ _STATUS: Final[dict[str, int]] = {
     Reason.INTERNAL: 503,
 }
 """Of refusals by reason; all others are 403."""
+_BODY_TIMEOUT_S = 5.0
 _TICK_S = 0.2
 
 
@@ -68,20 +70,16 @@ def create_app(service: AuthorityService) -> FastAPI:
 
     @app.post(JOIN_PATH)
     async def join(request: Request) -> Response:
-        return _json(await service.join(await _body(request), _remote_host(request)))
+        return _json(await service.join(await _body(service, request), _remote_host(request)))
 
     @app.post(CHECK_PATH)
     async def check(request: Request) -> Response:
-        return _json(await service.check_in(await _body(request), _remote_host(request)))
+        return _json(await service.check_in(await _body(service, request), _remote_host(request)))
 
     @app.get(INFO_PATH)
-    async def info() -> Response:
+    async def info(request: Request) -> Response:
+        service.take_request(_remote_host(request))
         return _json(service.info())
-
-    @app.get(REVOKED_PATH)
-    async def revoked() -> Response:
-        newest = await service.revoked()
-        return Response(status_code=204) if newest is None else _json(newest)
 
     return app
 
@@ -130,13 +128,22 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-async def _body(request: Request) -> bytes:
-    """Returns the body, as much of it as may be read."""
+async def _body(service: AuthorityService, request: Request) -> bytes:
+    """Returns the body of a request that its address may make, as much of it as may be read."""
+    service.take_request(_remote_host(request))
     parts = bytearray()
-    async for chunk in request.stream():
-        parts += chunk
-        if len(parts) > MAX_REQUEST_BYTES:
-            raise RefusedError("malformed", f"expected at most {MAX_REQUEST_BYTES} bytes, found more")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                parts += chunk
+                if len(parts) > MAX_REQUEST_BYTES:
+                    raise RefusedError("malformed", f"expected at most {MAX_REQUEST_BYTES} bytes, found more")
+    except TimeoutError:
+        raise RefusedError(
+            "malformed", f"expected the body within {_BODY_TIMEOUT_S:g} s, found {len(parts)} bytes"
+        ) from None
+    except ClientDisconnect:
+        raise RefusedError("malformed", "expected the body, found the end of the connection") from None
     return bytes(parts)
 
 
