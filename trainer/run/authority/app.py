@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from genesis.serve import ServeLimits
 from genesis.serve.connections import Uncounted, bounded_connections, expire_connections
 from trainer.errors import RefusedError, TrainerError
+from trainer.network.rpc.credential import RevokedPeers
 from trainer.network.rpc.messages import Reason
 from trainer.run.authority.messages import (
     CHECK_PATH,
@@ -61,7 +62,8 @@ def create_app(service: AuthorityService) -> FastAPI:
 
     @app.exception_handler(RefusedError)
     async def refused(_request: Request, error: RefusedError) -> Response:
-        return _refusal(error.reason, str(error))
+        newest = await service.revoked() if error.reason == Reason.REVOKED else None
+        return _refusal(error.reason, str(error), newest)
 
     @app.exception_handler(TrainerError)
     async def failed(_request: Request, error: TrainerError) -> Response:
@@ -155,7 +157,8 @@ def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def _refusal(reason: str, text: str) -> Response:
-    content = Refusal(reason=reason, text=text[:1000]).model_dump()
+def _refusal(reason: str, text: str, revoked: RevokedPeers | None = None) -> Response:
+    printable = "".join(char if char.isprintable() else " " for char in text[:1000])
+    content = Refusal(reason=reason, text=printable, revoked=revoked).model_dump(mode="json")
     headers = {"cache-control": "no-store"} | ({"retry-after": "30"} if reason in ("rate", "busy") else {})
     return JSONResponse(content, status_code=_STATUS.get(reason, 403), headers=headers)

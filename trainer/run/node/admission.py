@@ -4,7 +4,7 @@
     every 20 s: the authority is told that this node is there, and asked for the list of revoked peers
 
 A node with a valid stored credential starts, and goes on, while no authority answers; one warning says how long it can.
-A node that learns that it was revoked ends with one line: the others refuse it anyway.
+A node that learns by a signed list that it was revoked ends with one line: the others refuse it anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from trainer.network.rpc import Endpoint, Identity, Message, Reply, Request
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.credential import Credential, RevokedPeers, Role
 from trainer.network.rpc.dialing import is_private_host
-from trainer.network.rpc.messages import Reason
 from trainer.run.authority.messages import (
     CHECK_PATH,
     INFO_PATH,
@@ -98,10 +97,10 @@ class AdmissionClient:
         self._role: Role = role
         self._path = path
         self._clock = clock
-        self._authorities = AuthorityClient(config.urls)
         self._token = invitation_key(config.token) if config.token else None
         self._rng = random.Random(identity.peer_id)
         self._news = RevocationNews(self.admission, self._rng, self._on_news)
+        self._authorities = AuthorityClient(config.urls, self._news.hear)
         self._is_away = False  # Whether no authority answered last.
         self._next: Credential | None = None  # For the stage that this worker is about to move to.
         self._tasks: list[asyncio.Task[None]] = []
@@ -280,8 +279,7 @@ class AdmissionClient:
             try:
                 await self._joined(address(), _RENEWAL, max(_RENEWAL.longest_wait_s, left_s))
             except RefusedError as error:
-                if error.reason == Reason.REVOKED:
-                    self._fail_as_revoked()
+                if self.failure is not None:  # The signed list came with the refusal.
                     return
                 logger.warning(
                     "the run's authority does not renew this node's credential (%s): %s", error.reason, error
@@ -347,9 +345,7 @@ class AdmissionClient:
                 self._note_away(error)
                 continue
             except RefusedError as error:
-                if error.reason == Reason.REVOKED:
-                    self._fail_as_revoked()
-                else:
+                if self.failure is None:
                     logger.warning("the run's authority refuses a check-in (%s): %s", error.reason, error)
                 continue
             if self._is_away:

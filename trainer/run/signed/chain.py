@@ -131,6 +131,11 @@ class ChangeChain:
                     "settings",
                     f"{name}: expected rule.*, collective.* or {AUTHORITIES} under strategy grad, found another",
                 )
+        try:
+            check_authorities(settings.get(AUTHORITIES, ()))
+            found = with_settings(self._base, self.settings_by(self.newest) | dict(settings))
+        except TrainerUsageError as error:
+            raise RecordRefusedError("settings", str(error)) from None
         if AUTHORITIES in settings and bool(settings[AUTHORITIES]) != bool(self._file.authorities):
             # Nodes that run could neither become members nor forget that they are.
             raise RecordRefusedError(
@@ -138,11 +143,6 @@ class ChangeChain:
                 f"{AUTHORITIES}: expected {'some' if self._file.authorities else 'none'}, as in the run's file; "
                 "whether a run takes members only is settled when it begins (run init --authority)",
             )
-        try:
-            check_authorities(settings.get(AUTHORITIES, ()))
-            found = with_settings(self._base, self.settings_by(self.newest) | dict(settings))
-        except TrainerUsageError as error:
-            raise RecordRefusedError("settings", str(error)) from None
         if bool(found.inner.decay_end_tokens) != bool(self._base.inner.decay_end_tokens):
             raise RecordRefusedError(
                 "settings",

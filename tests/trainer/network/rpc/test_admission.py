@@ -129,6 +129,7 @@ async def test_a_method_is_answered_to_members_of_its_roles(role: Role, is_serve
             with nullcontext() if is_served else refused("role"):
                 async with caller.open_stream(callee.peer, "test/reduction", Question(), timeout_s=20) as stream:
                     await stream.end()
+                    assert await stream.receive() is None
         await ask(caller, callee.peer)
 
 

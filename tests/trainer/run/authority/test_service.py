@@ -120,6 +120,14 @@ async def test_every_mistake_has_its_word_and_costs_no_use(
         assert invitation.removeprefix("invite-") not in caplog.text
 
 
+async def test_nothing_that_is_logged_has_several_lines(tmp_path: Path) -> None:
+    async with running_authority(tmp_path, over_http=False) as authority:
+        wire = join_wire(Identity.create(), "x:4100", authority.invite("driver"), role="driver")
+        for lines in (b"x:4100\\nadmitted", b"x:4100\\u001b[2J"):
+            with refused("malformed", "printable"):
+                await authority.service.join(wire.replace(b"x:4100", lines), LOCAL)
+
+
 async def test_a_request_that_came_before_is_refused_by_all_authorities_on_the_file(tmp_path: Path) -> None:
     async with (
         running_authority(tmp_path, over_http=False) as one,

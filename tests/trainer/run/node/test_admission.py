@@ -177,6 +177,23 @@ async def test_a_revoked_node_is_told_and_ends(tmp_path: Path) -> None:
                 await node.client.failed()
 
 
+async def test_nobody_ends_because_somebody_else_says_that_it_was_revoked(tmp_path: Path) -> None:
+    """Another authority answers at the address, as whoever is on the way of plain HTTP may."""
+    async with (
+        running_authority(tmp_path) as authority,
+        running_authority(tmp_path / "other", over_http=False) as other,
+        admitted_node(tmp_path, authority, check_interval_s=0.2) as node,
+    ):
+        await authority.kill()
+        other.register.revoke(node.identity.peer_id, time.time(), 3600.0)
+        await other.serve(int(authority.url.rpartition(":")[2]))
+        node.start()
+        await eventually(lambda: other.service.refused["revoked"] >= 2)
+        node.client.check()
+        assert not node.admission.any_revoked
+        await authority.serve()
+
+
 async def test_what_was_revoked_is_known_after_a_restart_without_the_authority(tmp_path: Path) -> None:
     identity = Identity.create()
     async with running_authority(tmp_path) as authority:
