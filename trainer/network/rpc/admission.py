@@ -90,7 +90,7 @@ class Admission:
         return credential.role != role or (stage is not None and credential.stage not in (None, stage))
 
     def check_role(self, peer_id: PeerId, roles: Collection[Role] | None) -> None:
-        """Raises RefusedError (``credential``) where a member is known to have none of these roles; None: any."""
+        """Raises RefusedError (``role``) where a member is known to have none of these roles; None: any."""
         credential = None if roles is None else self.known(peer_id)
         if roles is not None and credential is not None and credential.role not in roles:
             text = f"expected the credential of a {' or '.join(sorted(roles))}, found that of a {credential.role}"

@@ -59,6 +59,7 @@ def _printable(value: str) -> str:
 
 
 _Text = Annotated[str, Field(max_length=128), AfterValidator(_printable)]
+_Address = Annotated[str, Field(max_length=262), AfterValidator(_printable)]
 _Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -71,9 +72,8 @@ class JoinRequest(Message):
     role: Role
     stage: StageOfRun | Literal["", "auto"] = ""
     """Of a worker: the one it holds or wants; ``auto``: where the authority puts it."""
-    address: Annotated[
-        str, Field(max_length=262), AfterValidator(_printable)
-    ]  # ``host:port`` at which the authority is to find this key.
+    address: _Address
+    """``host:port`` at which the authority is to find this key."""
     device: _Text = ""
     memory_bytes: Annotated[int, Field(ge=0, lt=2**53)] = 0
     bandwidth_mbit: Annotated[float, Field(ge=0, lt=1e9)] = 0.0  # As its operator says; 0: not said.
