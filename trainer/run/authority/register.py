@@ -150,7 +150,7 @@ class Register:
             until = max(now + life_s, found[0] if found else 0.0) + MAX_CLOCK_SKEW_S
             [(last,)] = database.execute("SELECT coalesce(max(number), 0) FROM revocations")
             # Later numbers are higher, even where this is a copy of the file that lacks the newest.
-            number = max(last + 1, int(now * 1000))
+            number = max(int(last) + 1, int(now * 1000))
             database.execute("INSERT INTO revocations VALUES (?, ?, ?, ?)", (number, peer_id, now, until))
             return number
 
