@@ -279,7 +279,7 @@ class AdmissionClient:
             try:
                 await self._joined(address(), _RENEWAL, max(_RENEWAL.longest_wait_s, left_s))
             except RefusedError as error:
-                if self.failure is not None:  # The signed list came with the refusal.
+                if self._is_revoked:  # The signed list came with the refusal.
                     return
                 logger.warning(
                     "the run's authority does not renew this node's credential (%s): %s", error.reason, error
@@ -345,7 +345,7 @@ class AdmissionClient:
                 self._note_away(error)
                 continue
             except RefusedError as error:
-                if self.failure is None:
+                if not self._is_revoked:
                     logger.warning("the run's authority refuses a check-in (%s): %s", error.reason, error)
                 continue
             if self._is_away:
@@ -373,8 +373,12 @@ class AdmissionClient:
     def _on_news(self) -> None:
         """Keeps a newer list for the next start, and ends this node where it is in it."""
         self._store()
-        if self.admission.is_revoked(self._identity.peer_id):
+        if self._is_revoked:
             self._fail_as_revoked()
+
+    @property
+    def _is_revoked(self) -> bool:
+        return self.admission.is_revoked(self._identity.peer_id)
 
     def _fail_as_revoked(self) -> None:
         if self.failure is None:
