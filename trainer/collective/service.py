@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -25,11 +25,14 @@ from trainer.collective.planning import coordinator_order, first_plan, precedes
 from trainer.collective.reduction import REDUCTION_METHOD, Reduction
 from trainer.errors import CodecError, RefusedError, RpcError
 from trainer.network.rpc import Peer, Reply, Request, ServerStream
+from trainer.network.rpc.credential import Role
 
 logger = logging.getLogger(__name__)
 
 _KEPT = 4
 _PHASES = 2  # Of a round, at most; each has an agreement.
+_MEMBERS: Final[tuple[Role, ...]] = ("node", "worker")
+"""Who may take part in rounds, where the run has an authority."""
 _LARGEST_SUM = 1e90  # Squares of the largest fp32 number, added up 1e13 times.
 
 B = TypeVar("B", bound=BaseModel)
@@ -83,8 +86,10 @@ class RoundService:
         )
         self._answers = {method: answer for method, _, answer in methods}
         for method, body, answer in methods:
-            settings.endpoint.register(method, body, answer)
-        settings.endpoint.register_stream(REDUCTION_METHOD, messages.ReductionOpen, self._serve_reduction)
+            settings.endpoint.register(method, body, answer, roles=_MEMBERS)
+        settings.endpoint.register_stream(
+            REDUCTION_METHOD, messages.ReductionOpen, self._serve_reduction, roles=_MEMBERS
+        )
 
     @property
     def _config(self) -> CollectiveConfig:

@@ -35,7 +35,6 @@ from trainer.network.discovery.exchange import (
 from trainer.network.discovery.node_report import DhtTraffic
 from trainer.network.discovery.peer_table import DIRECT, PeerTable
 from trainer.network.discovery.stage_report import StagePartitions, StageUid
-from trainer.network.rpc.credential import Role
 from trainer.network.rpc.dialing import DialRefusedError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Reason, Reply, Request
@@ -127,16 +126,16 @@ class Discovery(ABC):
         return tuple(known.announcement for known in self._table.heard_of() if self._is_admitted(known.announcement))
 
     def _is_admitted(self, found: Announcement) -> bool:
-        """Returns whether nothing speaks against a node where the run has an authority: revoked, or another role.
+        """Returns whether nothing speaks against a node where the run has an authority: revoked, another role or stage.
 
-        Whoever was reached has shown a credential; who is only heard of may have none.
+        Whoever was reached has shown a credential; who is only heard of may have none. Monitors announce nothing.
         """
         admission = self._endpoint.admission
         if admission is None:
             return True
-        without_stage: Role = "driver" if self._is_pipeline else "node"
-        roles: tuple[Role, ...] = ("worker",) if found.stage is not None else (without_stage, "monitor")
-        return not admission.contradicts(found.peer_id, roles)
+        if found.stage is not None:
+            return not admission.contradicts(found.peer_id, "worker", StageUid.parse(found.stage.uid).stage)
+        return not admission.contradicts(found.peer_id, "driver" if self._is_pipeline else "node")
 
     @property
     def dht_traffic(self) -> DhtTraffic | None:

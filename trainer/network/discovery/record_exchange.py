@@ -105,7 +105,12 @@ class RecordExchange:
     def register(self) -> None:
         """Answers others; before the endpoint starts."""
         self._endpoint.register(
-            RECORDS_METHOD, RecordsRequest, self._answer, any_recipient=True, max_payload_bytes=_MAX_PAYLOAD_BYTES
+            RECORDS_METHOD,
+            RecordsRequest,
+            self._answer,
+            any_recipient=True,
+            needs_credential=False,  # Whoever wants to join has to know what is in force; records prove themselves.
+            max_payload_bytes=_MAX_PAYLOAD_BYTES,
         )
 
     def start(self) -> None:

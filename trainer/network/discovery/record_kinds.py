@@ -2,7 +2,8 @@
 
 A DHT node, a seed too, keeps what is in this table and nothing else: an announcement or a record that its own key has
 signed, under the key and subkey that follow from its content, within the bounds of its kind. docs/records.md shows the
-table; a test holds that it shows it whole.
+table; a test holds that it shows it whole. Credentials and lists of revoked peers are in the table and in no DHT: nodes
+show and tell them to each other (`trainer.network.rpc.admission`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from trainer.network.discovery.node_report import MAX_REPORT_BYTES, report_key, 
 from trainer.network.discovery.records import RecordRefusedError, SignedRecord, is_record, record_key
 from trainer.network.discovery.run_change import RunChange
 from trainer.network.discovery.stage_report import dht_key
+from trainer.network.rpc.admission import MAX_KNOWN
+from trainer.network.rpc.credential import MAX_CREDENTIAL_BYTES, MAX_LIST_BYTES, MAX_REVOKED
 from trainer.network.rpc.envelope import parse_strict_json
 
 RECORD_MODELS: Final[dict[str, type[SignedRecord]]] = {model.KIND.name: model for model in (RunChange,)}
@@ -38,7 +41,7 @@ class RecordRow:
 
 
 def table_rows() -> tuple[RecordRow, ...]:
-    """Returns the table: announcements, the kinds of records by name, reports."""
+    """Returns the table: announcements, the kinds of records by name, reports, and what authorities sign."""
     announcements = RecordRow(
         "announcement",
         "Announcement",
@@ -66,7 +69,23 @@ def table_rows() -> tuple[RecordRow, ...]:
         f"{MAX_LIFETIME_S:g} s",
         "1 of a node; of 256 nodes without a DHT",
     )
-    return (announcements, *records, reports)
+    credentials = RecordRow(
+        "credential",
+        "Credential",
+        "an authority of the run (issuer)",
+        MAX_CREDENTIAL_BYTES,
+        "until its expires_at",
+        f"1 of a node; of {MAX_KNOWN} nodes",
+    )
+    revocations = RecordRow(
+        "revoked-peers",
+        "RevokedPeers",
+        "an authority of the run (issuer)",
+        MAX_LIST_BYTES,
+        "until there is one with a higher number",
+        f"1 of an authority; {MAX_REVOKED} peers in it",
+    )
+    return (announcements, *records, reports, credentials, revocations)
 
 
 def check_stored(wire: bytes, subkey: str, expires_at: float, *, now: float, max_clock_skew_s: float) -> str:

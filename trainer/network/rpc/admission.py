@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from trainer.errors import RefusedError
@@ -26,7 +26,7 @@ from trainer.network.rpc.token_buckets import remember
 CREDENTIAL_KEY: Final = "genesis-credential-bin"
 """The metadata of a call in which each side shows its credential."""
 
-_MAX_KNOWN: Final = 4096
+MAX_KNOWN: Final = 4096
 _JOIN_HINT: Final = "join the run by its authority (--authority URL --token T)"
 
 logger = logging.getLogger(__name__)
@@ -77,12 +77,24 @@ class Admission:
         """Returns whether an authority has revoked a peer."""
         return peer_id in self._revoked
 
-    def contradicts(self, peer_id: PeerId, roles: Iterable[Role]) -> bool:
-        """Returns whether a peer is known to have a role that is none of these, or is revoked."""
+    def contradicts(self, peer_id: PeerId, role: Role, stage: str | None = None) -> bool:
+        """Returns whether a peer is revoked, or known to be admitted in another role, or to another stage.
+
+        A worker whose credential names no stage may hold any.
+        """
         if peer_id in self._revoked:
             return True
         credential = self.known(peer_id)
-        return credential is not None and credential.role not in roles
+        if credential is None:
+            return False
+        return credential.role != role or (stage is not None and credential.stage not in (None, stage))
+
+    def check_role(self, peer_id: PeerId, roles: Collection[Role] | None) -> None:
+        """Raises RefusedError (``role``) where a member is known to have none of these roles; None: any."""
+        credential = None if roles is None else self.known(peer_id)
+        if roles is not None and credential is not None and credential.role not in roles:
+            text = f"expected the credential of a {' or '.join(sorted(roles))}, found that of a {credential.role}"
+            raise RefusedError(Reason.ROLE, text)
 
     def screen(self, peer_id: PeerId, shown: bytes | None) -> Credential | None:
         """Checks what costs no signature; returns the credential whose signature is to be checked, if there is one.
@@ -116,7 +128,7 @@ class Admission:
         known = self._known.get(credential.peer_id)
         # An older one that is shown again must not shorten what a newer one allows.
         if known is None or known[1].expires_at <= credential.expires_at:
-            remember(self._known, credential.peer_id, (credential.wire(), credential), _MAX_KNOWN)
+            remember(self._known, credential.peer_id, (credential.wire(), credential), MAX_KNOWN)
 
     def check_revoked(self, peer_id: PeerId | None) -> None:
         """Raises RefusedError (``revoked``) for a peer that an authority has revoked."""

@@ -88,7 +88,7 @@ class Credential(_SignedDocument):
     peer_id: PeerKey
     role: Role
     stage: StageOfRun | None = None
-    """Where a worker was put when it was admitted. It may move later, so this binds nobody."""
+    """Where a worker may be; to move, it asks for another credential. None: in any."""
     expires_at: UnixTime
 
     @classmethod

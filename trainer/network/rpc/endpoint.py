@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.channels import ChannelPool, PeerChannel, channel_options, generic_handler
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig, has_port
 from trainer.network.rpc.connections import AcceptedSockets
+from trainer.network.rpc.credential import Role
 from trainer.network.rpc.dialing import Dialing
 from trainer.network.rpc.envelope import EnvelopeHeader, SealedFrame, parse_body, peer_boundary
 from trainer.network.rpc.identity import Identity, certificate_digest, make_certificate
@@ -99,14 +100,24 @@ class Endpoint:
         *,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         any_recipient: bool = False,
+        needs_credential: bool = True,
+        roles: Collection[Role] | None = None,
     ) -> None:
         """Makes a call answerable; ``any_recipient``: also to callers who know this node's address only.
+
+        In a run with an authority it is answered to members of these ``roles`` (None: any), and to anybody who shows
+        no credential where it does not need one.
 
         The handler is called once for each call that passed every check, and cancelled when its caller gives up. What
         it raises as RefusedError the caller gets; anything else becomes the refusal ``internal``. A method's name is of
         lower-case letters, digits and ``_./-``, at most 64, and not taken yet.
         """
-        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, call_handler=handler))
+        allowed = None if roles is None else frozenset(roles)
+        self._serving.add(
+            Method(
+                method, body_model, max_payload_bytes, any_recipient, allowed, needs_credential, call_handler=handler
+            )
+        )
 
     def register_stream(
         self,
@@ -116,9 +127,11 @@ class Endpoint:
         *,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         any_recipient: bool = False,
+        roles: Collection[Role] | None = None,
     ) -> None:
         """Makes a stream answerable; it ends when the handler returns. Otherwise as `register`."""
-        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, stream_handler=handler))
+        allowed = None if roles is None else frozenset(roles)
+        self._serving.add(Method(method, body_model, max_payload_bytes, any_recipient, allowed, stream_handler=handler))
 
     async def start(self) -> None:
         """Begins to listen; raises TrainerUsageError where the address cannot be listened on."""

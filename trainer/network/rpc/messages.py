@@ -45,6 +45,7 @@ class Reason(StrEnum):
     SIGNATURE = "signature"  # Not signed by the sender it names.
     CREDENTIAL = "credential"  # The run names an authority, and the sender has shown no valid credential of it.
     REVOKED = "revoked"  # The run's authority has revoked the sender.
+    ROLE = "role"  # Admitted in a role that may not call this method.
     REPLAYED = "replayed"  # The same request came before.
     RATE = "rate"  # More requests from this sender within the clock window than are remembered.
     SEQUENCE = "sequence"  # A frame of a stream out of order, missing, repeated, or of another stream.

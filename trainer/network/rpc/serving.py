@@ -27,6 +27,7 @@ from trainer.errors import PeerUnavailableError, RefusedError, RpcError, Trainer
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES, RpcConfig
 from trainer.network.rpc.connections import Connection, Connections
+from trainer.network.rpc.credential import Role
 from trainer.network.rpc.envelope import (
     SealedFrame,
     parse_body,
@@ -62,6 +63,9 @@ class Method:
     body_model: type[BaseModel]
     max_payload_bytes: int
     any_recipient: bool
+    roles: frozenset[Role] | None = None
+    """With admission, who may call it by their credentials; None: any member."""
+    needs_credential: bool = True
     call_handler: Callable[[Request[Any]], Awaitable[Reply[Any]]] | None = None
     stream_handler: Callable[[Request[Any], Stream], Awaitable[None]] | None = None
 
@@ -161,12 +165,17 @@ class Serving:
         if method is None or (method.stream_handler is None) != (header.kind == "request"):
             raise RefusedError(Reason.METHOD, f"expected a method of this node, found {header.kind} {header.method!r}")
         self._replay_guard.check_clock(header.sent_at)
-        credential = None if self.admission is None else self.admission.screen(header.sender, shown)
+        admission = self.admission
+        if admission is not None and shown is None and not method.needs_credential:
+            admission.check_revoked(header.sender)
+            admission = None  # What joiners have to read before they can join.
+        credential = None if admission is None else admission.screen(header.sender, shown)
         verify_header(frame)
         share = self.standing.share(header.sender, connection.address)
         self._replay_guard.remember(header.sender, bytes.fromhex(header.nonce), header.sent_at, share)
-        if self.admission is not None:
-            self.admission.admit(credential)
+        if admission is not None:
+            admission.admit(credential)
+            admission.check_role(header.sender, method.roles)
         self.connections.identified(connection, header.sender)
         call.bind(terms, self.identity, STREAM_FRAMES)
         return method, share

@@ -1,8 +1,9 @@
-"""The authority over HTTP: four addresses, JSON in and out, and the process that serves them until it is stopped.
+"""The authority over HTTP: three addresses, JSON in and out, and the process that serves them until it is stopped.
 
-Each refusal is one JSON object, `Refusal`, with a status of its own. Connections are bounded as in `genesis serve`.
-Behind a proxy that ends TLS, the requester's address is the last one of X-Forwarded-For, which is believed from the
-proxy named alone: limits count by it.
+Each refusal is one JSON object, `Refusal`, with a status of its own. Connections are bounded as in `genesis serve`. A
+request counts against its address before its body is read, and the body has to come within seconds: whoever sends heads
+without bodies holds few places, each for a moment. Behind a proxy that ends TLS, the requester's address is the last
+one of X-Forwarded-For, which is believed from the proxy named alone: limits count by it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from genesis.serve import ServeLimits
 from genesis.serve.connections import Uncounted, bounded_connections, expire_connections
 from trainer.errors import RefusedError, TrainerError
+from trainer.network.rpc.credential import RevokedPeers
 from trainer.network.rpc.messages import Reason
 from trainer.run.authority.messages import (
     CHECK_PATH,
@@ -34,7 +37,6 @@ from trainer.run.authority.service import AuthorityService
 
 logger = logging.getLogger(__name__)
 
-REVOKED_PATH: Final = "/v1/revoked"
 _LIMITS = ServeLimits(max_connections=256, idle_timeout_s=10.0, stall_timeout_s=15.0, grace_s=2.0)
 _STATUS: Final[dict[str, int]] = {
     "malformed": 400,
@@ -50,6 +52,7 @@ _STATUS: Final[dict[str, int]] = {
     Reason.INTERNAL: 503,
 }
 """Of refusals by reason; all others are 403."""
+_BODY_TIMEOUT_S = 5.0
 _TICK_S = 0.2
 
 
@@ -59,7 +62,8 @@ def create_app(service: AuthorityService) -> FastAPI:
 
     @app.exception_handler(RefusedError)
     async def refused(_request: Request, error: RefusedError) -> Response:
-        return _refusal(error.reason, str(error))
+        newest = await service.revoked() if error.reason == Reason.REVOKED else None
+        return _refusal(error.reason, str(error), newest)
 
     @app.exception_handler(TrainerError)
     async def failed(_request: Request, error: TrainerError) -> Response:
@@ -68,20 +72,16 @@ def create_app(service: AuthorityService) -> FastAPI:
 
     @app.post(JOIN_PATH)
     async def join(request: Request) -> Response:
-        return _json(await service.join(await _body(request), _remote_host(request)))
+        return _json(await service.join(await _body(service, request), _remote_host(request)))
 
     @app.post(CHECK_PATH)
     async def check(request: Request) -> Response:
-        return _json(await service.check_in(await _body(request), _remote_host(request)))
+        return _json(await service.check_in(await _body(service, request), _remote_host(request)))
 
     @app.get(INFO_PATH)
-    async def info() -> Response:
+    async def info(request: Request) -> Response:
+        service.take_request(_remote_host(request))
         return _json(service.info())
-
-    @app.get(REVOKED_PATH)
-    async def revoked() -> Response:
-        newest = await service.revoked()
-        return Response(status_code=204) if newest is None else _json(newest)
 
     return app
 
@@ -130,13 +130,22 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-async def _body(request: Request) -> bytes:
-    """Returns the body, as much of it as may be read."""
+async def _body(service: AuthorityService, request: Request) -> bytes:
+    """Returns the body of a request that its address may make, as much of it as may be read."""
+    service.take_request(_remote_host(request))
     parts = bytearray()
-    async for chunk in request.stream():
-        parts += chunk
-        if len(parts) > MAX_REQUEST_BYTES:
-            raise RefusedError("malformed", f"expected at most {MAX_REQUEST_BYTES} bytes, found more")
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                parts += chunk
+                if len(parts) > MAX_REQUEST_BYTES:
+                    raise RefusedError("malformed", f"expected at most {MAX_REQUEST_BYTES} bytes, found more")
+    except TimeoutError:
+        raise RefusedError(
+            "malformed", f"expected the body within {_BODY_TIMEOUT_S:g} s, found {len(parts)} bytes"
+        ) from None
+    except ClientDisconnect:
+        raise RefusedError("malformed", "expected the body, found the end of the connection") from None
     return bytes(parts)
 
 
@@ -148,7 +157,8 @@ def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def _refusal(reason: str, text: str) -> Response:
-    content = Refusal(reason=reason, text=text[:1000]).model_dump()
+def _refusal(reason: str, text: str, revoked: RevokedPeers | None = None) -> Response:
+    printable = "".join(char if char.isprintable() else " " for char in text[:1000])
+    content = Refusal(reason=reason, text=printable, revoked=revoked).model_dump(mode="json")
     headers = {"cache-control": "no-store"} | ({"retry-after": "30"} if reason in ("rate", "busy") else {})
     return JSONResponse(content, status_code=_STATUS.get(reason, 403), headers=headers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections import Counter
 from typing import Final
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, TrainerUsageError
@@ -21,11 +22,13 @@ from trainer.network.rpc.dialing import DialRefusedError, address_group, host_ki
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import Peer, PeerId, Reason
+from trainer.network.rpc.token_buckets import count_down
 from trainer.run.authority.messages import PROBE_METHOD, Probe, ProbeReply
 
 _TIMEOUT_S: Final = 10.0
 _CONNECT_TIMEOUT_S: Final = 4.0
-_MAX_AT_ONCE: Final = 32
+_MAX_AT_ONCE, _MAX_OF_ADDRESS = 32, 16
+"""Nodes that are dialled at once: all, and of requesters at one address."""
 
 
 class DialBack:
@@ -37,21 +40,22 @@ class DialBack:
         # Kinds of address are judged here, for each requester; the rest there.
         self._endpoint.dialing.guard((), allow_private=True)
         self._allow_private = allow_private
-        self._num_under_way = 0
+        self._under_way = Counter[str]()  # By the requester's address.
 
     async def check(self, peer_id: PeerId, address: str, remote_host: str) -> None:
         """Checks that ``peer_id`` answers at ``address``, for a requester at ``remote_host``.
 
         Raises RefusedError: ``address`` (not to be dialled), ``busy``, ``rate``, or ``unreachable``.
         """
-        if self._num_under_way >= _MAX_AT_ONCE:
+        group = address_group(remote_host)
+        if self._under_way.total() >= _MAX_AT_ONCE or self._under_way[group] >= _MAX_OF_ADDRESS:
             raise RefusedError(Reason.BUSY, f"expected at most {_MAX_AT_ONCE} nodes to be dialled at once; try again")
-        self._num_under_way += 1
+        self._under_way[group] += 1
         try:
             where = await self._judged(address, remote_host)
             await self._probe(Peer(peer_id, where), address)
         finally:
-            self._num_under_way -= 1
+            count_down(self._under_way, group)
 
     async def close(self) -> None:
         """Ends all connections."""

@@ -59,6 +59,7 @@ def _printable(value: str) -> str:
 
 
 _Text = Annotated[str, Field(max_length=128), AfterValidator(_printable)]
+_Address = Annotated[str, Field(max_length=262), AfterValidator(_printable)]
 _Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -71,7 +72,8 @@ class JoinRequest(Message):
     role: Role
     stage: StageOfRun | Literal["", "auto"] = ""
     """Of a worker: the one it holds or wants; ``auto``: where the authority puts it."""
-    address: Annotated[str, Field(max_length=262)]  # ``host:port`` at which the authority is to find this key.
+    address: _Address
+    """``host:port`` at which the authority is to find this key."""
     device: _Text = ""
     memory_bytes: Annotated[int, Field(ge=0, lt=2**53)] = 0
     bandwidth_mbit: Annotated[float, Field(ge=0, lt=1e9)] = 0.0  # As its operator says; 0: not said.
@@ -133,7 +135,9 @@ class Refusal(Message):
     """Why the authority says no: one word for programs, one line for people."""
 
     reason: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
-    text: Annotated[str, Field(max_length=1000)]
+    text: Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+    revoked: RevokedPeers | None = None
+    """The newest list, where the reason is that the sender is revoked: nobody has to believe that without one."""
 
 
 class Probe(Message):

@@ -2,7 +2,8 @@
 
 Several authorities may have the file open, on one machine or over a file system with working locks: each change is one
 transaction (`BEGIN IMMEDIATE`), on the disk before it is answered. So the last use of an invitation is given once, and
-numbers of revocations never come twice. Of an invitation only a hash is kept (`messages.token_hash`).
+numbers of revocations, which are times in milliseconds, never come twice. Of an invitation only a hash is kept
+(`messages.token_hash`).
 
 The trade-off: a member's `seen_at` is written at most every `_SEEN_EVERY_S`, so the number of workers of a stage may be
 a minute and a half old; 1,000 members cost 33 writes a second.
@@ -44,7 +45,7 @@ CREATE TABLE IF NOT EXISTS members (
 CREATE TABLE IF NOT EXISTS nonces (nonce TEXT PRIMARY KEY, until REAL NOT NULL) STRICT;
 CREATE INDEX IF NOT EXISTS nonces_until ON nonces (until);
 CREATE TABLE IF NOT EXISTS revocations (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, peer_id TEXT NOT NULL UNIQUE, revoked_at REAL NOT NULL,
+    number INTEGER PRIMARY KEY, peer_id TEXT NOT NULL UNIQUE, revoked_at REAL NOT NULL,
     until REAL NOT NULL) STRICT;
 """
 
@@ -147,10 +148,11 @@ class Register:
                 raise TrainerError(f"expected at most {MAX_REVOKED} revoked peers at a time, found as many; try later")
             found = database.execute("SELECT expires_at FROM members WHERE peer_id = ?", (peer_id,)).fetchone()
             until = max(now + life_s, found[0] if found else 0.0) + MAX_CLOCK_SKEW_S
-            added = database.execute(
-                "INSERT INTO revocations (peer_id, revoked_at, until) VALUES (?, ?, ?)", (peer_id, now, until)
-            )
-            return int(added.lastrowid or 0)
+            [(last,)] = database.execute("SELECT coalesce(max(number), 0) FROM revocations")
+            # Later numbers are higher, even where this is a copy of the file that lacks the newest.
+            number = max(int(last) + 1, int(now * 1000))
+            database.execute("INSERT INTO revocations VALUES (?, ?, ?, ?)", (number, peer_id, now, until))
+            return number
 
     def revoked(self, now: float) -> tuple[int, tuple[PeerId, ...]]:
         """Returns the number of the newest list, 0 if there is none, and the peers that are in it now."""

@@ -1,7 +1,8 @@
 """What an authority does with a request: the checks, from cheap to expensive, and the credential at the end.
 
-    rate of the address → size, form → run, clock → signatures → revoked? seen before? invitation or allow-list
-    → digest of files → dial-back → (one transaction) a use of the invitation, the stage → credential
+    rate of the address (`take_request`) → size, form → run, clock → signatures → revoked? seen before?
+    → invitation or allow-list → digest of files → dial-back → (one transaction) a use of the invitation, the stage
+    → credential
 
 A request that fails is refused with one word and one line. Nothing that is logged or told contains an invitation,
 because none arrives here. A credential lives four hours and is renewed when half of that is over, so an authority may
@@ -104,6 +105,13 @@ class AuthorityService:
         """Returns which run this is the authority of."""
         return AuthorityInfo(run_name=self.run_name, issuer=self.identity.peer_id)
 
+    def take_request(self, remote_host: str) -> None:
+        """Counts a request of an address, before it is read; raises RefusedError (``rate``)."""
+        if not self._requests.take(address_group(remote_host)):
+            error = RefusedError(Reason.RATE, "expected fewer requests of this address; try again later")
+            self._note_refusal("request", error, remote_host)
+            raise error
+
     async def join(self, wire: bytes, remote_host: str) -> JoinReply:
         """Admits the sender of a join request, or renews its credential; raises RefusedError."""
         try:
@@ -115,7 +123,6 @@ class AuthorityService:
     async def check_in(self, wire: bytes, remote_host: str) -> CheckInReply:
         """Notes that a member is there, and returns a newer list of revoked peers; raises RefusedError."""
         try:
-            self._take_request(remote_host)
             signed = parse_request(SignedCheckIn, wire)
             self._check_addressed(signed.request.run_name, signed.request.sent_at)
             check_check_in_signature(signed)
@@ -142,7 +149,6 @@ class AuthorityService:
         return newest
 
     async def _join(self, wire: bytes, remote_host: str) -> JoinReply:
-        self._take_request(remote_host)
         signed = parse_request(SignedJoin, wire)
         request = signed.request
         self._check_addressed(request.run_name, request.sent_at)
@@ -184,10 +190,6 @@ class AuthorityService:
             logger.debug("%s… is not reached: %s", request.peer_id[:16], error)
             return False
         return True
-
-    def _take_request(self, remote_host: str) -> None:
-        if not self._requests.take(address_group(remote_host)):
-            raise RefusedError(Reason.RATE, "expected fewer requests of this address; try again later")
 
     def _check_addressed(self, run_name: str, sent_at: float) -> None:
         if run_name != self.run_name:

@@ -178,7 +178,8 @@ def _run_served(source: str, key: str, stages: int) -> tuple[str, int]:
         raise TrainerUsageError(f"--run {source}: expected a signed run file (run init makes one), found options")
     if key not in fetched.file.authorities:
         logger.warning(
-            "%s does not name this authority's key %s: nodes believe it once a change does (run set authorities=[KEY])",
+            "%s does not name this authority's key %s: nodes believe it once the file does (run init --authority) or, "
+            "in a run that names another, once a change does (run set authorities=[KEY,…])",
             fetched.where,
             key,
         )

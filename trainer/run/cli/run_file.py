@@ -48,7 +48,13 @@ def init_command(
     ] = None,
     config: Annotated[Path | None, typer.Option("--from", help="YAML file of options to begin with.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any option that nodes share: inner.lr=3e-4.")] = None,
-    authority: Annotated[list[str] | None, typer.Option(help="Key that may admit nodes; else all may join.")] = None,
+    authority: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY|URL",
+            help="Who admits nodes, else all may join: keys, or addresses alone of one with the run's key. Repeatable.",
+        ),
+    ] = None,
     initial_peers: Annotated[list[str] | None, typer.Option(help="Where nodes begin to look. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order.")] = None,
     lr: Annotated[float | None, typer.Option(help="Greatest learning rate.")] = None,
@@ -65,7 +71,10 @@ def init_command(
     from trainer.run.signed.files import RunFile, check_config, make_key
 
     values = read_run(config, set_ or [])
+    authorities = tuple(each for each in authority or () if "://" not in each)
+    urls = [each for each in authority or () if "://" in each]
     given = {option: value for option, value in context.params.items() if option in _PATHS and value not in (None, [])}
+    given |= {"authority": urls} if authority else {}
     for option, value in given.items():
         values = merged(values, nested(_PATHS[option], value))
     values = merged(values, {"run_id": name})
@@ -82,12 +91,13 @@ def init_command(
             "--preset: expected a size or shape, since all nodes of a run train one model, found none; give one of "
             "tiny … 7.5b"
         )
-    check_authorities(authority or ())
+    check_authorities(authorities)
     with_store = bool(values.get("data", {}).get("store"))
-    draft = RunFile.of(found, "0" * 64, tuple(authority or ()), with_store=with_store)
+    draft = RunFile.of(found, "0" * 64, authorities, with_store=with_store)
     check_config(draft, name)
     owner = make_key(key)
-    signed = draft.model_copy(update={"owner": owner.peer_id}).signed(owner)
+    admits = authorities or ((owner.peer_id,) if urls else ())
+    signed = draft.model_copy(update={"owner": owner.peer_id, "authorities": admits}).signed(owner)
     typer.echo(f"# The run {name}; signed, so change it by `python -m trainer run set` (docs/running-a-run.md).")
     typer.echo(signed.to_yaml(), nl=False)
     typer.echo(f"{key}: the run's own key; keep it to yourself, and a copy of it elsewhere", err=True)

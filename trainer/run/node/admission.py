@@ -4,7 +4,7 @@
     every 20 s: the authority is told that this node is there, and asked for the list of revoked peers
 
 A node with a valid stored credential starts, and goes on, while no authority answers; one warning says how long it can.
-A node that learns that it was revoked ends with one line: the others refuse it anyway.
+A node that learns by a signed list that it was revoked ends with one line: the others refuse it anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from trainer.network.rpc import Endpoint, Identity, Message, Reply, Request
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.credential import Credential, RevokedPeers, Role
 from trainer.network.rpc.dialing import is_private_host
-from trainer.network.rpc.messages import Reason
 from trainer.run.authority.messages import (
     CHECK_PATH,
     INFO_PATH,
@@ -53,6 +52,7 @@ from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node.authority_client import TEMPORARY, AuthorityClient
 from trainer.run.node.revocation_news import Peers, RevocationNews
+from trainer.run.signed import SignedRun
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +97,16 @@ class AdmissionClient:
         self._role: Role = role
         self._path = path
         self._clock = clock
-        self._authorities = AuthorityClient(config.urls)
         self._token = invitation_key(config.token) if config.token else None
         self._rng = random.Random(identity.peer_id)
         self._news = RevocationNews(self.admission, self._rng, self._on_news)
+        self._authorities = AuthorityClient(config.urls, self._news.hear)
         self._is_away = False  # Whether no authority answered last.
+        self._next: Credential | None = None  # For the stage that this worker is about to move to.
         self._tasks: list[asyncio.Task[None]] = []
 
     def go_by(self, authorities: frozenset[str]) -> None:
-        """Takes up the keys that the run names now; a run that names none any more keeps those it had."""
+        """Takes up the keys that the run names now; a run whose file names none goes by those that are given."""
         if authorities:
             self.admission.authorities = authorities
 
@@ -128,6 +129,11 @@ class AdmissionClient:
             AdmissionError: no authority answers, and there is no valid credential.
         """
         self._take_stored()
+        if not self._config.urls and self.admission.own is None:
+            raise TrainerUsageError(
+                "--authority: expected the address of the run's authority, which admits its nodes, found none here or "
+                "in the run's file (admission.urls)"
+            )
         timeout_s = self._config.join_timeout_s if self.admission.own is None else 0.0
         try:
             return await self._joined(address, _JOINING, timeout_s, stop)
@@ -144,6 +150,14 @@ class AdmissionClient:
                 "%s; going on with the credential of before, which is valid for %.0f min", error, left_s / 60
             )
             return own
+
+    async def prepare_move(self, address: str, stage: str) -> None:
+        """Gets a worker's credential for another stage, which its next client for that stage takes up.
+
+        Until then this one goes by its own. Raises RpcError: no authority answers, or it refuses.
+        """
+        self._next = (await self._asked_to_join(address, stage)).credential
+        self._store()
 
     def start(self, address: Callable[[], str], peers: Peers, endpoint: Endpoint) -> None:
         """Begins to renew and to listen for revocations, beside everything else; returns at once."""
@@ -215,29 +229,36 @@ class AdmissionClient:
 
     async def _join_once(self, address: str) -> Credential:
         await self._learn_authorities()
-        reply = await self._authorities.ask_any(
-            JOIN_PATH, lambda: self._join_request(address), JoinReply, _JOIN_TIMEOUT_S
-        )
-        if reply.credential.peer_id != self._identity.peer_id:
-            raise PeerUnavailableError("the run's authority answered with the credential of another node")
-        try:
-            self.admission.take_own(reply.credential)
-        except RefusedError as error:
-            raise PeerUnavailableError(
-                f"the run's authority answered with a credential that is not valid: {error}"
-            ) from None
+        reply = await self._asked_to_join(address, self.stage)
+        self.admission.take_own(reply.credential)
         self._news.hear(reply.revoked)
         if reply.credential.stage is not None:
             self.stage = reply.credential.stage
         self._store()
         return reply.credential
 
-    def _join_request(self, address: str) -> bytes:
+    async def _asked_to_join(self, address: str, stage: str) -> JoinReply:
+        """Asks the authorities once; returns an answer whose credential is this node's, and valid."""
+        reply = await self._authorities.ask_any(
+            JOIN_PATH, lambda: self._join_request(address, stage), JoinReply, _JOIN_TIMEOUT_S
+        )
+        credential = reply.credential
+        if credential.peer_id != self._identity.peer_id:
+            raise PeerUnavailableError("the run's authority answered with the credential of another node")
+        try:
+            credential.verify(self.admission.run_name, self.admission.authorities, self._clock(), ())
+        except RefusedError as error:
+            raise PeerUnavailableError(
+                f"the run's authority answered with a credential that is not valid: {error}"
+            ) from None
+        return reply
+
+    def _join_request(self, address: str, stage: str) -> bytes:
         request = JoinRequest(
             run_name=self.admission.run_name,
             peer_id=self._identity.peer_id,
             role=self._role,
-            stage=self.stage,
+            stage=stage,
             address=address,
             device=f"{platform.machine()} {platform.system()}"[:128],
             memory_bytes=_memory_bytes(),
@@ -254,12 +275,11 @@ class AdmissionClient:
         while self.failure is None:
             await asyncio.sleep(self._renewal_due_s())
             own = self.admission.own
-            left_s = max(1.0, own.expires_at - self._clock()) if own is not None else self._config.join_timeout_s
+            left_s = own.expires_at - self._clock() if own is not None else self._config.join_timeout_s
             try:
-                await self._joined(address(), _RENEWAL, left_s)
+                await self._joined(address(), _RENEWAL, max(_RENEWAL.longest_wait_s, left_s))
             except RefusedError as error:
-                if error.reason == Reason.REVOKED:
-                    self._fail_as_revoked()
+                if self._is_revoked:  # The signed list came with the refusal.
                     return
                 logger.warning(
                     "the run's authority does not renew this node's credential (%s): %s", error.reason, error
@@ -292,17 +312,20 @@ class AdmissionClient:
                 return
             for known in stored.revoked:
                 self.admission.revoke(known)
-            if stored.credential.peer_id == self._identity.peer_id and stored.credential.role == self._role:
-                self.admission.take_own(stored.credential)
+            credential = stored.credential
+            is_own = credential.peer_id == self._identity.peer_id and credential.role == self._role
+            if is_own and (self.stage in ("", "auto") or credential.stage in (None, self.stage)):
+                self.admission.take_own(credential)
         except FileNotFoundError:
             return
         except (OSError, ValidationError, RefusedError) as error:
             logger.info("%s: the credential of before is not used: %s", self._path, str(error).partition("\n")[0])
 
     def _store(self) -> None:
-        if self.admission.own is None:
+        credential = self._next or self.admission.own
+        if credential is None:
             return
-        stored = _Stored(credential=self.admission.own, revoked=self.admission.lists())
+        stored = _Stored(credential=credential, revoked=self.admission.lists())
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(self._path.parent) as file:
@@ -322,9 +345,7 @@ class AdmissionClient:
                 self._note_away(error)
                 continue
             except RefusedError as error:
-                if error.reason == Reason.REVOKED:
-                    self._fail_as_revoked()
-                else:
+                if not self._is_revoked:
                     logger.warning("the run's authority refuses a check-in (%s): %s", error.reason, error)
                 continue
             if self._is_away:
@@ -352,8 +373,12 @@ class AdmissionClient:
     def _on_news(self) -> None:
         """Keeps a newer list for the next start, and ends this node where it is in it."""
         self._store()
-        if self.admission.is_revoked(self._identity.peer_id):
+        if self._is_revoked:
             self._fail_as_revoked()
+
+    @property
+    def _is_revoked(self) -> bool:
+        return self.admission.is_revoked(self._identity.peer_id)
 
     def _fail_as_revoked(self) -> None:
         if self.failure is None:
@@ -370,8 +395,14 @@ def admission_path(config: RunConfig) -> Path:
 def admission_client(config: RunConfig, identity: Identity, role: Role, stage: str = "") -> AdmissionClient | None:
     """Returns what gets a node admitted; None for a run without an authority."""
     if not config.admission.is_required:
+        if config.admission.token:
+            logger.warning("an invitation was given, but this run names no authority: anybody may join it")
         return None
-    return AdmissionClient(config.admission, identity, config.run_id, role, admission_path(config), stage=stage)
+    client = AdmissionClient(config.admission, identity, config.run_id, role, admission_path(config), stage=stage)
+    run = SignedRun.open(config)
+    if run is not None:
+        client.go_by(run.authorities())  # A change may have named others since the run's file.
+    return client
 
 
 def _memory_bytes() -> int:

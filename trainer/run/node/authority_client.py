@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,7 +13,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError
-from trainer.network.rpc.credential import MAX_LIST_BYTES
+from trainer.network.rpc.credential import MAX_LIST_BYTES, RevokedPeers
 from trainer.network.rpc.messages import Reason
 from trainer.run.authority.messages import Refusal
 
@@ -24,10 +25,11 @@ ReplyT = TypeVar("ReplyT", bound=BaseModel)
 
 
 class AuthorityClient:
-    """The authorities at ``urls``."""
+    """The authorities at ``urls``; ``hear`` gets the lists of revoked peers that come with refusals."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], hear: Callable[[RevokedPeers], None]) -> None:
         self._urls = tuple(urls)
+        self._hear = hear
 
     async def ask_any(self, path: str, request: Callable[[], bytes], reply: type[ReplyT], timeout_s: float) -> ReplyT:
         """Posts to the authorities in turn until one answers; a refusal that may pass has the next one asked too."""
@@ -67,6 +69,9 @@ class AuthorityClient:
             refusal = Refusal.model_validate_json(bytes(answer))
         except ValidationError:
             raise PeerUnavailableError(f"{who} answered as none does (HTTP {response.status_code})") from None
+        if refusal.revoked is not None:
+            with contextlib.suppress(RefusedError):  # A forged one is no reason to stop.
+                self._hear(refusal.revoked)
         raise RefusedError(refusal.reason, refusal.text)
 
 

@@ -44,6 +44,7 @@ S = TypeVar("S")
 _REMEMBERED_STATES = 64
 _REFRESH_S = 0.5
 _START_S = 60.0
+_PERMIT_S = 60.0  # For the run's authorities to answer, which dial back meanwhile.
 _FIRST_PEERS_S = 15.0
 _UNHEARD_S = 75.0  # A minute after `_FIRST_PEERS_S`, when it is logged for the first time.
 _CATCH_UP_S = 120.0
@@ -283,6 +284,17 @@ class Network(Generic[S]):
         """Raises `AdmissionError` once the run's authority has revoked this node."""
         if self._admission is not None:
             self._admission.check()
+
+    def may_move_to(self, stage: str) -> bool:
+        """Gets what this worker needs to hold another stage: where the run has an authority, a credential for it."""
+        if self._admission is None:
+            return True
+        try:
+            self._loop.run(self._admission.prepare_move(self.endpoint.address, stage), _PERMIT_S)
+        except TrainerError as error:
+            logger.warning("stays where it is, since it is not admitted to %s: %s", stage, error)
+            return False
+        return True
 
     def stop(self) -> None:
         """Ends announcements, rounds and connections; also where `start` was never called."""

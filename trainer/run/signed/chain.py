@@ -136,6 +136,13 @@ class ChangeChain:
             found = with_settings(self._base, self.settings_by(self.newest) | dict(settings))
         except TrainerUsageError as error:
             raise RecordRefusedError("settings", str(error)) from None
+        if AUTHORITIES in settings and bool(settings[AUTHORITIES]) != bool(self._file.authorities):
+            # Nodes that run could neither become members nor forget that they are.
+            raise RecordRefusedError(
+                "settings",
+                f"{AUTHORITIES}: expected {'some' if self._file.authorities else 'none'}, as in the run's file; "
+                "whether a run takes members only is settled when it begins (run init --authority)",
+            )
         if bool(found.inner.decay_end_tokens) != bool(self._base.inner.decay_end_tokens):
             raise RecordRefusedError(
                 "settings",

@@ -1,7 +1,8 @@
 """A run as its owner meets it from outside: found, asked how far it is and which changes it knows, told of another.
 
 Whoever calls trains nothing and announces nothing. Nodes are found as nodes find each other, from the addresses in the
-run file or those given, by peer exchange or in the DHT; in the DHT a change is kept as well.
+run file or those given, by peer exchange or in the DHT; in the DHT a change is kept as well. In a run that admits its
+members only, peer exchange is closed to whoever calls here: the addresses themselves are asked, and what the DHT has.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from trainer.errors import DiscoveryError, RpcError
+from trainer.errors import DiscoveryError, RpcError, TrainerUsageError
 from trainer.model.config import stage_names
 from trainer.network.discovery import Discovery, open_discovery
+from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.exchange import RUN_METHOD
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.discovery.records import record_key, sign_record
 from trainer.network.discovery.run_change import RUN_CHANGE, RunChange, SettingValue
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
+from trainer.network.rpc.config import has_port
 from trainer.run.config import RunConfig
 from trainer.run.signed.chain import ChangeChain
 from trainer.run.signed.files import RunFile
@@ -30,6 +33,7 @@ _FIND_S: Final = 20.0  # For a DHT to start on a busy machine, and to answer.
 _SETTLE_S: Final = 2.0  # After the first node was found, for the rest to be.
 _LOOK_S: Final = 0.2
 _ASK_S: Final = 5.0
+_MAX_HEARD: Final = 64  # Nodes of a DHT that are asked, where none says by itself that it is there.
 _ROUNDS_AHEAD: Final = 2
 """By default a change is in force from so many rounds behind the furthest node's: one is under way, and in the next
 everybody hears of it."""
@@ -57,24 +61,28 @@ class Told:
 class RunContact:
     """A run that can be reached; made by `reached`."""
 
-    def __init__(self, endpoint: Endpoint, discovery: Discovery, chain: ChangeChain) -> None:
+    def __init__(self, endpoint: Endpoint, discovery: Discovery, chain: ChangeChain, named: Sequence[str] = ()) -> None:
         self.nodes: tuple[NodeFound, ...] = ()
         """The nodes that have answered, by `find`."""
         self._endpoint = endpoint
         self._discovery = discovery
         self._chain = chain
+        self._has_authority = bool(chain.authorities_at(0))
+        dialled = named if self._has_authority else ()
+        self._named = tuple(address for address in dialled if has_port(address) and not address.startswith("/"))
         self._exchange = RecordExchange(endpoint, chain, lambda: ())
 
     async def find(self, wait_s: float = _FIND_S) -> None:
         """Finds the nodes of the run, asks each how far it is, and takes up the changes they know."""
+        named = [node for node in await asyncio.gather(*map(self._ask_address, self._named)) if node is not None]
         ends_s, is_settling = time.monotonic() + wait_s, False
         while time.monotonic() < ends_s:
-            if not is_settling and await self._discovery.peers():
+            if not is_settling and (named or await self._said()):
                 ends_s, is_settling = min(ends_s, time.monotonic() + _SETTLE_S), True
             await asyncio.sleep(_LOOK_S)
-        said = await self._discovery.peers()
-        found = await asyncio.gather(*(self._ask(it.node_id, it.peer()) for it in said))
-        self.nodes = tuple(node for node in found if node is not None)
+        found = await asyncio.gather(*(self._ask(it.node_id, it.peer()) for it in await self._said()))
+        by_key = {node.peer.peer_id: node for node in (*named, *found) if node is not None}
+        self.nodes = tuple(by_key.values())
         for node in sorted(self.nodes, key=lambda node: -node.newest_change)[:3]:
             await self._exchange.pull(node.peer)
 
@@ -101,12 +109,21 @@ class RunContact:
             silent=tuple(node.node_id for node, why in zip(self.nodes, answers, strict=True) if why is None),
         )
 
+    async def _said(self) -> Sequence[Announcement]:
+        """Returns what the nodes announce that are to be asked."""
+        found = await self._discovery.peers()
+        return found or (self._discovery.heard()[:_MAX_HEARD] if self._has_authority else ())
+
+    async def _ask_address(self, address: str) -> NodeFound | None:
+        return await self._ask(address, Peer(None, address))
+
     async def _ask(self, node_id: str, peer: Peer) -> NodeFound | None:
         try:
             reply = await self._endpoint.call(peer, RUN_METHOD, RunQuestion(), RunAnswer, timeout_s=_ASK_S)
-        except RpcError:
+        except (RpcError, TrainerUsageError):  # The latter: an announced address that cannot be dialled.
             return None
-        return NodeFound(node_id, peer, reply.body.round_index, reply.body.newest_change)
+        known = Peer(reply.sender, peer.address, peer.certificate)
+        return NodeFound(node_id, known, reply.body.round_index, reply.body.newest_change)
 
     async def _tell(self, node: NodeFound, wires: Sequence[bytes]) -> str | None:
         """Returns why a node refused what it was told; empty: it did not; None: no answer."""
@@ -130,7 +147,7 @@ async def reached(
     await endpoint.start()
     try:
         await discovery.start()
-        yield RunContact(endpoint, discovery, chain)
+        yield RunContact(endpoint, discovery, chain, options.initial_peers)
     finally:
         await discovery.close()
         await endpoint.stop()

@@ -85,7 +85,8 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     },
     "admission": {
         # Whose credentials count the file says apart (`AUTHORITIES`).
-        "own": "authorities urls token bandwidth_mbit join_timeout_s check_interval_s",
+        "own": "authorities token bandwidth_mbit join_timeout_s check_interval_s",
+        "offered": "urls",
     },
     "checkpoint": {"own": "directory token every_steps keep"},
     "health": {"offered": "max_withdrawals max_failed_rounds max_skipped_steps max_loss_ratio"},

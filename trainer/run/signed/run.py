@@ -20,12 +20,13 @@ from pydantic import Field
 
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig
-from trainer.errors import RunFileError
+from trainer.errors import RefusedError, RunFileError
 from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.exchange import RUN_METHOD
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.rpc.endpoint import Endpoint
-from trainer.network.rpc.messages import Message, Peer, Reply, Request
+from trainer.network.rpc.messages import Message, Peer, Reason, Reply, Request
+from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.outer.diloco.rounds import AgreedChanges
 from trainer.run.config import RunConfig
 from trainer.run.signed.chain import ChangeChain, with_settings
@@ -34,6 +35,8 @@ from trainer.run.signed.files import MAX_FILE_BYTES, RunFile, read_run_file, wri
 logger = logging.getLogger(__name__)
 
 _FILE, _CHANGES = "run.json", "changes.jsonl"
+_ANSWERS, _ANSWERS_PER_S = 128.0, 4.0
+"""Questions of one address that are answered: at once, and per second. An answer may have 256 KiB."""
 
 
 class RunQuestion(Message):
@@ -132,10 +135,16 @@ class SignedRun:
         """Answers questions about the run at an endpoint that is not started yet; returns what spreads its changes."""
         body = self.file.to_json()
 
-        async def answer(_request: Request[RunQuestion]) -> Reply[RunAnswer]:
+        answers = TokenBuckets(_ANSWERS, _ANSWERS_PER_S)
+
+        async def answer(request: Request[RunQuestion]) -> Reply[RunAnswer]:
+            if not answers.take(request.remote_address):
+                raise RefusedError(Reason.BUSY, "expected fewer questions for the run of this address; ask again later")
             return Reply(RunAnswer(round_index=self.round_index(), newest_change=self.chain.newest), body)
 
-        endpoint.register(RUN_METHOD, RunQuestion, answer, any_recipient=True, max_payload_bytes=0)
+        endpoint.register(
+            RUN_METHOD, RunQuestion, answer, any_recipient=True, needs_credential=False, max_payload_bytes=0
+        )
         self._exchange = RecordExchange(endpoint, self.chain, peers, discovery)
         self._exchange.register()
         return self._exchange

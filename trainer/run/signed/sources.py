@@ -26,7 +26,7 @@ from genesis.errors import GenesisError, ObjectNotFoundError
 from genesis.store import RetryPolicy, open_readable
 from trainer.errors import RpcError, RunFileError, TrainerUsageError
 from trainer.network.rpc.config import split_address
-from trainer.run.config import RunConfig, merged, to_mapping
+from trainer.run.config import RunConfig, merged, nested, to_mapping
 from trainer.run.config.reading import parse_override, parse_yaml
 from trainer.run.signed.chain import ChangeChain, split_lines
 from trainer.run.signed.fields import OPEN_IN_FILE, STANDINGS
@@ -61,10 +61,10 @@ class FetchedRun:
 
     def options(self) -> dict[str, Any]:
         """Returns the options that every node of the run has, as configuration files have them."""
-        named: dict[str, Any] = {"run_id": self.file.name, "run_digest": self.file.digest()}
+        values = merged(self.file.config, {"run_id": self.file.name, "run_digest": self.file.digest()})
         if self.file.authorities:
-            named |= {"admission": {"authorities": list(self.file.authorities)}}
-        return {**self.file.config, **named}
+            values = merged(values, nested("admission.authorities", list(self.file.authorities)))
+        return values
 
 
 def fetch_run(source: str) -> FetchedRun | None:

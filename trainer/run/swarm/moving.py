@@ -18,6 +18,7 @@ from trainer.run.swarm.rebalancing import Move, Rebalancer, placed_workers
 from trainer.run.swarm.shape import SwarmShape
 
 _EVERY_S: Final = 2.0
+_PUT_OFF_S: Final = 60.0
 _BYTES_PER_PARAMETER: Final = 12  # Weights and two moments, in fp32.
 
 
@@ -66,6 +67,10 @@ class StageMoves:
         self._looked_s = now_s
         self._has_stepped = any(report.version for report in reports.values())
         return self._rule.look(placed_workers(reports), now_s)
+
+    def put_off(self, now_s: float) -> None:
+        """Looks again in a minute: the worker may not move now."""
+        self._looked_s = now_s + _PUT_OFF_S
 
     def _move_s(self, name: str) -> float:
         """Leaving, and the longer of what the state takes over the link and what joining has taken here."""

@@ -501,6 +501,9 @@ class WorkerNode:
         move = self._moves.look({**reports, self._network.peer_id: self._report()}, time.monotonic())
         if move is None:
             return False
+        if not self._network.may_move_to(move.to):
+            self._moves.put_off(time.monotonic())
+            return False
         logger.info(
             "moves from %s to %s: the slowest stage does %.1f rows a second, and then %.1f",
             self._built.name,

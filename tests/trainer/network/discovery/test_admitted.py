@@ -34,13 +34,13 @@ class _Node:
 
 @asynccontextmanager
 async def _node(
-    name: str, *addresses: str, role: Role | None, stage: StageReport | None = None
+    name: str, *addresses: str, role: Role | None, stage: StageReport | None = None, admitted_to: str | None = None
 ) -> AsyncIterator[_Node]:
     identity, admission = Identity.create(), None
     if role is not None:
         admission = Admission(RUN_ID, [_AUTHORITY.peer_id])
         now = time.time()
-        admission.take_own(Credential.issue(_AUTHORITY, RUN_ID, identity.peer_id, role, None, now, 600.0))
+        admission.take_own(Credential.issue(_AUTHORITY, RUN_ID, identity.peer_id, role, admitted_to, now, 600.0))
     endpoint = Endpoint(identity, RUN_ID, fast_config(), admission)
     await endpoint.start()
     discovery = StaticDiscovery(endpoint, addresses, _QUICK, keeps_callers=True)
@@ -65,6 +65,8 @@ async def test_members_are_found_strangers_and_false_roles_are_not_and_the_revok
         _node("driver", worker.endpoint.address, role="driver") as driver,
         _node("worker as driver", worker.endpoint.address, role="worker"),
         _node("driver as worker", worker.endpoint.address, role="driver", stage=_REPORT),
+        _node("monitor as driver", worker.endpoint.address, role="monitor"),
+        _node("worker of the tail", worker.endpoint.address, role="worker", stage=_REPORT, admitted_to="tail"),
         _node("stranger", worker.endpoint.address, role=None) as stranger,
     ):
         await _until_known(driver, "worker")
@@ -78,3 +80,29 @@ async def test_members_are_found_strangers_and_false_roles_are_not_and_the_revok
         admission.revoke(RevokedPeers.issue(_AUTHORITY, RUN_ID, 1, [driver.endpoint.peer_id], time.time()))
         assert await worker.knows() == set()
         assert all(said.peer_id != driver.endpoint.peer_id for said in worker.discovery.heard())
+
+
+async def test_a_worker_that_moved_is_found_again_by_its_new_credential() -> None:
+    """At the same address and under the same key, once it has shown what admits it to the other stage."""
+    async with (
+        _node("worker", role="worker", stage=_REPORT, admitted_to="head") as worker,
+        _node("driver", worker.endpoint.address, role="driver") as driver,
+    ):
+        await _until_known(driver, "worker")
+        identity, address = worker.endpoint.identity, worker.endpoint.address
+        await worker.discovery.close()
+        await worker.endpoint.stop()
+        admission, now = Admission(RUN_ID, [_AUTHORITY.peer_id]), time.time()
+        admission.take_own(Credential.issue(_AUTHORITY, RUN_ID, identity.peer_id, "worker", "tail", now, 600.0))
+        endpoint = Endpoint(identity, RUN_ID, fast_config(port=int(address.rpartition(":")[2])), admission)
+        await endpoint.start()
+        discovery = StaticDiscovery(endpoint, [driver.endpoint.address], _QUICK, keeps_callers=True)
+        await discovery.start()
+        report = _REPORT.model_copy(update={"uid": "tail.0.42"})
+        moved = announcement(identity, node_id="moved", run_id=RUN_ID, address=address, stage=report)
+        await discovery.announce(moved)
+        try:
+            await _until_known(driver, "moved")
+        finally:
+            await discovery.close()
+            await endpoint.stop()

@@ -15,6 +15,7 @@ from manifests.serialisation import canonical_json
 from tests.support.announcements import announce
 from trainer.errors import DiscoveryError, TrainerError
 from trainer.network.discovery.announcement import AnnouncementRefusedError
+from trainer.network.discovery.node_report import ReportRefusedError
 from trainer.network.discovery.record_kinds import RECORD_MODELS, check_stored, table_rows
 from trainer.network.discovery.records import RecordRefusedError, record_key, sign_record
 from trainer.network.discovery.run_change import MAX_SETTINGS, RUN_CHANGE, RunChange
@@ -142,6 +143,8 @@ _envelopes = st.fixed_dictionaries(
     | _envelopes.map(lambda it: json.dumps(it, sort_keys=True, separators=(",", ":")).encode())
 )
 @example(b'{"kind":"run-change","record":' + b"[" * 5000)
+@example(b'{"report":' + b"[" * 5000)
+@example(b'{"report":{"peer_id":"\\ud800"},"signature":""}')
 @example(b'{"kind":"' + b"x" * 20_000)
 @example(b'{"kind":"run-change","record":{"number":1e999},"signature":"' + b"0" * 128 + b'"}')
 @example(b'{"kind":"run-change","kind":"run-change","record":{},"signature":""}')
@@ -151,7 +154,7 @@ def test_nothing_that_anybody_can_send_is_more_than_a_refusal(wire: bytes) -> No
         lambda: _verified(wire),
         lambda: check_stored(wire, "a.1", _NOW + 60, now=_NOW, max_clock_skew_s=_SKEW_S),
     ):
-        with pytest.raises((RecordRefusedError, AnnouncementRefusedError)) as refused:
+        with pytest.raises((RecordRefusedError, AnnouncementRefusedError, ReportRefusedError)) as refused:
             check()
         assert isinstance(refused.value, TrainerError)
         assert refused.value.reason.isalpha()
@@ -197,7 +200,7 @@ def test_a_dht_keeps_an_announcement_for_as_long_as_it_says_itself() -> None:
 def test_the_page_of_records_has_every_kind_with_its_bounds() -> None:
     page = (_DOCS / "records.md").read_text(encoding="utf-8")
     rows = table_rows()
-    assert {row.name for row in rows} == {"announcement", *RECORD_MODELS}
+    assert {row.name for row in rows} == {"announcement", "report", "credential", "revoked-peers", *RECORD_MODELS}
     for row in rows:
         line = f"| `{row.name}` | `{row.schema}` | {row.signer} | {row.max_bytes:,} | {row.age} | {row.count} |"
         assert line in page, line

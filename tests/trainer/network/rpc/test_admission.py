@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,7 +13,8 @@ from tests.support.authority import endpoint_with, eventually
 from tests.support.rpc_node import RUN_ID, Answer, Question, ask, fast_config, refused, register_test_methods
 from tests.support.rpc_node import Clock as FakeClock
 from trainer.errors import PeerUnavailableError, RefusedError
-from trainer.network.rpc import Admission, Credential, Endpoint, Identity, Peer, RevokedPeers
+from trainer.network.rpc import Admission, Credential, Endpoint, Identity, Peer, Reply, Request, RevokedPeers, Stream
+from trainer.network.rpc.credential import Role
 
 _AUTHORITY = Identity.create()
 
@@ -87,6 +89,48 @@ async def test_strangers_are_neither_served_nor_believed() -> None:
                 await ask(member, Peer(None, stranger.address))
         finally:
             await stranger.stop()
+
+
+async def test_what_joiners_have_to_read_is_answered_to_strangers_but_not_to_the_revoked() -> None:
+    async def tell(_request: Request[Question]) -> Reply[Answer]:
+        return Reply(Answer(text="the run"))
+
+    async with endpoint_with(_AUTHORITY) as member, endpoint_with(_AUTHORITY) as other:
+        member.register("test/open", Question, tell, any_recipient=True, needs_credential=False)
+        stranger = Endpoint(Identity.create(), RUN_ID, fast_config())
+        for peer in (member.peer, Peer(None, member.address)):
+            reply = await stranger.call(peer, "test/open", Question(), Answer, timeout_s=20)
+            assert (reply.body.text, reply.sender) == ("the run", member.peer_id)
+        with refused("credential", "found none"):  # It is no member by that.
+            await ask(stranger, member.peer)
+        assert not _admission(member).is_member(stranger.peer_id)
+        await other.call(member.peer, "test/open", Question(), Answer, timeout_s=20)
+        _admission(member).revoke(_revoked(1, other))
+        with refused("revoked"):
+            await other.call(member.peer, "test/open", Question(), Answer, timeout_s=20)
+        await stranger.stop()
+
+
+@pytest.mark.parametrize(("role", "is_served"), [("worker", True), ("driver", False), ("monitor", False)])
+async def test_a_method_is_answered_to_members_of_its_roles(role: Role, is_served: bool) -> None:
+    async def answer(_request: Request[Question]) -> Reply[Answer]:
+        return Reply(Answer())
+
+    async def drain(_request: Request[Question], stream: Stream) -> None:
+        while await stream.receive() is not None:
+            pass
+
+    async with endpoint_with(_AUTHORITY, role=role) as caller, endpoint_with(_AUTHORITY) as callee:
+        callee.register("test/round", Question, answer, roles=("node", "worker"))
+        callee.register_stream("test/reduction", Question, drain, roles=("node", "worker"))
+        for _ in range(2):  # When the credential is shown, and when it is known.
+            with nullcontext() if is_served else refused("role", f"found that of a {role}"):
+                await caller.call(callee.peer, "test/round", Question(), Answer, timeout_s=20)
+            with nullcontext() if is_served else refused("role"):
+                async with caller.open_stream(callee.peer, "test/reduction", Question(), timeout_s=20) as stream:
+                    await stream.end()
+                    assert await stream.receive() is None
+        await ask(caller, callee.peer)
 
 
 async def test_the_credential_of_another_is_of_no_use() -> None:
@@ -180,7 +224,7 @@ def test_an_older_credential_takes_nothing_back_and_what_is_known_is_bounded(mon
         admission.admit(admission.screen(peer.peer_id, credential.wire()))
     clock.now_s += 500.0
     assert admission.is_member(peer.peer_id)
-    monkeypatch.setattr("trainer.network.rpc.admission._MAX_KNOWN", 4)
+    monkeypatch.setattr("trainer.network.rpc.admission.MAX_KNOWN", 4)
     for _ in range(10):
         other = Identity.create()
         admission.admit(admission.screen(other.peer_id, _issued(other, clock, 100.0).wire()))

@@ -120,6 +120,14 @@ async def test_every_mistake_has_its_word_and_costs_no_use(
         assert invitation.removeprefix("invite-") not in caplog.text
 
 
+async def test_nothing_that_is_logged_has_several_lines(tmp_path: Path) -> None:
+    async with running_authority(tmp_path, over_http=False) as authority:
+        wire = join_wire(Identity.create(), "x:4100", authority.invite("driver"), role="driver")
+        for lines in (b"x:4100\\nadmitted", b"x:4100\\u001b[2J"):
+            with refused("malformed", "printable"):
+                await authority.service.join(wire.replace(b"x:4100", lines), LOCAL)
+
+
 async def test_a_request_that_came_before_is_refused_by_all_authorities_on_the_file(tmp_path: Path) -> None:
     async with (
         running_authority(tmp_path, over_http=False) as one,
@@ -139,8 +147,8 @@ async def test_an_invitation_expires_and_a_revoked_node_does_not_come_back(tmp_p
         with refused("token", "expired"):
             await _join(authority, node.identity, node.address, authority.invite(life_s=-1.0))
         await _join(authority, node.identity, node.address, authority.invite())
-        assert authority.register.revoke(node.peer_id, time.time(), 3600.0) == 1
-        assert authority.register.revoke(node.peer_id, time.time(), 3600.0) == 1
+        number = authority.register.revoke(node.peer_id, time.time(), 3600.0)
+        assert authority.register.revoke(node.peer_id, time.time() + 10.0, 3600.0) == number
         authority.register.allow(node.peer_id, "worker")
         for invitation in ("", authority.invite()):
             with refused("revoked"):
@@ -148,7 +156,7 @@ async def test_an_invitation_expires_and_a_revoked_node_does_not_come_back(tmp_p
         newest = await authority.service.revoked()
         assert newest is not None
         newest.verify(RUN_ID, [authority.key], time.time())
-        assert (newest.number, newest.revoked) == (1, (node.peer_id,))
+        assert (newest.number, newest.revoked) == (number, (node.peer_id,))
         await _join(authority, other.identity, other.address, authority.invite())
 
 
@@ -157,10 +165,10 @@ async def test_a_list_drops_whose_credentials_have_all_expired(tmp_path: Path) -
     async with running_authority(tmp_path, over_http=False, clock=clock, life_s=100.0) as authority:
         authority.register.revoke("0" * 64, clock.now_s, 100.0)
         clock.now_s += 300.0
-        authority.register.revoke("1" * 64, clock.now_s, 100.0)
+        number = authority.register.revoke("1" * 64, clock.now_s, 100.0)
         newest = await authority.service.revoked()
         assert newest is not None
-        assert (newest.number, newest.revoked) == (2, ("1" * 64,))
+        assert (newest.number, newest.revoked) == (number, ("1" * 64,))
 
 
 # -- dialling back -----------------------------------------------------------------------------------------------------
@@ -239,12 +247,13 @@ async def test_requests_of_one_address_are_bounded(tmp_path: Path) -> None:
         found = Counter[str]()
         for number in range(20):
             try:
-                await authority.service.join(b"{}", f"2001:db8::{number:x}")
+                authority.service.take_request(f"2001:db8::{number:x}")
+                found["taken"] += 1
             except RefusedError as error:
                 found[error.reason] += 1
-        assert found == {"malformed": 5, "rate": 15}
-        with refused("malformed"):
-            await authority.service.join(b"{}", "2001:db8:1::1")
+        assert found == {"taken": 5, "rate": 15}
+        assert authority.service.refused == {"rate": 15}
+        authority.service.take_request("2001:db8:1::1")
 
 
 # -- stages, check-ins -------------------------------------------------------------------------------------------------
@@ -324,6 +333,22 @@ async def test_a_check_in_brings_news_to_members_only(tmp_path: Path) -> None:
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_revocation_by_an_older_copy_of_the_file_is_newer_than_all_before_it(tmp_path: Path) -> None:
+    now = time.time()
+    original = Register(tmp_path / "authority.sqlite")
+    first = original.revoke("0" * 64, now, 3600.0)
+    original.close()
+    (tmp_path / "copy.sqlite").write_bytes((tmp_path / "authority.sqlite").read_bytes())
+    original = Register(tmp_path / "authority.sqlite")
+    lost = original.revoke("1" * 64, now + 1.0, 3600.0)
+    assert original.revoke("2" * 64, now + 1.0, 3600.0) == lost + 1
+    original.close()
+    copy = Register(tmp_path / "copy.sqlite")
+    assert copy.revoked(now) == (first, ("0" * 64,))
+    assert first < lost < lost + 1 < copy.revoke("3" * 64, now + 60.0, 3600.0)
+    copy.close()
 
 
 def test_a_file_is_of_one_run_and_keeps_no_invitation(tmp_path: Path) -> None:

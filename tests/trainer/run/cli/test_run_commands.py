@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.trainer_command import TrainerHere
+from trainer.run.config import RunConfig, from_mapping, merged
 from trainer.run.signed.files import read_run_file
+from trainer.run.signed.sources import check_agrees, options_of
 
 
 @pytest.fixture
@@ -49,6 +51,29 @@ def test_runs_that_cannot_be_made_leave_no_key(
     assert not (tmp_path / "run.key").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "keys", "urls"),
+    [
+        (("ab" * 32,), ["ab" * 32], []),
+        (("https://a.example.org:4500",), ["own"], ["https://a.example.org:4500"]),
+        (("ab" * 32, "https://a.example.org"), ["ab" * 32], ["https://a.example.org"]),
+    ],
+)
+def test_a_run_says_who_admits_its_nodes_and_where(
+    here: TrainerHere, tmp_path: Path, given: tuple[str, ...], keys: list[str], urls: list[str]
+) -> None:
+    options = [part for each in given for part in ("--authority", each)]
+    printed = here.other("run", "init", "r", "--preset", "tiny", *options, "--key", tmp_path / "run.key")
+    (tmp_path / "run.yaml").write_text(printed[printed.index("# The run") :], encoding="utf-8")
+    values, fetched = options_of(tmp_path / "run.yaml", ())
+    assert fetched is not None
+    assert values["admission"]["authorities"] == [fetched.file.owner if key == "own" else key for key in keys]
+    assert values["admission"]["urls"] == urls
+    # A node may ask elsewhere, as where a proxy is on its way.
+    elsewhere = merged(values, {"node_id": "a", "admission": {"urls": ["http://10.0.0.1:4500"]}})
+    check_agrees(from_mapping(RunConfig, elsewhere), fetched)
+
+
 def test_an_edited_file_is_signed_again(run: Path, here: TrainerHere) -> None:
     run.write_text(run.read_text().replace("seed: 0", "seed: 5", 1))
     said = here.other("run", "show", "--run", run, "--offline", expect=2)
@@ -81,7 +106,9 @@ def test_changes_are_shown_and_kept_beside_the_file(run: Path, here: TrainerHere
     assert "inner.lr: 0.0002 (was 0.0001)" in said
     assert "no node was reached" in said
     here.other("run", "set", "rule.rule=median", *key, "--at-round", "7")
-    assert "change 3" in here.other("run", "set", f"authorities=[{'ab' * 32}]", *key, "--at-round", "12")
+    assert "change 3" in here.other("run", "set", "rule.rule=mean", *key, "--at-round", "12")
+    closed = here.other("run", "set", f"authorities=[{'ab' * 32}]", *key, "--at-round", "12", expect=2)
+    assert "settled when it begins" in closed
     shown = here.other("run", "show", "--run", run)
     assert [line[:4] for line in shown.splitlines() if "signed 20" in line] == ["  1 ", "  2 ", "  3 "]
     assert "# slow" in shown

@@ -177,6 +177,23 @@ async def test_a_revoked_node_is_told_and_ends(tmp_path: Path) -> None:
                 await node.client.failed()
 
 
+async def test_nobody_ends_because_somebody_else_says_that_it_was_revoked(tmp_path: Path) -> None:
+    """Another authority answers at the address, as whoever is on the way of plain HTTP may."""
+    async with (
+        running_authority(tmp_path) as authority,
+        running_authority(tmp_path / "other", over_http=False) as other,
+        admitted_node(tmp_path, authority, check_interval_s=0.2) as node,
+    ):
+        await authority.kill()
+        other.register.revoke(node.identity.peer_id, time.time(), 3600.0)
+        await other.serve(int(authority.url.rpartition(":")[2]))
+        node.start()
+        await eventually(lambda: other.service.refused["revoked"] >= 2)
+        node.client.check()
+        assert not node.admission.any_revoked
+        await authority.serve()
+
+
 async def test_what_was_revoked_is_known_after_a_restart_without_the_authority(tmp_path: Path) -> None:
     identity = Identity.create()
     async with running_authority(tmp_path) as authority:
@@ -219,9 +236,66 @@ async def test_the_service_refuses_over_http_with_a_word_a_line_and_a_status(tmp
             response = await http.post("/v1/join", content=body)
             assert (response.status_code, response.json()["reason"]) == (status, reason)
             assert "\n" not in response.json()["text"]
-        assert (await http.get("/v1/revoked")).status_code == 204
         assert (await http.get("/v1/authority")).json() == {"run_name": RUN_ID, "issuer": authority.key}
         assert (await http.get("/docs")).status_code == 404
+
+
+async def test_whoever_sends_no_body_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of requests that announce a body, on more connections than are served at once; then bodies drop by drop."""
+    monkeypatch.setattr("trainer.run.authority.app._BODY_TIMEOUT_S", 0.5)
+    async with running_authority(tmp_path) as authority:
+        port = int(authority.url.rpartition(":")[2])
+        held = []
+        for _ in range(300):
+            reader, writer = await asyncio.open_connection(LOCAL, port)
+            writer.write(b"POST /v1/join HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
+            held.append((reader, writer))
+        told = await asyncio.gather(*(asyncio.wait_for(reader.read(4096), 20.0) for reader, _ in held))
+        assert all(answer == b"" or answer.split()[1] in (b"400", b"429", b"503") for answer in told)
+        assert sum(b"expected the body within" in answer for answer in told) > 100
+        for _, writer in held:
+            writer.close()
+        await asyncio.sleep(1.0)  # Its address may ask again.
+        async with httpx.AsyncClient(base_url=authority.url) as http:
+            assert (await http.get("/v1/authority")).status_code == 200
+
+
+async def test_requests_over_http_are_counted_by_address_before_they_are_read(tmp_path: Path) -> None:
+    async with (
+        running_authority(tmp_path, requests_at_once=3.0, requests_per_s=0.01) as authority,
+        httpx.AsyncClient(base_url=authority.url) as http,
+    ):
+        found = [(await http.post("/v1/join", content=b"{")).status_code, (await http.get("/v1/authority")).status_code]
+        found += [(await http.post("/v1/check", content=b"{")).status_code for _ in range(3)]
+        assert found == [400, 200, 400, 429, 429]
+        assert (await http.get("/v1/authority")).status_code == 429
+
+
+async def test_a_worker_has_a_credential_for_the_stage_it_moves_to_before_it_moves(tmp_path: Path) -> None:
+    identity = Identity.create()
+    async with running_authority(tmp_path, stages=("head", "tail")) as authority:
+        async with admitted_node(tmp_path, authority, identity=identity, stage="head") as node:
+            await node.client.prepare_move(node.endpoint.address, "tail")
+            assert node.admission.own is not None
+            assert node.admission.own.stage == "head", "it holds that until it has left"
+        await authority.kill()
+        async with admitted_node(tmp_path, authority, identity=identity, stage="tail", join_timeout_s=0.5) as node:
+            assert node.admission.own is not None
+            assert node.admission.own.stage == "tail"
+            with pytest.raises(PeerUnavailableError, match="does not answer"):
+                await node.client.prepare_move(node.endpoint.address, "head")
+        # Without an authority there is no way into another stage.
+        with pytest.raises(AdmissionError, match="does not answer"):
+            async with admitted_node(tmp_path, authority, identity=identity, stage="head", join_timeout_s=0.5):
+                pass
+        await authority.serve()
+
+
+async def test_a_run_that_says_no_address_of_its_authority_has_the_node_ask_for_one(tmp_path: Path) -> None:
+    config = AdmissionConfig(authorities=("0" * 64,), token="")
+    client = AdmissionClient(config, Identity.create(), RUN_ID, "worker", tmp_path / "it.json")
+    with pytest.raises(TrainerUsageError, match="--authority: expected the address"):
+        await client.join(f"{LOCAL}:4100")
 
 
 def _config(**admission: object) -> RunConfig:

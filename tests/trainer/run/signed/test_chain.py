@@ -107,10 +107,15 @@ def test_several_settings_are_checked_together_and_over_those_before() -> None:
 
 
 def test_who_admits_nodes_changes_at_a_round_too() -> None:
-    chain = ChangeChain(FILE)
-    chain.offer(wire_of(FILE, chain, at_round=4, settings={"authorities": ("ab" * 32,)}))
-    assert chain.authorities_at(3) == ()
+    file = FILE.model_copy(update={"authorities": ("cd" * 32,)}).signed(OWNER)
+    chain = ChangeChain(file)
+    chain.offer(wire_of(file, chain, at_round=4, settings={"authorities": ("ab" * 32,)}))
+    assert chain.authorities_at(3) == ("cd" * 32,)
     assert chain.authorities_at(4) == ("ab" * 32,)
+    with pytest.raises(RecordRefusedError, match="expected some, as in the run's file"):
+        chain.offer(wire_of(file, chain, settings={"authorities": ()}))
+    with pytest.raises(RecordRefusedError, match="expected none, as in the run's file"):
+        ChangeChain(FILE).offer(wire_of(FILE, settings={"authorities": ("ab" * 32,)}))
 
 
 def _kept(folder: Path, file=FILE, **options: Any) -> RunConfig:
