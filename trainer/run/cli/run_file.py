@@ -67,9 +67,10 @@ def init_command(
     from trainer.run.signed.files import RunFile, check_config, make_key
 
     values = read_run(config, set_ or [])
-    given = {option: value for option, value in context.params.items() if option in _PATHS and value not in (None, [])}
-    for option, value in given.items():
-        values = merged(values, nested(_PATHS[option], value))
+    for option, value in context.params.items():
+        # An authority is a key here, where nodes give its address.
+        if option in _PATHS and option != "authority" and value not in (None, [], ()):
+            values = merged(values, nested(_PATHS[option], value))
     values = merged(values, {"run_id": name})
     if stages is not None:
         values = merged(values, nested("swarm.num_stages", stages))

@@ -51,11 +51,11 @@ class Member:
             self.go_by(self.number_at(self.trainer.round_index))
         with torch.no_grad():
             self.model.x.sub_(1.0 + self.rank)
-        before = float(self.model.x[0])
+        before = self.model.x[0].item()
         result = self.trainer.after_inner_step()
         if result is not None and result.committed:
             self.anchors.append(float(self.trainer.shared_state().anchor[0]))
-            self.merged.append((before, float(self.model.x[0])))
+            self.merged.append((before, self.model.x[0].item()))
 
 
 class Agreeing(MeetingCollective):
