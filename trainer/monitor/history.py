@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -270,30 +270,32 @@ class History:
 
     def contributions(self) -> dict[str, Contribution]:
         """Returns what each node has contributed, by key."""
-        rows = self._opened().execute(
+        rows = self._read(
             # Of columns that are not summed sqlite takes those of the row with the maximum.
-            "SELECT peer_id, node_id, role, stage, max(last_at), sum(flops), sum(confirmed_flops), sum(tokens), "
-            "sum(micro_batches), sum(active_s) FROM contribution GROUP BY peer_id"
+            # Integers that liars claim would overflow a sum of integers, which total() does not make.
+            "SELECT peer_id, node_id, role, stage, max(last_at), sum(flops), sum(confirmed_flops), "
+            "cast(total(tokens) AS INTEGER), cast(total(micro_batches) AS INTEGER), sum(active_s) "
+            "FROM contribution GROUP BY peer_id"
         )
         return {peer_id: Contribution(*values) for peer_id, *values in rows}
 
     def losses(self, count: int) -> list[float]:
         """Returns the losses of the latest looks that had one, the newest last."""
         query = "SELECT loss FROM look WHERE loss IS NOT NULL ORDER BY at DESC LIMIT ?"
-        rows = self._opened().execute(query, (count,))
+        rows = self._read(query, count)
         return [loss for (loss,) in rows][::-1]
 
     def rounds(self, count: int) -> list[SeenRound]:
         """Returns what members reported of the latest rounds, ``count`` reports at most, the newest first."""
-        rows = self._opened().execute("SELECT * FROM round ORDER BY at DESC LIMIT ?", (count,))
-        names = [column[0] for column in rows.description]
-        return [SeenRound(**dict(zip(names, row, strict=True))) for row in rows]
+        rows = self._read("SELECT * FROM round ORDER BY at DESC LIMIT ?", count)
+        return [SeenRound(**dict(zip(_ROUND_COLUMNS, row, strict=True))) for row in rows]
 
     def looks(self, since: float, count: int = 2_000) -> list[SeenLook]:
         """Returns the run over time from a moment on, the newest last, ``count`` at most."""
-        rows = self._opened().execute(
+        rows = self._read(
             "SELECT at, step, tokens, loss, tokens_per_s, nodes FROM look WHERE at >= ? ORDER BY at DESC LIMIT ?",
-            (since, count),
+            since,
+            count,
         )
         names = ("at", "step", "tokens", "loss", "tokens_per_s", "nodes")
         return [SeenLook(**dict(zip(names, row, strict=True))) for row in rows][::-1]
@@ -301,8 +303,13 @@ class History:
     def num_rows(self) -> dict[str, int]:
         """Returns how many rows each table has."""
         tables: Sequence[str] = ("contribution", "report", "round", "look", "alarm")
-        file = self._opened()
-        return {name: int(file.execute(f"SELECT count(*) FROM {name}").fetchone()[0]) for name in tables}
+        return {name: int(self._read(f"SELECT count(*) FROM {name}")[0][0]) for name in tables}
+
+    def _read(self, query: str, *values: float) -> list[Any]:
+        try:
+            return self._opened().execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise TrainerError(f"--db {self._path}: the history cannot be read: {error}; name another file") from error
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
@@ -311,15 +318,18 @@ class History:
         if version == 0 and not file.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             if self._path is not None:
                 file.execute("PRAGMA journal_mode=WAL")
-            file.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-            with file:
+            with file:  # Nothing is left half made by a kill.
+                file.execute("BEGIN")
+                for statement in _SCHEMA.split(";"):
+                    file.execute(statement)
+                file.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
                 file.execute("INSERT INTO run VALUES (?)", (self._run_id,))
         elif version != SCHEMA_VERSION:
             raise TrainerUsageError(
                 f"--db {self._path}: expected a monitor's file of form {SCHEMA_VERSION}, found form {version} or "
                 "something else; name another file"
             )
-        [run_id] = file.execute("SELECT run_id FROM run").fetchone()
+        [(run_id,)] = file.execute("SELECT run_id FROM run").fetchall() or [("none",)]
         if run_id != self._run_id:
             raise TrainerUsageError(
                 f"--db {self._path}: expected the history of run {self._run_id}, found that of {run_id}; name a file "
@@ -342,4 +352,5 @@ class History:
             raise TrainerError(f"--db {self._path}: the history cannot be written: {error}") from error
 
 
+_ROUND_COLUMNS: Final = tuple(field.name for field in fields(SeenRound))  # In their order in the table.
 _OPEN_ALARMS: Final = "SELECT kind, subject, began_at FROM alarm WHERE ended_at IS NULL"

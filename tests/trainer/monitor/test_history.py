@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import TrainerUsageError
+from trainer.errors import TrainerError, TrainerUsageError
 from trainer.monitor.history import History, SeenLook, SeenReport, SeenRound
 
 DAY_S = 86_400.0
@@ -160,3 +160,53 @@ def test_a_kill_leaves_whole_looks(tmp_path: Path) -> None:
         flops = {it.flops for it in history.contributions().values()}
     assert len(flops) == 1
     assert flops.pop() >= written
+
+
+def test_sums_of_absurd_claims_neither_overflow_nor_hide_others() -> None:
+    with History(None, "run") as history:
+        lives = [a_report(float(at), "liar", f"{at}", flops=9e29, tokens=2**53 - 1) for at in range(1_100)]
+        history.add_reports([*lives, a_report(peer="honest", tokens=7)], [])
+        found = history.contributions()
+        assert found["liar"].tokens == 2**63 - 1
+        assert found["honest"].tokens == 7
+
+
+def test_a_file_that_is_damaged_while_it_is_used_is_told_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    with History(path, "run") as history:
+        for at in range(50):
+            history.add_reports([a_report(float(at), f"{at}")], [a_round(at, float(at))])
+    with History(path, "run") as history:
+        body = bytearray(path.read_bytes())
+        body[4096:] = b"\xff" * (len(body) - 4096)
+        path.write_bytes(body)
+        with pytest.raises(TrainerError, match=r"--db .*cannot be (read|written)") as told:
+            for _ in range(3):
+                history.add_reports([a_report(1000.0)], [a_round(1, 1.0)])
+                history.add_look(a_look(), [])
+                history.contributions()
+                history.rounds(1024)
+        assert "\n" not in str(told.value)
+
+
+def test_a_full_disk_is_told_in_a_line_and_leaves_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    with History(path, "run") as history:
+        history.add_reports([a_report()], [])
+        assert history._file is not None
+        pages = history._file.execute("PRAGMA page_count").fetchone()[0]
+        history._file.execute(f"PRAGMA max_page_count={pages}")  # As a full disk does, sqlite refuses further pages.
+        with pytest.raises(TrainerError, match="cannot be written: database or disk is full"):
+            for at in range(1_000):
+                history.add_reports([a_report(float(at), f"{at:01000}")], [])
+        assert history.contributions()["a"].flops == 10.0
+
+
+def test_a_file_that_names_no_run_is_refused(tmp_path: Path) -> None:
+    with History(tmp_path / "db", "run"):
+        pass
+    with sqlite3.connect(tmp_path / "db") as file:
+        file.execute("DELETE FROM run")
+    file.close()
+    with pytest.raises(TrainerUsageError, match="found that of none"), History(tmp_path / "db", "run"):
+        pass

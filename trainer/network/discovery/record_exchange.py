@@ -136,11 +136,14 @@ class RecordExchange:
         await asyncio.gather(*map(self.pull, peers[:most]))
 
     async def pull(self, peer: Peer) -> bool:
-        """Takes what a node has and this one lacks; returns whether the node answered. Others are told of news."""
+        """Takes what a node has and this one lacks; returns whether the node answered. Others are told of news.
+
+        The newest that is here is asked for as well: where another has its number, that is refused, which is logged.
+        """
         try:
-            for _ in range(_MAX_CALLS):
+            for attempt in range(_MAX_CALLS):
                 before = self._log.heads()
-                await self.exchange(peer)
+                await self.exchange(peer, asks_again=not attempt)
                 if self._log.heads() == before:
                     break
         except (RpcError, TrainerUsageError) as error:  # The latter: an announced address that cannot be dialled.
@@ -148,14 +151,19 @@ class RecordExchange:
             return False
         return True
 
-    async def exchange(self, peer: Peer, records: Iterable[bytes] = ()) -> str:
+    async def exchange(self, peer: Peer, records: Iterable[bytes] = (), *, asks_again: bool = False) -> str:
         """Tells a node these records, takes what it answers, and returns why it refused the first that it did not take.
+
+        With ``asks_again`` it is asked for the newest of each signer's that are here, too.
 
         Raises:
             RpcError: no answer, or a refusal of the call.
         """
         told = _fitting(records)
-        body = RecordsRequest(kind=self._log.kind.name, has=self._heads(), sizes=tuple(map(len, told)))
+        has = self._heads()
+        if asks_again:
+            has = tuple(Head(signer=head.signer, number=max(0, head.number - 1)) for head in has)
+        body = RecordsRequest(kind=self._log.kind.name, has=has, sizes=tuple(map(len, told)))
         reply = await self._endpoint.call(
             peer, RECORDS_METHOD, body, RecordsReply, payload=b"".join(told), timeout_s=_TIMEOUT_S
         )

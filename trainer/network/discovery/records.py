@@ -33,7 +33,7 @@ class RecordRefusedError(DiscoveryError):
     """A record is not what its name says, or has no place here.
 
     ``reason`` is one word for counters: oversized, malformed, kind, subkey, run, signer, future, expired or signature;
-    of a chain also known, order, other, round or settings.
+    of a chain also known, fork, order, other, round or settings.
     """
 
     def __init__(self, reason: str, text: str) -> None:

@@ -111,6 +111,11 @@ class DiLoCoTrainer:
         return self._state.outer_step
 
     @property
+    def awaits_result(self) -> bool:
+        """Whether a round goes on in the background: its members decide by which change of the run it is."""
+        return self._background is not None
+
+    @property
     def unshared(self) -> tuple[int, int]:
         """Inner steps since the last committed round, and their batches; of the fragment that has most."""
         return max((work.num_steps, work.num_batches) for work in self._pending)

@@ -7,15 +7,16 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainer.errors import TrainerUsageError
-from trainer.run.cli.train import StoppedBySignal, config_of
+from trainer.run.cli.train import _PATHS, StoppedBySignal
 
 if TYPE_CHECKING:
     from trainer.monitor.run_view import RunView
+    from trainer.run.config import RunConfig
 
 _CLEAR = "\x1b[2J\x1b[H"
 
@@ -25,7 +26,10 @@ def monitor_command(
         list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", "--config", help="The run file; without one stages and keeper are hearsay.")
+        str | None,
+        typer.Option(
+            "--run", "--config", help="The run's file or its address; without one stages and keeper are hearsay."
+        ),
     ] = None,
     run_id: Annotated[str, typer.Option(help="Name of the run, if there is no file; else the file's.")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file.")] = None,
@@ -43,15 +47,13 @@ def monitor_command(
     """Watches a run without joining it: progress, stages, nodes, rounds, alarms; keeps the history in sqlite."""
     if not 1.0 <= interval_s <= 3600.0:
         raise TrainerUsageError(f"--interval-s: expected 1 to 3600, found {interval_s:g}")
-    given = {"node_id": "monitor", "initial_peers": initial_peers or [], "run_id": run_id}
-    config = config_of(run, set_ or [], {name: value for name, value in given.items() if value})
+    config, is_swarm = _config_of(run, set_ or [], {"initial_peers": initial_peers, "run_id": run_id})
     if not config.discovery.initial_peers:
         raise TrainerUsageError(
             "--initial-peers: expected host:port of a node of the run, or the address that a seed prints, found none"
         )
 
     from trainer.monitor import ApiConfig
-    from trainer.run.config import read_run
     from trainer.run.monitoring.process import MonitorOptions, run_monitor
     from trainer.run.node.stopping import StopRequest
 
@@ -64,12 +66,34 @@ def monitor_command(
         key=key,
         api=None if port is None else ApiConfig(host=host, port=port),
         has_run_file=run is not None,
-        is_swarm=run is not None and "swarm" in read_run(run, set_ or []),
+        is_swarm=is_swarm,
     )
     stop = StopRequest()
     run_monitor(config, options, stop, _shower(stop.ask, as_json=json, in_full=once))
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)
+
+
+def _config_of(run: str | None, overrides: list[str], given: dict[str, Any]) -> tuple[RunConfig, bool]:
+    """Returns what a run file says, with what was given, and whether it says that the model is cut into stages.
+
+    A signed file has each option: it is taken for a swarm's if one of these is not at its default. Nothing is kept on
+    the disk, as the runs are that nodes here belong to.
+    """
+    from trainer.run.config import RunConfig, from_mapping, merged, nested
+    from trainer.run.config.run import SwarmConfig
+    from trainer.run.signed.sources import options_of
+
+    values, fetched = options_of(run, overrides)
+    for name, value in given.items():
+        if value:
+            values = merged(values, nested(_PATHS[name], value))
+    config = from_mapping(RunConfig, merged({"node_id": "monitor"}, values))
+    if fetched is None:
+        return config, run is not None and "swarm" in values
+    if config.run_id != fetched.file.name:
+        raise TrainerUsageError(f"--run-id: expected {fetched.file.name}, as the run file says, found {config.run_id}")
+    return config, config.swarm != SwarmConfig() or config.strategy == "async_sparta"
 
 
 def _shower(stop: Callable[[], None], *, as_json: bool, in_full: bool) -> Callable[[RunView], None]:

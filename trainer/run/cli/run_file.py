@@ -24,6 +24,8 @@ run_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_except
 
 _ROWS_IN_SWARM = 8
 _DIGITS = 16
+_MOST_AHEAD = 10_000
+"""Rounds by which a change may be made ahead."""
 
 _Key = Annotated[Path, typer.Option(help="The run's own key: whoever has it changes the run.")]
 _Peers = Annotated[
@@ -73,10 +75,10 @@ def init_command(
     values = read_run(config, set_ or [])
     authorities = tuple(each for each in authority or () if "://" not in each)
     urls = [each for each in authority or () if "://" in each]
-    given = {option: value for option, value in context.params.items() if option in _PATHS and value not in (None, [])}
-    given |= {"authority": urls} if authority else {}
-    for option, value in given.items():
-        values = merged(values, nested(_PATHS[option], value))
+    given = {option: value for option, value in context.params.items() if option in _PATHS}
+    for option, value in (given | {"authority": urls}).items():
+        if value not in (None, [], ()):
+            values = merged(values, nested(_PATHS[option], value))
     values = merged(values, {"run_id": name})
     if stages is not None:
         values = merged(values, nested("swarm.num_stages", stages))
@@ -180,6 +182,11 @@ def set_command(
         nodes, told = asyncio.run(_changed(file, chain, owner, values, at_round, comment, initial_peers))
     except RecordRefusedError as error:
         raise TrainerUsageError(str(error)) from None
+    if told.is_refused:
+        raise RunFileError(
+            f"expected a change that follows what the nodes of {file.name} know, found that "
+            f"{len(told.refused)} of {len(nodes)} refuse it, and it is kept nowhere: {told.refused[0][1]}"
+        )
     if is_local:
         path = changes_beside(local_file(Path(run).expanduser()))
         write_whole(path, b"".join(wire + b"\n" for wire in chain.newer_than({})))
@@ -251,15 +258,28 @@ async def _changed(
 
 
 def _round_for(contact: RunContact | None, chain: ChangeChain, at_round: int | None) -> int:
-    if at_round is not None:
-        return at_round
-    found = None if contact is None else contact.next_free_round
-    if found is None:
+    from trainer.run.signed.contact import ROUNDS_AHEAD
+
+    furthest = None if contact is None else contact.furthest_round
+    newest = chain.changes[-1].at_round if chain.newest else 0
+    if at_round is None and furthest is None:
         raise TrainerUsageError(
             "--at-round: expected the round from which the change is in force, since no node of the run could be asked "
             "how far it is; found none"
         )
-    return max(found, chain.changes[-1].at_round if chain.newest else 0)
+    if at_round is None:
+        return max((furthest or 0) + ROUNDS_AHEAD, newest)
+    if furthest is not None and at_round <= furthest:
+        raise TrainerUsageError(
+            f"--at-round: expected {furthest + 1} or later, since a node is in round {furthest} already, found "
+            f"{at_round}"
+        )
+    if at_round > (most := max(furthest or 0, newest) + _MOST_AHEAD):
+        raise TrainerUsageError(
+            f"--at-round: expected {most} at most, since no change in force before this one could ever be made behind "
+            f"it, found {at_round}"
+        )
+    return at_round
 
 
 def _values_of(settings: Sequence[str], chain: ChangeChain) -> dict[str, Any]:
@@ -334,7 +354,14 @@ def _as_json(file: RunFile, chain: ChangeChain, nodes: Sequence[NodeFound]) -> d
         "round": max(rounds) if rounds else None,
         "in_force": chain.number_at(max(rounds)) if rounds else None,
         "nodes": [
-            {"node_id": node.node_id, "round": node.round_index, "newest_change": node.newest_change} for node in nodes
+            {
+                "node_id": node.node_id,
+                "round": node.round_index,
+                "newest_change": node.newest_change,
+                "newest_digest": node.newest_digest,
+                "is_apart": not _is_of(chain, node),
+            }
+            for node in nodes
         ],
     }
 
@@ -363,8 +390,17 @@ def _as_text(file: RunFile, chain: ChangeChain, nodes: Sequence[NodeFound]) -> l
         lines += [f"       # {change.comment}"] if change.comment else []
     for node in sorted(nodes, key=lambda node: node.node_id):
         place = f"round {node.round_index}" if node.round_index >= 0 else "no rounds"
-        lines.append(f"node {node.node_id}: {place}, knows {node.newest_change} changes")
+        apart = "" if _is_of(chain, node) else f": ANOTHER {node.newest_change} than here ({node.newest_digest[:12]})"
+        lines.append(f"node {node.node_id}: {place}, knows {node.newest_change} changes{apart}")
+    if not all(_is_of(chain, node) for node in nodes):
+        lines.append("the owner's key has signed TWO changes of one number: see docs/running-a-run.md for what to do")
     return lines
+
+
+def _is_of(chain: ChangeChain, node: NodeFound) -> bool:
+    """Whether a node's newest change is the one of that number here, as far as it is known here."""
+    number = node.newest_change
+    return not 0 < number <= chain.newest or chain.changes[number - 1].digest() == node.newest_digest
 
 
 def _shown(value: Any) -> str:

@@ -37,6 +37,7 @@ _PETA: Final = 1e15
 _QUIET_S: Final = 200.0
 """A node that the monitor has known for so long and that sends no report: three have been missed."""
 _MAX_LOSS: Final = 100.0
+_MOST: Final = 2**63 - 1  # That sqlite keeps as a whole number.
 _ROUNDS_SHOWN: Final = 16
 _ROUND_REPORTS: Final = 1024
 _RECENT_ROUNDS: Final = 20
@@ -87,7 +88,7 @@ class RunSummary:
         seen = SeenLook(
             at=look.at,
             step=progress.step,
-            tokens=progress.trained_tokens,
+            tokens=None if progress.trained_tokens is None else min(progress.trained_tokens, _MOST),
             loss=progress.loss,
             tokens_per_s=progress.tokens_per_s,
             nodes=progress.num_nodes,
@@ -387,6 +388,7 @@ def _rounds_of(node: WatchedNode) -> list[SeenRound]:
             error=it.error,
         )
         for it in report.rounds
+        if it.ended_at <= report.sent_at  # Those to come would be the latest for good.
     ]
 
 

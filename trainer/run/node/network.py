@@ -33,6 +33,7 @@ from trainer.run.node.identity import (
     register_terms,
 )
 from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.node.state_form import StateForm
 from trainer.run.signed import SignedRun
@@ -176,6 +177,10 @@ class Network(Generic[S]):
     ) -> None:
         self._form = form
         self._stopping = stopping
+        self._remembered = RememberedPeers.of(config)
+        if not config.discovery.initial_peers:
+            found = self._remembered.addresses()
+            config = replace(config, discovery=replace(config.discovery, initial_peers=found))
         self._config = config
         self._terms = terms
         self._is_of_pipeline = bool(near)
@@ -235,6 +240,11 @@ class Network(Generic[S]):
         """All other nodes known now."""
         return self._book.announcements
 
+    @property
+    def expects_others(self) -> bool:
+        """Whether it was told where to look for others, or remembers where some were."""
+        return bool(self._config.discovery.initial_peers)
+
     def alike(self) -> list[Announcement]:
         """Returns the announcements of those that train by this node's terms."""
         return self._book.alike()
@@ -253,7 +263,7 @@ class Network(Generic[S]):
         self._listener = listener
         self._loop.start()
         self._loop.run(self._start(), _START_S + (self._config.admission.join_timeout_s if self._admission else 0.0))
-        if self._config.discovery.initial_peers:
+        if self.expects_others:
             self._wait_for_peers()
             if not self.announcements:
                 self._loop.run(ask_addresses(self.endpoint, self._terms, self._config), 60.0)
@@ -461,6 +471,7 @@ class Network(Generic[S]):
                 if self._listener is not None:
                     self._listener.peers(self.announcements)
                 self._watchdog.look(len(self.announcements))
+                self._remembered.note(self._book.alike())
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()

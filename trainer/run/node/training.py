@@ -322,8 +322,11 @@ class Node:
         """Goes on by the changes of the run that are in force in the round that the node trains towards."""
         if self.signed_run is None or self.replica.sharing is None:
             return
-        if self.replica.diloco is not None:
-            self.replica.diloco.changes = self.signed_run.outer_changes(self._go_by)
+        diloco = self.replica.diloco
+        if diloco is not None:
+            diloco.changes = self.signed_run.outer_changes(self._go_by)
+            if diloco.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
+                return
         self._go_by(self.signed_run.number_at(self.replica.sharing.round_index))
 
     def _go_by(self, number: int) -> None:

@@ -154,9 +154,14 @@ class ChangeChain:
     def _check_place(self, change: RunChange) -> None:
         number, newest = change.number, self.newest
         if number <= newest:
-            is_same = self._known[number - 1][0].digest() == change.digest()
-            what = "is known here already" if is_same else "is another here, which its owner signed too"
-            raise RecordRefusedError("known", f"change {number} of run {self._file.name} {what}; it stays as it is")
+            here = self._known[number - 1][0]
+            if here.digest() == change.digest():
+                raise RecordRefusedError("known", f"change {number} of run {self._file.name} is known here already")
+            raise RecordRefusedError(
+                "fork",
+                f"the owner of run {self._file.name} has signed TWO changes {number}, by which nodes come apart: "
+                f"{here.digest()[:12]} here, which stays, and {change.digest()[:12]} elsewhere",
+            )
         if number > newest + 1:
             raise RecordRefusedError(
                 "order",

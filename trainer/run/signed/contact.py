@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,7 +34,7 @@ _SETTLE_S: Final = 2.0  # After the first node was found, for the rest to be.
 _LOOK_S: Final = 0.2
 _ASK_S: Final = 5.0
 _MAX_HEARD: Final = 64  # Nodes of a DHT that are asked, where none says by itself that it is there.
-_ROUNDS_AHEAD: Final = 2
+ROUNDS_AHEAD: Final = 2
 """By default a change is in force from so many rounds behind the furthest node's: one is under way, and in the next
 everybody hears of it."""
 
@@ -47,6 +47,7 @@ class NodeFound:
     peer: Peer
     round_index: int  # -1: it has no rounds, as drivers, or none yet.
     newest_change: int
+    newest_digest: str  # Of that change; empty: it knows none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Told:
     accepted: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]  # Node and why.
     silent: tuple[str, ...]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether all who said anything refused it."""
+        return bool(self.refused) and not self.accepted
 
 
 class RunContact:
@@ -87,27 +93,24 @@ class RunContact:
             await self._exchange.pull(node.peer)
 
     @property
-    def next_free_round(self) -> int | None:
-        """The earliest round from which a change can be in force at all nodes; None: no node has rounds."""
-        rounds = [node.round_index for node in self.nodes if node.round_index >= 0]
-        return max(rounds) + _ROUNDS_AHEAD if rounds else None
+    def furthest_round(self) -> int | None:
+        """The latest round that a node trains towards; None: no node has rounds."""
+        return max((node.round_index for node in self.nodes if node.round_index >= 0), default=None)
 
     async def tell(self) -> Told:
-        """Tells all nodes that were found the changes that are known here, and keeps them in the DHT."""
+        """Tells all nodes that were found the changes that are known here; in the DHT keeps what they do not refuse."""
         wires = self._chain.newer_than({})
         answers = await asyncio.gather(*(self._tell(node, wires[node.newest_change :]) for node in self.nodes))
-        expires_at = time.time() + RUN_CHANGE.max_stored_s
-        for wire in wires[-1:]:
-            key = record_key(self._endpoint.run_id, RUN_CHANGE)
-            try:
-                await self._discovery.store_record(key, self._chain.subkey_of(wire), wire, expires_at)
-            except DiscoveryError:  # The nodes that were told keep it there.
-                break
-        return Told(
+        told = Told(
             accepted=tuple(node.node_id for node, why in zip(self.nodes, answers, strict=True) if why == ""),
             refused=tuple((node.node_id, why) for node, why in zip(self.nodes, answers, strict=True) if why),
             silent=tuple(node.node_id for node, why in zip(self.nodes, answers, strict=True) if why is None),
         )
+        if wires and not told.is_refused:
+            key, expires_at = record_key(self._endpoint.run_id, RUN_CHANGE), time.time() + RUN_CHANGE.max_stored_s
+            with suppress(DiscoveryError):  # The nodes that were told keep it there.
+                await self._discovery.store_record(key, self._chain.subkey_of(wires[-1]), wires[-1], expires_at)
+        return told
 
     async def _said(self) -> Sequence[Announcement]:
         """Returns what the nodes announce that are to be asked."""
@@ -122,8 +125,8 @@ class RunContact:
             reply = await self._endpoint.call(peer, RUN_METHOD, RunQuestion(), RunAnswer, timeout_s=_ASK_S)
         except (RpcError, TrainerUsageError):  # The latter: an announced address that cannot be dialled.
             return None
-        known = Peer(reply.sender, peer.address, peer.certificate)
-        return NodeFound(node_id, known, reply.body.round_index, reply.body.newest_change)
+        said, known = reply.body, Peer(reply.sender, peer.address, peer.certificate)
+        return NodeFound(node_id, known, said.round_index, said.newest_change, said.newest_digest)
 
     async def _tell(self, node: NodeFound, wires: Sequence[bytes]) -> str | None:
         """Returns why a node refused what it was told; empty: it did not; None: no answer."""

@@ -49,6 +49,8 @@ class RunAnswer(Message):
     round_index: Annotated[int, Field(ge=-1, le=1 << 48)]
     """The round that it trains towards; -1: it has no rounds, or none yet."""
     newest_change: Annotated[int, Field(ge=0, le=1 << 31)]
+    newest_digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Of that change; empty: there is none."""
 
 
 class SignedRun:
@@ -140,7 +142,11 @@ class SignedRun:
         async def answer(request: Request[RunQuestion]) -> Reply[RunAnswer]:
             if not answers.take(request.remote_address):
                 raise RefusedError(Reason.BUSY, "expected fewer questions for the run of this address; ask again later")
-            return Reply(RunAnswer(round_index=self.round_index(), newest_change=self.chain.newest), body)
+            changes = self.chain.changes
+            digest = changes[-1].digest() if changes else ""
+            return Reply(
+                RunAnswer(round_index=self.round_index(), newest_change=len(changes), newest_digest=digest), body
+            )
 
         endpoint.register(
             RUN_METHOD, RunQuestion, answer, any_recipient=True, needs_credential=False, max_payload_bytes=0

@@ -387,7 +387,7 @@ class WorkerNode:
 
     def _wait_for_others(self) -> None:
         deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s
-        looks = bool(self._config.discovery.initial_peers)
+        looks = self._network.expects_others
         while looks and time.monotonic() < deadline_s and not self._stop() and not self._stage_peers.serving():
             time.sleep(_LOOK_S)
         if not self._built.replica.version:
@@ -432,8 +432,11 @@ class WorkerNode:
         """Goes on by the changes of the run in force in the round it trains towards; in the compute thread."""
         if self._run is None:
             return
-        if isinstance(self._synchroniser.trainer, DiLoCoTrainer):
-            self._synchroniser.trainer.changes = self._run.outer_changes(self._go_by)
+        trainer = self._synchroniser.trainer
+        if isinstance(trainer, DiLoCoTrainer):
+            trainer.changes = self._run.outer_changes(self._go_by)
+            if trainer.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
+                return
         self._go_by(self._run.number_at(self._synchroniser.place()[0]))
 
     def _go_by(self, number: int) -> None:

@@ -76,6 +76,25 @@ async def test_a_latecomer_fetches_the_whole_chain_in_as_many_calls_as_it_takes(
     assert late.chain.newest == 150
 
 
+@pytest.mark.parametrize("further", [0, 1])
+@on_event_loop
+async def test_two_changes_of_one_number_are_found_out_by_asking(
+    caplog: pytest.LogCaptureFixture, further: int
+) -> None:
+    one, two = Node(chain_of(FILE, 3)), Node(chain_of(FILE, *[4] * (1 + further)))
+    before = two.chain.changes, one.chain.changes
+    async with nodes(one, two):
+        await one.exchange.pull(two.endpoint.peer)
+        await two.exchange.pull(one.endpoint.peer)
+        lines = [record.message for record in caplog.records if "has signed TWO changes 1" in record.message]
+        assert lines, caplog.text
+        assert all("\n" not in line for line in lines)
+        caplog.clear()
+        await one.exchange.pull(one.endpoint.peer)
+        assert not caplog.records, "a change is no fork of itself"
+    assert (two.chain.changes, one.chain.changes) == before
+
+
 @on_event_loop
 async def test_a_node_that_is_not_there_is_no_error() -> None:
     node = Node()
@@ -90,7 +109,7 @@ async def test_wrong_records_are_refused_with_a_line_and_change_nothing(caplog: 
     wrong = {
         "signer": wire_of(FILE, node.chain, stranger),
         "order": wire_of(FILE, node.chain, number=3),
-        "known": wire_of(FILE, node.chain, number=1, settings={"inner.lr": 1.0}),
+        "fork": wire_of(FILE, node.chain, number=1, settings={"inner.lr": 1.0}),
         "other": wire_of(FILE, node.chain, previous=other.digest()),
         "round": wire_of(FILE, node.chain, at_round=2),
         "settings": wire_of(FILE, node.chain, settings={"seed": 7}),

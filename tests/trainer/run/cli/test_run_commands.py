@@ -129,6 +129,7 @@ def test_changes_are_shown_and_kept_beside_the_file(run: Path, here: TrainerHere
         (("inner.lr",), "inner.lr: expected a value behind the ="),
         (("inner.lr={a: 1}",), "expected a number, a word"),
         (("inner.lr=2e-4", "--at-round", "2"), "expected it in force from round 5 or later"),
+        (("inner.lr=2e-4", "--at-round", "1000000000"), "--at-round: expected 10005 at most"),
     ],
 )
 def test_changes_that_cannot_be_made_are_not(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.announcements import announcement
 from tests.support.observing import an_account
-from trainer.monitor.history import History
+from trainer.monitor.history import History, SeenReport
 from trainer.monitor.run_text import run_line, run_lines
 from trainer.monitor.run_view import NodeSummary, RunView
 from trainer.network.discovery.node_report import DhtTraffic, NodeReport, ReportedRound
@@ -194,3 +194,28 @@ def test_a_run_of_which_nobody_answers_is_an_alarm() -> None:
 def test_records_from_the_future_are_an_alarm() -> None:
     view = shown(seen(a_node(0), num_future=3))
     assert [(it.kind, it.subject) for it in view.alarms if it.kind == "clock"] == [("clock", "run")]
+
+
+def test_absurd_figures_of_whoever_likes_stop_nothing_and_hide_no_round() -> None:
+    most = 2**53 - 1
+    rounds = tuple(ReportedRound(round_index=most, ended_at=9e10, error="x") for _ in range(4))
+    absurd = {"flops": 9e29, "num_tokens": most, "micro_batches": most, "active_s": 9e10, "sent_bytes": most}
+    good = ReportedRound(round_index=3, ended_at=990.0, num_members=2, completeness=1.0, seconds=1.0)
+    with History(None, "run", clock=lambda: 1000.0) as history:
+        for life in range(3):
+            liars = [
+                a_node(number, at=1000.0 + life, rounds=rounds, incarnation=f"{life:016x}", memory_bytes=most, **absurd)
+                for number in range(5)
+            ]
+            view = shown(seen(*liars, a_node(5, rounds=(good,)), at=1000.0 + life), history)
+        for _ in range(1_100):  # As many lives as it likes, each with the most a report may claim.
+            history.add_reports(
+                [SeenReport(at=1.0, peer_id="f" * 64, node_id="f", incarnation=f"{_:016x}", role="node", tokens=most)],
+                [],
+            )
+        view = shown(seen(*liars, at=1010.0), history)
+        assert [look.tokens for look in history.looks(1010.0)] == [min(view.progress.trained_tokens or 0, 2**63 - 1)]
+    assert [it.round_index for it in view.rounds] == [3]
+    assert not [it for it in view.alarms if it.kind == "failing-rounds"]
+    assert RunView.model_validate_json(view.model_dump_json()) == view
+    assert all(line.isprintable() for line in run_lines(view))

@@ -22,6 +22,7 @@ from tests.support.waiting import wait_until
 from trainer.monitor import Event, read_events
 from trainer.run.cli.displays import NoLines
 from trainer.run.cli.train import config_of
+from trainer.run.config import merged
 from trainer.run.node.starting import Ranks, _build
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node
@@ -108,9 +109,10 @@ def _reach(nodes: list[SignedNode], round_index: int) -> None:
 
 
 @pytest.fixture
-def run_file(here: TrainerHere, tmp_path: Path) -> Path:
-    """A run of the texts that all tests read; its owner's key lies beside."""
-    options = ("--preset", "tiny", "--store", str(text_store()), "--key", tmp_path / "run.key", *_settings(SHARED))
+def run_file(here: TrainerHere, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run of the texts that all tests read, its rounds in the background for so many steps as the parameter says."""
+    shared = merged(SHARED, {"diloco": {"overlap_steps": getattr(request, "param", 0)}})
+    options = ("--preset", "tiny", "--store", str(text_store()), "--key", tmp_path / "run.key", *_settings(shared))
     printed = here.other("run", "init", "corpus-8", *options)
     path = tmp_path / "corpus.yaml"
     path.write_text(printed[printed.index("# The run") :], encoding="utf-8")
@@ -119,6 +121,7 @@ def run_file(here: TrainerHere, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("run_file", [0, 3], indirect=True, ids=["waits", "overlaps"])
 def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_away(
     run_file: Path, here: TrainerHere, tmp_path: Path
 ) -> None:
@@ -135,7 +138,8 @@ def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_awa
             node.stop()
             assert node.error is None, node.error
 
-        settings = ("inner.lr=1e-3", "diloco.inner_steps=6", "diloco.outer_lr=0.5", "rule.rule=median")
+        settings = ("inner.lr=1e-3", *("diloco.inner_steps=6", "diloco.outer_lr=0.5", "diloco.merge_alpha=0.25"))
+        settings = (*settings, "rule.rule=median")
         made = here.other("run", "set", *settings, "--key", tmp_path / "run.key", *ask)
         assert "told 4 of 4 nodes" in made, made
         assert "inner.lr: 0.001 (was 0.003)" in made
@@ -179,7 +183,8 @@ def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_awa
 
     assert shown["in_force"] == 1
     assert shown["changes"][0]["settings"] == {
-        **{"inner.lr": 1e-3, "diloco.inner_steps": 6, "diloco.outer_lr": 0.5, "rule.rule": "median"}
+        **{"inner.lr": 1e-3, "diloco.inner_steps": 6, "diloco.outer_lr": 0.5, "diloco.merge_alpha": 0.25},
+        **{"rule.rule": "median"},
     }
     assert sorted(it["node_id"] for it in shown["nodes"]) == [node.name for node in nodes]
     assert all(it["newest_change"] == 1 for it in shown["nodes"])

@@ -56,7 +56,7 @@ def _refused(chain: ChangeChain, wire: bytes) -> str:
 def test_what_has_no_place_in_the_chain() -> None:
     chain, other = chain_of(FILE, 3, 5), run_file(Identity.create())
     assert _refused(chain, chain.newer_than({})[0]) == "known"  # Replayed.
-    assert _refused(chain, wire_of(FILE, chain, number=2)) == "known"  # Its owner signed two of one number.
+    assert _refused(chain, wire_of(FILE, chain, number=2)) == "fork"  # Its owner signed two of one number.
     assert _refused(chain, wire_of(FILE, chain, number=4)) == "order"
     assert _refused(chain, wire_of(FILE, chain, previous=FILE.digest())) == "other"
     assert _refused(chain, wire_of(FILE, chain, at_round=4)) == "round"
