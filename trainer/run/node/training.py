@@ -234,6 +234,8 @@ class Node:
 
     def __post_init__(self) -> None:
         self.health = Health(self.config.health, noted=self.watch.work.withdrew)
+        if self.replica.gradients is not None:
+            self.replica.gradients.is_over = self.stop
 
     def begin(self) -> None:
         """Joins the others, if there are any: takes up their state, and announces its own."""
@@ -324,7 +326,15 @@ class Node:
             return
         if self.replica.diloco is not None:
             self.replica.diloco.changes = self.signed_run.outer_changes(self._go_by)
-        self._go_by(self.signed_run.number_at(self.replica.sharing.round_index))
+        if self.replica.gradients is not None:
+            self.replica.gradients.trainer.go_by = self._go_by_round
+        self._go_by_round(None)
+
+    def _go_by_round(self, change: int | None) -> None:
+        """Goes on by a change that a round's members have agreed on; None: by those in force in the round to come."""
+        if self.signed_run is not None and self.replica.sharing is not None:
+            in_force = self.signed_run.number_at(self.replica.sharing.round_index)
+            self._go_by(in_force if change is None else change)
 
     def _go_by(self, number: int) -> None:
         run, sharing = self.signed_run, self.replica.sharing
@@ -338,6 +348,8 @@ class Node:
     def _step(self) -> None:
         self._go_by_changes()
         result = self.replica.inner.step()
+        if self.replica.gradients is not None and result.skipped and self.stop():
+            return  # Cut short: what is added up is saved.
         if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
         num_tokens = self.replica.inner.num_tokens
@@ -353,7 +365,8 @@ class Node:
         )
         self._after_round(outcome)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
-        self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
+        if self.replica.gradients is None or outcome is None or outcome.committed:  # Or it was the round that failed.
+            self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
         if self.replica.inner.step_index % _COMPARED_STEPS == 0:
             self._withdraw_if(self.health.loss(self.watch.tracker.smoothed_loss, self._losses_of_others()))
         # Under averaged gradients each step is a round.
