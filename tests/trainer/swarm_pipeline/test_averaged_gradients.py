@@ -10,12 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.support.pipeline_swarm import STAGES, OneProcess, PipelineSwarm, check_account, records_of, steps_of
 from tests.support.token_store import TokenStore
-from tests.support.training_swarm import TERMINATED
+from tests.support.training_swarm import TERMINATED, WAIT_S
 from trainer.checkpoint.stages.contents import read_stage
 from trainer.checkpoint.stages.naming import named_files
 
@@ -36,16 +35,16 @@ OPTIONS = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_two_workers_a_stage_take_one_processs_steps(tmp_path: Path) -> None:
     store = TokenStore.of(tmp_path / "store", 3).folder
     with PipelineSwarm(tmp_path / "swarm", store, **OPTIONS) as swarm:
         names = [f"{stage}.{number}" for stage in STAGES for number in (1, 2)]
         for name in names:
             swarm.begin_worker(name, name.partition(".")[0])
-        swarm.wait(lambda: all("serves version 0" in swarm[name].output() for name in names), "all workers")
+        swarm.wait(lambda: all("serves version 0" in swarm[name].output() for name in names), "all workers", 4 * WAIT_S)
         driver = swarm.begin_driver("driver-1", "--max-steps", str(NUM_STEPS))
-        assert driver.exit_code(240) == 0
+        assert driver.exit_code(400) == 0
         assert swarm.stop(*names) == [TERMINATED] * len(names)
         one = OneProcess(swarm.config, records_of(swarm.journal))
         steps, single = steps_of(driver), list(one.steps())
@@ -74,5 +73,10 @@ def check_same_bits(swarm: PipelineSwarm, stage: str, expected: dict[str, Tensor
     for state in saved:
         trained = {name: value for name, value in state.parameters.items() if name in expected}
         assert trained
-        for name, value in trained.items():
-            torch.testing.assert_close(value, expected[name].detach(), rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+        differing = {name: difference(value, expected[name].detach()) for name, value in trained.items()}
+        assert max(differing.values()) < TOLERANCE, differing
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """Relative to the other's norm."""
+    return float((one - other).norm() / other.norm())

@@ -65,7 +65,9 @@ def init_command(
     from trainer.run.signed.files import RunFile, check_config, make_key
 
     values = read_run(config, set_ or [])
-    given = {option: value for option, value in context.params.items() if option in _PATHS and value not in (None, [])}
+    # Authorities are keys here, and no option of the run's nodes; elsewhere the same word names their addresses.
+    params = {option: value for option, value in context.params.items() if option in _PATHS.keys() - {"authority"}}
+    given = {option: value for option, value in params.items() if value not in (None, [])}
     for option, value in given.items():
         values = merged(values, nested(_PATHS[option], value))
     values = merged(values, {"run_id": name})
