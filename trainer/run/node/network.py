@@ -303,17 +303,20 @@ class Network(Generic[S]):
         except TimeoutError:
             logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
-    def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
+    def catch_up(
+        self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False, is_new: bool = False
+    ) -> S | None:
         """Fetches the state most others hold; returns None where this node holds it already, or ``stop`` says True.
 
-        It looks and tries again for ``wait_s``. The others' next round waits for this node, a bounded while, until it
-        says which round it trains towards (`PeerCollective.move_to`).
+        With ``is_new`` it is one that this node has never held. It looks and tries again for ``wait_s``. The others'
+        next round waits for this node, a bounded while, until it says which round it trains towards
+        (`PeerCollective.move_to`).
         """
         self.collective.catch_up()
         self.settle()
         deadline_s = time.monotonic() + wait_s
         while not stop():
-            digest = self._book.state_to_adopt()
+            digest = self._book.state_elsewhere() if is_new else self._book.state_to_adopt()
             if digest is not None:
                 try:
                     return self._fetched(digest, stop)

@@ -62,6 +62,8 @@ _MOST_STATES = 5
 to train on an old one comes too late to the next round, and to each one after that."""
 _COMPARED_STEPS = 50
 """Steps between two looks at the others' losses, and about as many are in a smoothed one."""
+_BEGIN_WAIT_S = 120.0
+"""So long a newcomer waits for others that say they have trained to hand out their state."""
 FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
@@ -253,9 +255,19 @@ class Node:
             if self.awaits_state:
                 self._await_state(self.network)
             else:
-                self._catch_up(wait_s=0.0)
+                self._catch_up(wait_s=_BEGIN_WAIT_S if self._comes_late() else 0.0)
         self._go_by_changes()
         self._record_state()
+
+    def _comes_late(self) -> bool:
+        """Whether others have made steps of averaged gradients, of whose state this node has none to begin with.
+
+        They hand it out once they know of this node. Newcomers that did not wait would step apart from them.
+        """
+        gradients, network = self.replica.gradients, self.network
+        if gradients is None or network is None or gradients.trainer.round_index:
+            return False
+        return any(said.inner_step > 0 for said in network.alike())
 
     def run(self) -> None:
         """Trains until asked to stop, or for ``max_steps``, and saves; after an error the last checkpoint is whole."""
@@ -403,8 +415,6 @@ class Node:
             self.network.publish(sharing.shared_state(), outcome.report.members)
         digest = sharing.state_digest() if sharing is not None and is_each_step else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
-        if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
-            return
         if self.network is None and self.replica.diloco is not None:
             # A digest of a large state takes seconds, which training does not wait for.
             self.replica.diloco.when_digested(partial(self.watch.state, outcome.outer_step))
@@ -440,7 +450,7 @@ class Node:
         self.health.withdraw(reason)
         if own_state_is_void:
             network.let_go()
-        self._catch_up(wait_s=wait_s)
+        self._catch_up(wait_s=wait_s, is_new=self.replica.gradients is not None and not own_state_is_void)
 
     def _others_need_a_state(self) -> bool:
         """Whether a node of the run holds none that others can fetch: it is new, or looks for theirs."""
@@ -467,14 +477,19 @@ class Node:
                 self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)
 
-    def _catch_up(self, wait_s: float = 120.0) -> None:
+    def _catch_up(self, wait_s: float = 120.0, *, is_new: bool = False) -> None:
+        """Takes up the others' state; ``is_new``: one that this node has never held.
+
+        Averaged gradients leave a state behind with each step: others that still announce one this node came too late
+        with have none to offer before their step is over.
+        """
         if self.network is None or self.replica.sharing is None:
             return
         if self.replica.gradients is not None and wait_s:
             self.network.let_go()  # One step behind is no better than none.
             self.network.announce()
         for _ in range(_MOST_STATES):
-            shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
+            shared = self.network.catch_up(wait_s=wait_s, stop=self.stop, is_new=is_new)
             if shared is None:
                 break
             self.replica.adopt(shared)
