@@ -1,8 +1,9 @@
 """A step of averaged gradients of 16 MB among four: ours, hivemind's GradientAverager, gloo's all-reduce.
 
-A round lasts from the moment at which the last member has its gradients until the last one has what it steps with. Ours
-includes clipping and the optimizer's step; hivemind's is the averaging alone, gloo's the sum and the division. Ours and
-hivemind's are given with the round agreed on before the gradients were there, as both do while they train, and without.
+A round lasts from the moment at which the last member has its gradients until the last one has their mean. Ours begins
+with the hand-over, and its whole step, with clipping and the optimizer's update, is given beside it; gloo's is the sum
+and the division. Ours and hivemind's are given with the round agreed on before the gradients were there, as both do
+while they train, and without; ours with its defaults, in which members validate each other, and without validation.
 All members are started before the first round and take turns, and a first round of each is not counted.
 """
 
@@ -25,6 +26,7 @@ _MEMBERS = 4
 _AHEAD_S = 3.0
 """hivemind looks for its group in that time; ours takes some hundredths of it."""
 _CODECS = ("fp32", "fp16")
+_AHEAD = "agreed on ahead"
 _MAX_ATTEMPTS = 5
 
 Round = Callable[[int], Sequence[Answer]]
@@ -37,10 +39,12 @@ def bench_grad(arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         rounds: dict[str, Round] = {}
         for codec in _CODECS:
-            ours = stack.enter_context(crew("grad", _MEMBERS, folder=SWARM_MEMBERS))
+            for validation in ("enforce", "off"):
+                ours = stack.enter_context(crew("grad", _MEMBERS, folder=SWARM_MEMBERS))
+                rounds |= _own_rounds(ours, codec, validation, values)
+                report.setdefault("step", ours.each("step", [{}])[0])
             theirs = stack.enter_context(crew("grad_hivemind", _MEMBERS, folder=SWARM_MEMBERS))
-            rounds |= _rounds_of(ours, theirs, codec, values)
-            report.setdefault("step", ours.each("step", [{}])[0])
+            rounds |= _hivemind_rounds(theirs, codec, values)
         gloo = stack.enter_context(crew("gloo", _MEMBERS))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         place = {"members": _MEMBERS, "store": f"file://{Path(folder) / 'store'}", "interface": "lo"}
@@ -59,12 +63,9 @@ def bench_grad(arguments: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _rounds_of(ours: Crew, theirs: Crew, codec: str, values: int) -> dict[str, Round]:
-    opened = ours.all("open", values=values, compression=codec, rule="mean")
+def _own_rounds(ours: Crew, codec: str, validation: str, values: int) -> dict[str, Round]:
+    opened = ours.all("open", values=values, compression=codec, rule={"rule": "mean", "validation": validation})
     ours.all("meet", peers=[answer["peer"] for answer in opened])
-    first = theirs.each("join", [{"initial_peers": []}])[0]["addresses"]
-    theirs.each("join", [{"initial_peers": first}] * (_MEMBERS - 1), first=1)
-    theirs.all("open", values=values, compression=codec, group_size=_MEMBERS)
 
     def own(ahead: bool) -> Round:
         def go(number: int) -> Sequence[Answer]:
@@ -79,6 +80,15 @@ def _rounds_of(ours: Crew, theirs: Crew, codec: str, values: int) -> dict[str, R
 
         return go
 
+    by = {"enforce": "ours", "off": "ours, not validated"}[validation]
+    return {f"{by}, {codec}, {_AHEAD}": own(True), f"{by}, {codec}": own(False)}
+
+
+def _hivemind_rounds(theirs: Crew, codec: str, values: int) -> dict[str, Round]:
+    first = theirs.each("join", [{"initial_peers": []}])[0]["addresses"]
+    theirs.each("join", [{"initial_peers": first}] * (_MEMBERS - 1), first=1)
+    theirs.all("open", values=values, compression=codec, group_size=_MEMBERS)
+
     def other(ahead_s: float) -> Round:
         def go(number: int) -> Sequence[Answer]:
             theirs.each("prepare", [{"seed": _MEMBERS * number + rank, "ahead_s": ahead_s} for rank in range(_MEMBERS)])
@@ -87,12 +97,7 @@ def _rounds_of(ours: Crew, theirs: Crew, codec: str, values: int) -> dict[str, R
 
         return go
 
-    return {
-        f"ours, {codec}, agreed on ahead": own(True),
-        f"ours, {codec}": own(False),
-        f"hivemind, {codec}, scheduled ahead": other(_AHEAD_S),
-        f"hivemind, {codec}": other(0.0),
-    }
+    return {f"hivemind, {codec}, {_AHEAD}": other(_AHEAD_S), f"hivemind, {codec}": other(0.0)}
 
 
 def _one_round(name: str, go: Round, number: int) -> dict[str, float]:
@@ -104,8 +109,11 @@ def _one_round(name: str, go: Round, number: int) -> dict[str, float]:
     else:
         raise SystemExit(f"{name}: expected a round of {_MEMBERS}, found {answers}")
     one = {"round_s": max(it["until_s"] for it in answers) - max(it["from_s"] for it in answers)}
-    if "round_cpu_s" in answers[0]:
-        one["cpu_s"] = sum(it["round_cpu_s"] for it in answers)
+    if "stepped_s" in answers[0]:
+        one["step_s"] = max(it["stepped_s"] for it in answers) - max(it["from_s"] for it in answers)
+        one |= {name: sum(it[name] for it in answers) for name in ("round_cpu_s", "step_cpu_s")}
+        for place, name in enumerate(("agreement_s", "exchange_s", "vote_s")):
+            one[name] = median(it["phases_s"][place] for it in answers)
     if "sent_bytes" in answers[0]:
         one["sent_bytes"] = max(it["sent_bytes"] for it in answers)
     return one
@@ -117,12 +125,14 @@ def _as_text(report: dict[str, Any]) -> str:
     lines = [f"{title}, ms, medians of {report['rounds']}   ({' to '.join(report['load'])})"]
     found = report["contestants"]
     for name, each in found.items():
-        line = f"  {name:32} {1e3 * each['round_s']:>8.0f}"
+        line = f"  {name:42} {1e3 * each['round_s']:>8.0f}"
         if name.startswith("ours"):
-            peer = found[name.replace("ours", "hivemind").replace("agreed on", "scheduled")]
+            peer = found[name.replace("ours, not validated", "hivemind").replace("ours", "hivemind")]
             line += f"   {each['round_s'] / peer['round_s']:.2f} of hivemind's   asked {ASKED:g} at most"
             line += f"   {each['round_s'] / found['gloo, fp32']['round_s']:.2f} of gloo's sum alone"
-            line += f"   {each['sent_bytes'] / 1e6:.1f} MB sent, cpu {1e3 * each['cpu_s']:.0f}"
+            line += f"   {each['sent_bytes'] / 1e6:.1f} MB sent, cpu {1e3 * each['round_cpu_s']:.0f}"
+            line += f" (exchange {1e3 * each['exchange_s']:.0f}, vote {1e3 * each['vote_s']:.0f})"
+            line += f"   with its step {1e3 * each['step_s']:.0f}, cpu {1e3 * each['step_cpu_s']:.0f}"
         lines.append(line)
     step = report["step"]
     lines.append(

@@ -22,9 +22,9 @@ class CollectiveConfig:
 
     compression: CodecName = "fp32"
     """How pseudo-gradients and results travel: fp32, fp16, or int8 in blocks with error feedback."""
-    powersgd_rank: int = 0
-    """Matrices of pseudo-gradients travel as two factors with so many columns, where that saves half of their values or
-    more; with error feedback. 0: as they are."""
+    powersgd_rank: int = -1
+    """Matrices of gradients travel as two factors with so many columns, where that saves half of their values or more;
+    with error feedback. 0: as they are. -1: 64 under averaged gradients, 0 under other strategies."""
     min_members: int = 1
     """Fewer than this and the round fails; training goes on, and the pseudo-gradient waits for the next round."""
     invite_after_s: float = 10.0
@@ -45,7 +45,7 @@ class CollectiveConfig:
     def __post_init__(self) -> None:
         longest_s = self.round_timeout_s
         for field, is_valid, expected in (
-            ("powersgd_rank", 0 <= self.powersgd_rank <= MAX_RANK, f"0 (off) to {MAX_RANK}"),
+            ("powersgd_rank", -1 <= self.powersgd_rank <= MAX_RANK, f"0 (off) to {MAX_RANK}, or -1 (by strategy)"),
             ("min_members", self.min_members >= 1, "1 or more"),
             ("max_passes", self.max_passes >= 1, "1 or more"),
             (

@@ -14,6 +14,7 @@ from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.network.rpc import Endpoint, Identity, Peer, RpcConfig
 from trainer.outer.diloco import FlatLayout
+from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.outer.grad import GradConfig, GradientSum, GradTrainer, Progress
 from trainer.run.node.loop_thread import LoopThread
 
@@ -23,6 +24,21 @@ _START_S = 20.0
 _OWN_TOKENS, _TARGET_TOKENS = 1000, 4000
 _BEGIN_S = 5.0
 _COLUMNS = 1000
+
+
+class Noting:
+    """A collective that notes when a round has its result."""
+
+    def __init__(self, collective: PeerCollective) -> None:
+        self._collective = collective
+        self.requested, self.close = collective.requested, collective.close
+        self.averaged_s = self.cpu_s = 0.0
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        """See `Collective`."""
+        result = self._collective.reduce(contribution)
+        self.averaged_s, self.cpu_s = time.monotonic(), time.process_time()
+        return result
 
 
 class GradMember:
@@ -35,7 +51,7 @@ class GradMember:
         self._progress = Progress(0, 0)
         self._sum: torch.Tensor | None = None
 
-    def open(self, values: int, compression: str, rule: str) -> dict[str, Any]:
+    def open(self, values: int, compression: str, rule: dict[str, str]) -> dict[str, Any]:
         """Starts a node with such a model; how to reach it."""
         rpc = RpcConfig(host="127.0.0.1", public_address="127.0.0.1", tls=False)
         self._endpoint = Endpoint(Identity.create(), RUN_ID, rpc)
@@ -46,19 +62,19 @@ class GradMember:
             self._loop.loop,
             RUN_ID,
             _TERMS,
-            RuleConfig(rule=rule),  # type: ignore[arg-type]
+            RuleConfig(**rule),  # type: ignore[arg-type]
             config,
             self._book,
             lambda: 0,
-            lambda: False,
-            "linear",
+            weighing="linear",
         )
+        self._noting = Noting(self._collective)
         model = nn.Module()
         model.register_parameter("weight", nn.Parameter(torch.zeros(values // _COLUMNS, _COLUMNS)))
         self._trainer = GradTrainer(
             model,
             GradConfig(average_state_every=0),
-            self._collective,
+            self._noting,
             optimizer=torch.optim.AdamW(model.parameters()),
             lr_of=lambda *_: 1e-4,
             source=self,
@@ -89,18 +105,21 @@ class GradMember:
         return {"begun": self._trainer._round is not None}
 
     def round(self) -> dict[str, Any]:
-        """The target is reached: hands over, waits for the mean, clips, and steps."""
+        """The target is reached: hands over, waits for the mean (until then it is a round), clips, and steps."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         self._progress = Progress(_OWN_TOKENS, _TARGET_TOKENS)
         outcome = self._trainer.look()
-        until_s, cpu_s = time.monotonic(), time.process_time() - began_cpu_s
+        stepped_s, stepped_cpu_s = time.monotonic(), time.process_time()
         self._progress = Progress(0, 0)
         if outcome is None or outcome.result.report is None:
             raise RuntimeError(f"expected a step, found {outcome}")
         return {
             "from_s": began_s,
-            "until_s": until_s,
-            "round_cpu_s": cpu_s,
+            "until_s": self._noting.averaged_s,
+            "stepped_s": stepped_s,
+            "round_cpu_s": self._noting.cpu_s - began_cpu_s,
+            "step_cpu_s": stepped_cpu_s - began_cpu_s,
+            "phases_s": outcome.result.report.phases,
             "members": len(outcome.result.report.members),
             "sent_bytes": outcome.result.report.sent_bytes,
             "lineage": self._trainer.state_digest(),

@@ -18,8 +18,6 @@ from trainer.collective import CollectiveConfig, PeerCollective
 from trainer.collective.messages import Commit, MomentsOpen, PhaseAgreement, StatusRequest, TaskDigest
 from trainer.collective.planning import check_plan, first_plan, following_agreement
 from trainer.errors import (
-    CheckpointMismatchError,
-    IncompatiblePeerError,
     RefusedError,
     RoundFailedError,
     StateBehindError,
@@ -27,7 +25,7 @@ from trainer.errors import (
 )
 from trainer.network.rpc import Endpoint, RpcConfig
 from trainer.outer.engine.collective import Contribution, FollowingPhase, LocalCollective, RoundResult
-from trainer.outer.engine.powersgd import PowerSgdAverager, PowerSgdCollective, with_powersgd
+from trainer.outer.engine.powersgd import PowerSgdCollective, with_powersgd
 from trainer.run.node.loop_thread import LoopThread
 
 SHAPES = ((96, 80), (33,), (64, 128))
@@ -383,40 +381,6 @@ def test_a_node_alone_and_vectors_without_matrices():
         alone.reduce(replace(contribution, vector=torch.full((NUM_VALUES,), 3e38)))
     local = LocalCollective()
     assert with_powersgd(local, lambda _round_index: SHAPES, 0) is local
-
-
-def test_an_averager_keeps_the_basis_hands_it_on_and_goes_on_bit_for_bit():
-    def contribution(round_index: int, residual: torch.Tensor | None) -> Contribution:
-        return Contribution(
-            round_index=round_index,
-            vector=gradient(0, round_index),
-            num_batches=1,
-            age_s=0.0,
-            reference=torch.zeros(NUM_VALUES),
-            state_digest=STATE,
-            residual=residual,
-        )
-
-    averager, residual = PowerSgdAverager(LocalCollective(), SHAPES, RANK), None
-    assert not averager.shared_tensors()["powersgd_basis"].any()
-    for round_index in range(2):
-        residual = averager.reduce(contribution(round_index, residual)).residual
-    other = PowerSgdAverager(LocalCollective(), SHAPES, RANK)
-    other.adopt(averager.shared_tensors())
-    other.load_state_dict(averager.state_dict())
-    expected, found = (each.reduce(contribution(2, residual)) for each in (averager, other))
-    assert torch.equal(expected.vector, found.vector) and torch.equal(expected.residual, found.residual)
-    assert torch.equal(averager.shared_tensors()["powersgd_basis"], other.shared_tensors()["powersgd_basis"])
-
-    kept = averager.shared_tensors()["powersgd_basis"].clone()
-    with pytest.raises(RoundFailedError):
-        averager.reduce(replace(contribution(3, None), vector=torch.full((NUM_VALUES,), 3e38)))
-    for spoiled in ({}, {"powersgd_basis": kept[1:]}, {"powersgd_basis": kept * torch.nan}):
-        with pytest.raises(IncompatiblePeerError, match="expected a basis of"):
-            averager.adopt(spoiled)
-    with pytest.raises(CheckpointMismatchError, match="version 2"):
-        averager.load_state_dict({"version": 2})
-    assert torch.equal(averager.shared_tensors()["powersgd_basis"], kept)
 
 
 ALL = [0, 1, 2, 3]

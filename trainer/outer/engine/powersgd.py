@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -39,13 +39,9 @@ from trainer.compression.powersgd import (
     low_rank_plan,
     orthonormalise,
 )
-from trainer.errors import CheckpointMismatchError, IncompatiblePeerError, RoundFailedError, TrainerUsageError
+from trainer.errors import RoundFailedError, TrainerUsageError
 from trainer.outer.engine.collective import Collective, Contribution, PhasedCollective, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
-from trainer.outer.engine.strategy import StateValue
-
-_BASIS = "powersgd_basis"
-_VERSION = 1
 
 ShapesOfRound = Callable[[int], Sequence[Sequence[int]]]
 """Shapes of the tensors that a round's vector consists of, in its order; by the round's number."""
@@ -123,69 +119,6 @@ class PowerSgdCollective:
     def close(self) -> None:
         """See `trainer.outer.engine.collective.Collective`."""
         self._collective.close()
-
-
-class PowerSgdAverager:
-    """`PowerSgdCollective` that keeps the basis itself, for a strategy that hands on and saves tensors of its averager.
-
-    The basis changes where a round has a result, which is the same at all members; a strategy that does not take a
-    result must refuse it for what all see in it. Residuals stay the strategy's.
-    """
-
-    def __init__(
-        self, collective: PhasedCollective, shapes: Sequence[Sequence[int]], rank: int = DEFAULT_RANK, seed: int = 0
-    ) -> None:
-        self._powersgd = PowerSgdCollective(collective, lambda _round_index: shapes, rank, seed)
-        self._basis = torch.zeros(self._powersgd.plan_of(0).num_basis)  # Zeros are as good as none.
-
-    def reduce(self, contribution: Contribution) -> RoundResult:
-        """Takes part in one round; see `PowerSgdCollective.reduce`."""
-        result = self._powersgd.reduce(replace(contribution, basis=self._basis))
-        if result.basis is not None:
-            self._basis = result.basis
-        return result
-
-    def requested(self) -> bool:
-        """See `trainer.outer.engine.collective.Collective`."""
-        return self._powersgd.requested()
-
-    def close(self) -> None:
-        """See `trainer.outer.engine.collective.Collective`."""
-        self._powersgd.close()
-
-    @staticmethod
-    def form(shapes: Sequence[Sequence[int]], rank: int) -> dict[str, Tensor]:
-        """Returns tensors without values in the form of `shared_tensors`; none for rank 0, and without matrices."""
-        num_basis = low_rank_plan(tuple(tuple(shape) for shape in shapes), rank).num_basis if rank else 0
-        return {_BASIS: torch.empty(num_basis, device="meta")} if num_basis else {}
-
-    def shared_tensors(self) -> Mapping[str, Tensor]:
-        """Returns what all members hold alike between two rounds, fp32 on the CPU and never changed in place."""
-        return {_BASIS: self._basis} if self._basis.numel() else {}
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up another member's shared tensors.
-
-        Raises:
-            IncompatiblePeerError: they are of another model or rank, or not finite. Nothing was changed.
-        """
-        basis = tensors.get(_BASIS, torch.zeros(0))  # None of a model without matrices.
-        if basis.shape != self._basis.shape or basis.dtype != torch.float32 or not bool(torch.isfinite(basis).all()):
-            raise IncompatiblePeerError(
-                f"expected a basis of {self._basis.numel()} finite fp32 values, found {list(basis.shape)} {basis.dtype}"
-            )
-        self._basis = basis.clone()
-
-    def state_dict(self) -> dict[str, StateValue]:
-        """Returns what a checkpoint needs beside the shared tensors: nothing but a version."""
-        return {"version": _VERSION}
-
-    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on from a saved state, after `adopt`; raises CheckpointMismatchError for another version."""
-        if state.get("version", _VERSION) != _VERSION:
-            raise CheckpointMismatchError(
-                f"expected PowerSGD state of version {_VERSION}, found version {str(state['version'])[:20]}"
-            )
 
 
 @dataclass(slots=True)

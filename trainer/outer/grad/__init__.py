@@ -3,13 +3,13 @@
     trainer = GradTrainer(model, GradConfig(), collective, optimizer=adamw, lr_of=schedule, source=replica, …)
     outcome = trainer.look()       # between two micro-batches
 
-After each round all members have the same bits, moments included. Plain codecs (fp32, fp16, int8 with error feedback)
-are the collective's; another way to average, as by low rank, is given as ``averager`` (`averaging.StatefulAverager`).
+After each round all members have the same bits, moments included. Codecs (fp32, fp16, int8 with error feedback) are the
+collective's; with ``powersgd_rank`` matrices travel as two thin factors, by `trainer.outer.engine.powersgd`.
 """
 
 from __future__ import annotations
 
-from trainer.outer.grad.averaging import GradientSource, GradientSum, Packing, StatefulAverager
+from trainer.outer.grad.averaging import GradientSource, GradientSum, Packing
 from trainer.outer.grad.config import GradConfig
 from trainer.outer.grad.state import GradFit, GradState
 from trainer.outer.grad.timing import Progress
@@ -26,5 +26,4 @@ __all__ = [
     "GradientSum",
     "Packing",
     "Progress",
-    "StatefulAverager",
 ]

@@ -1,4 +1,4 @@
-"""What a round of gradients averages, and through what: the seam between the strategy and ways to average.
+"""What a round of gradients averages: the form of its vector, and where a member's gradients come from.
 
 A member's vector is its sum of gradients over the tokens it *expected* to have when the round was agreed on, its weight
 that expectation, and one more number the tokens it has over those it expected. The weighted mean of the vectors over
@@ -11,16 +11,13 @@ change no cosine between members.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from trainer.compression.vectors import BLOCK_VALUES
 from trainer.outer.diloco.flat import FlatLayout
-from trainer.outer.engine.collective import Collective
-from trainer.outer.engine.strategy import StateValue
 
 _SHARE_SCALE: Final = 2.0**-12
 """A power of two, so that scaling is exact, and a normal number in fp16."""
@@ -44,32 +41,6 @@ class GradientSource(Protocol):
 
     def give_back(self, layout: FlatLayout, gradient: GradientSum) -> None:
         """Adds what was taken, and was in no step, to what has come since."""
-
-
-@runtime_checkable
-class StatefulAverager(Protocol):
-    """A way to average gradients that keeps a state, as low-rank compression does; beside `Collective`.
-
-    ``reduce`` calls `Contribution.wait_until_filled` before it reads the vector. Error feedback of one member, kept
-    where a round fails, travels as the contribution's ``residual`` or is the averager's own.
-    """
-
-    def shared_tensors(self) -> Mapping[str, Tensor]:
-        """Returns what all members hold alike between two rounds, fp32 on the CPU and never changed in place."""
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up another member's shared tensors, and drops this member's error feedback."""
-
-    def state_dict(self) -> dict[str, StateValue]:
-        """Returns what a checkpoint needs beside the shared tensors."""
-
-    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Goes on from a saved state."""
-
-
-def shared_tensors_of(averager: Collective) -> dict[str, Tensor]:
-    """Returns what members hold alike on behalf of an averager; nothing for a plain collective."""
-    return dict(averager.shared_tensors()) if isinstance(averager, StatefulAverager) else {}
 
 
 @dataclass(frozen=True, slots=True)

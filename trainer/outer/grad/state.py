@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from trainer.compression.powersgd import low_rank_plan
 from trainer.errors import CheckpointMismatchError, IncompatiblePeerError
 from trainer.network.transfer import Descriptor, Expectation
 from trainer.network.transfer.descriptor import Meta
 from trainer.outer.diloco.flat import FlatLayout, is_finite
-from trainer.outer.engine.powersgd import PowerSgdAverager
 from trainer.outer.engine.strategy import StateValue, first_problem
 from trainer.outer.grad.averaging import Packing
 
 _VECTORS = ("parameters", "exp_avg", "exp_avg_sq")
-_EXTRA = "extra."
+_BASIS = "powersgd_basis"
 _Count = Annotated[int, Field(ge=0, lt=2**48)]
 """No run gets as far; and beyond 2**53 a node could not announce its round."""
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -47,14 +47,13 @@ class GradState:
     parameters: Tensor  # [P] fp32.
     exp_avg: Tensor  # [P] fp32, AdamW's.
     exp_avg_sq: Tensor  # [P] fp32, AdamW's; 0 or more.
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # Of the averager, fp32 of any shape, by name.
+    basis: Tensor  # What PowerSGD begins the next round with, fp32; empty where nothing is factored.
 
     @classmethod
-    def start(cls, parameters: Tensor, layout: FlatLayout, vocab_rows: int, extra: Mapping[str, Tensor]) -> GradState:
-        """Returns the state before the first round."""
-        first = hashlib.sha256(layout.digest().encode())
-        for vector in (parameters, *(extra[name] for name in sorted(extra))):
-            first.update(vector.detach().contiguous().numpy().data)
+    def start(cls, parameters: Tensor, layout: FlatLayout, vocab_rows: int, num_basis: int = 0) -> GradState:
+        """Returns the state before the first round; a basis of zeros is as good as none."""
+        first = hashlib.sha256(f"{layout.digest()} {num_basis}".encode())
+        first.update(parameters.detach().contiguous().numpy().data)
         return cls(
             round_index=0,
             num_steps=0,
@@ -66,7 +65,7 @@ class GradState:
             parameters=parameters,
             exp_avg=torch.zeros_like(parameters),
             exp_avg_sq=torch.zeros_like(parameters),
-            extra=dict(extra),
+            basis=torch.zeros(num_basis),
         )
 
     @property
@@ -80,7 +79,7 @@ class GradState:
         lineage = hashlib.sha256(f"{self.lineage}:{self.round_index}:{digest}".encode()).hexdigest()
         return replace(self, round_index=self.round_index + 1, lineage=lineage, **changes)
 
-    def check(self, layout: FlatLayout, vocab_rows: int, extra: Mapping[str, Tensor]) -> None:
+    def check(self, layout: FlatLayout, vocab_rows: int, num_basis: int) -> None:
         """Refuses a state that does not belong to a model of this layout, or is not sound.
 
         Raises:
@@ -93,7 +92,7 @@ class GradState:
                 f"the state to adopt, found {self.vocab_rows} rows, {self.round_index} rounds, {self.num_steps} steps "
                 f"and {self.num_updates} updates"
             )
-        shapes = {**dict.fromkeys(_VECTORS, (layout.num_values,)), **_shapes(extra)}
+        shapes = shapes_of(layout, num_basis)
         for name, tensor in self.tensors().items():
             fits = tuple(tensor.shape) == shapes.get(name) and tensor.dtype == torch.float32
             if not fits or not is_finite(tensor):
@@ -109,11 +108,18 @@ class GradState:
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by the names they have in a snapshot."""
         vectors = {name: getattr(self, name) for name in _VECTORS}
-        return {**vectors, **{_EXTRA + name: tensor for name, tensor in self.extra.items()}}
+        return {**vectors, **({_BASIS: self.basis} if self.basis.numel() else {})}
 
 
-def _shapes(extra: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {_EXTRA + name: tuple(tensor.shape) for name, tensor in extra.items()}
+def shapes_of(layout: FlatLayout, num_basis: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a state's tensors, by the names they have in a snapshot."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_VECTORS, (layout.num_values,))
+    return {**shapes, **({_BASIS: (num_basis,)} if num_basis else {})}
+
+
+def num_basis_of(layout: FlatLayout, powersgd_rank: int) -> int:
+    """Returns how many values PowerSGD's basis has for gradients of this layout; 0 for rank 0, and without matrices."""
+    return low_rank_plan(Packing.of(layout).layout.shapes, powersgd_rank).num_basis if powersgd_rank else 0
 
 
 class _Strict(BaseModel):
@@ -163,12 +169,12 @@ class GradFit:
 
     layout: FlatLayout
     vocab_rows: int = 0
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # Of this node's averager: names and shapes count.
+    num_basis: int = 0  # Values of PowerSGD's basis.
 
     @classmethod
     def of(cls, layout: FlatLayout, vocab_rows: int, powersgd_rank: int = 0) -> GradFit:
         """Returns the form of a replica's state, with what PowerSGD adds to it."""
-        return cls(layout, vocab_rows, PowerSgdAverager.form(Packing.of(layout).layout.shapes, powersgd_rank))
+        return cls(layout, vocab_rows, num_basis_of(layout, powersgd_rank))
 
     def outer_step(self, shared: GradState) -> int:
         """Returns the state's round, as announced."""
@@ -183,13 +189,13 @@ class GradFit:
     def unpack(self, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> GradState:
         """Returns the state in a snapshot; raises IncompatiblePeerError if it is none, or does not fit."""
         found = check_meta(meta).numbers()
-        expected = {*_VECTORS, *_shapes(self.extra)}
+        expected = set(shapes_of(self.layout, self.num_basis))
         if set(tensors) != expected:
             raise IncompatiblePeerError(f"expected a snapshot of {', '.join(sorted(expected))}, found others")
         parameters, exp_avg, exp_avg_sq = (tensors[name] for name in _VECTORS)
-        extra = {name: tensors[_EXTRA + name] for name in self.extra}
-        state = GradState(**found, parameters=parameters, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, extra=extra)
-        state.check(self.layout, self.vocab_rows, self.extra)
+        basis = tensors.get(_BASIS, torch.zeros(0))
+        state = GradState(**found, parameters=parameters, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, basis=basis)
+        state.check(self.layout, self.vocab_rows, self.num_basis)
         return state
 
     def expectation(self, descriptor: Descriptor) -> Expectation:
@@ -200,15 +206,14 @@ class GradFit:
             raise IncompatiblePeerError(
                 f"expected a state of {self.vocab_rows} rows of vocabulary, found one of {meta.vocab_rows}"
             )
-        shapes = {**dict.fromkeys(_VECTORS, (self.layout.num_values,)), **_shapes(self.extra)}
+        shapes = shapes_of(self.layout, self.num_basis)
         expected = {name: ("float32", shape) for name, shape in shapes.items()}
         if {tensor.name: (tensor.dtype, tensor.shape) for tensor in descriptor.tensors} != expected:
             raise IncompatiblePeerError(
                 f"expected a state of {', '.join(expected)} over {self.layout.num_values} values, found other tensors "
                 "or shapes"
             )
-        num_extra = sum(tensor.numel() for tensor in self.extra.values())
-        return Expectation(max_bytes=12 * self.layout.num_values + 4 * num_extra, tensors=expected)
+        return Expectation(max_bytes=12 * self.layout.num_values + 4 * self.num_basis, tensors=expected)
 
 
 class SavedFlight(_Strict):
@@ -225,8 +230,7 @@ class SavedGrad(GradMeta):
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    extra: dict[str, Tensor] = {}
-    averager: dict[str, Any] = {}
+    basis: Tensor
     residual: Tensor | None = None  # What this node's lossy encodings left out.
     flight: SavedFlight | None = None
 
@@ -235,11 +239,11 @@ class SavedGrad(GradMeta):
         """Returns the values of a checkpoint; tensors are not copied."""
         numbers: dict[str, StateValue] = GradMeta.of(state).model_dump()
         vectors: dict[str, StateValue] = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        return {**numbers, **vectors, "extra": dict(state.extra), **more}
+        return {**numbers, **vectors, "basis": state.basis, **more}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, StateValue], layout: FlatLayout) -> SavedGrad:
-        """Checks every value of a checkpoint for a model of this layout.
+    def from_dict(cls, saved: Mapping[str, StateValue], layout: FlatLayout, num_basis: int) -> SavedGrad:
+        """Checks every value of a checkpoint for a model of this layout, whose gradients travel on such a basis.
 
         Raises:
             CheckpointMismatchError: another version or model, or values that are missing or of another kind.
@@ -260,21 +264,33 @@ class SavedGrad(GradMeta):
                 f"expected the state of this model (layout {layout.digest()[:12]}), found {found.layout_digest[:12]}; "
                 "use the preset and vocabulary the checkpoint was made with"
             )
+        if found.basis.shape != (num_basis,):
+            raise CheckpointMismatchError(
+                f"expected a basis of {num_basis} values for PowerSGD, found {list(found.basis.shape)}; use the "
+                "collective.powersgd_rank that the checkpoint was made with"
+            )
         flight = found.flight.vector if found.flight is not None else None
-        for vector in (found.exp_avg, found.exp_avg_sq, flight):
-            if vector is not None and (vector.shape != (layout.num_values,) or vector.dtype != torch.float32):
+        of_round = Packing.of(layout).num_values
+        for vector, num_values in (
+            (found.exp_avg, layout.num_values),
+            (found.exp_avg_sq, layout.num_values),
+            (flight, layout.num_values),
+            (found.residual, of_round),
+            (found.basis, num_basis),
+        ):
+            if vector is not None and (vector.shape != (num_values,) or vector.dtype != torch.float32):
                 raise CheckpointMismatchError(
-                    f"expected vectors of {layout.num_values} fp32 values, found {list(vector.shape)} {vector.dtype}"
+                    f"expected vectors of {num_values} fp32 values, found {list(vector.shape)} {vector.dtype}"
                 )
         return found
 
     def state(self, parameters: Tensor) -> GradState:
         """Returns the state with the model's parameters; its tensors are copies."""
-        names = {each.name for each in fields(GradState)} - {*_VECTORS, "extra"}
+        names = {each.name for each in fields(GradState)} - {*_VECTORS, "basis"}
         return GradState(
             **{name: getattr(self, name) for name in names},
             parameters=parameters,
             exp_avg=self.exp_avg.clone(),
             exp_avg_sq=self.exp_avg_sq.clone(),
-            extra={name: tensor.clone() for name, tensor in self.extra.items()},
+            basis=self.basis.clone(),
         )

@@ -49,6 +49,10 @@ class RoundTimer:
         self._fill_by_s = math.inf
         self._not_before_s = -math.inf
 
+    def configure(self, target_tokens: int, auto_step_s: float) -> None:
+        """Goes on by another target and time-out."""
+        self._target_tokens, self._auto_step_s = target_tokens, auto_step_s
+
     def note(self, progress: Progress) -> None:
         """Takes the progress of now."""
         if progress != self._seen:

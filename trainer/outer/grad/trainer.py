@@ -32,18 +32,12 @@ from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
 from trainer.outer.diloco.flat import FlatLayout, is_finite, synchronised_parameters
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.daemon_call import start_daemon
-from trainer.outer.engine.powersgd import PowerSgdAverager, phased
+from trainer.outer.engine.powersgd import with_powersgd
 from trainer.outer.engine.strategy import OuterResult, StateValue
-from trainer.outer.grad.averaging import (
-    GradientSource,
-    GradientSum,
-    Packing,
-    StatefulAverager,
-    shared_tensors_of,
-)
+from trainer.outer.grad.averaging import GradientSource, GradientSum, Packing
 from trainer.outer.grad.config import GradConfig
 from trainer.outer.grad.optimizer import ExactAdamW, clip_coefficient, exact_norm
-from trainer.outer.grad.state import GradState, SavedFlight, SavedGrad
+from trainer.outer.grad.state import GradState, SavedFlight, SavedGrad, num_basis_of
 from trainer.outer.grad.timing import Progress, RoundTimer
 from trainer.outer.sparta.slices import ParameterSlice, check_slices, merged, slice_of
 
@@ -105,7 +99,7 @@ class GradTrainer:
         source: where the replica's gradients add up.
         max_norm: the mean gradient is scaled down to it.
         target_tokens: of a step, over all replicas.
-        averager: averages gradients, maybe compressed; it may keep a state (`StatefulAverager`).
+        averager: averages gradients.
         powersgd_rank: columns of the factors that matrices of gradients travel as; 0: they travel whole.
         auto_step_s: after so long without anything new a step is taken with what there is.
         after_update: called with the model after each change (a subspace projects there).
@@ -140,6 +134,9 @@ class GradTrainer:
         """Returns the progress of now; to be set by whoever hears of the others'."""
         self.on_done: Callable[[], None] = lambda: None
         """Called, by another thread, when a round under way is over: it is time to look."""
+        self.go_by: Callable[[int | None], None] = lambda _change: None
+        """Called before a round begins (None), and before its result is taken, with the number of the newest change of
+        the run that its members have agreed to go by; it has to `configure` by that, so that all step alike."""
         self._model = model
         self._config = config
         self._lr_of = lr_of
@@ -154,9 +151,9 @@ class GradTrainer:
         """Places of the parameters in the state's vectors."""
         self.packing = Packing.of(self.layout)
         """The form of the vectors that gradients are averaged in."""
-        self._averager = collective if averager is None else averager
-        if powersgd_rank:
-            self._averager = PowerSgdAverager(phased(self._averager), self.packing.layout.shapes, powersgd_rank)
+        shapes = self.packing.layout.shapes
+        self._averager = with_powersgd(collective if averager is None else averager, lambda _: shapes, powersgd_rank)
+        self._num_basis = num_basis_of(self.layout, powersgd_rank)
         self._adamw = ExactAdamW.of(optimizer, self._parameters, self.layout)
         if config.average_state_every:
             check_slices(self._parameters, self.layout, config.num_slices, self._kept_axes)
@@ -166,8 +163,15 @@ class GradTrainer:
         self._round: _Round | None = None
         self._last_call: Future[RoundResult] | None = None
         self._slice_failed = False
-        extra = shared_tensors_of(self._averager)
-        self._state = GradState.start(self.layout.gather(self._parameters), self.layout, vocab_rows, extra)
+        first = self.layout.gather(self._parameters)
+        self._state = GradState.start(first, self.layout, vocab_rows, self._num_basis)
+
+    def configure(
+        self, *, lr_of: Callable[[int, int], float], max_norm: float, target_tokens: int, auto_step_s: float = math.inf
+    ) -> None:
+        """Goes on by what a change of the run has put in force; arguments as those of the constructor."""
+        self._lr_of, self._max_norm = lr_of, max_norm
+        self.timer.configure(target_tokens, auto_step_s)
 
     @property
     def round_index(self) -> int:
@@ -279,19 +283,23 @@ class GradTrainer:
         Raises:
             IncompatiblePeerError: it does not belong to this model, or is not sound. Nothing was changed.
         """
-        shared.check(self.layout, self._state.vocab_rows, self._state.extra)
+        shared.check(self.layout, self._state.vocab_rows, self._num_basis)
         self._leave_round()
         self._residual, self._slice_failed = None, False
-        if isinstance(self._averager, StatefulAverager):
-            self._averager.adopt(shared.extra)
         self._install(shared)
 
-    def state_dict(self) -> dict[str, StateValue]:
+    @property
+    def handed_over(self) -> GradientSum | None:
+        """What the round under way has of this replica, if there is one."""
+        return None if self._round is None else self._round.taken
+
+    def state_dict(self, flight_of_all: GradientSum | None = None) -> dict[str, StateValue]:
         """Returns everything to go on from here, except the parameters; of a round under way, what was handed over.
 
-        The tensors never change afterwards: a checkpoint may be written from another thread without a copy.
+        Where the source does not save what it has added up, ``flight_of_all`` is that and `handed_over` together. The
+        tensors never change afterwards: a checkpoint may be written from another thread without a copy.
         """
-        taken = None if self._round is None else self._round.taken
+        taken = self.handed_over if flight_of_all is None else flight_of_all
         flight: dict[str, StateValue] | None = None
         if taken is not None:
             flight = {
@@ -300,8 +308,7 @@ class GradTrainer:
                 "num_micro_batches": taken.num_micro_batches,
                 "loss_sum": taken.loss_sum,
             }
-        saved = self._averager.state_dict() if isinstance(self._averager, StatefulAverager) else {}
-        return SavedGrad.values(self._state, averager=saved, residual=self._residual, flight=flight)
+        return SavedGrad.values(self._state, residual=self._residual, flight=flight)
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Goes on from a saved state, without contacting anybody; the caller restores the model's parameters first.
@@ -309,13 +316,10 @@ class GradTrainer:
         Raises:
             CheckpointMismatchError: another version or another model. Nothing was changed.
         """
-        saved = SavedGrad.from_dict(state, self.layout)
+        saved = SavedGrad.from_dict(state, self.layout, self._num_basis)
         self._leave_round()
         self._state = saved.state(self.layout.gather(self._parameters))
         self._residual = saved.residual
-        if isinstance(self._averager, StatefulAverager):
-            self._averager.adopt(self._state.extra)
-            self._averager.load_state_dict(saved.averager)
         if saved.flight is not None:
             self.source.give_back(self.layout, _gradient_of(saved.flight))
 
@@ -339,6 +343,7 @@ class GradTrainer:
         return True
 
     def _begin_gradients(self) -> None:
+        self.go_by(None)
         contribution = Contribution(
             round_index=self._state.round_index,
             vector=torch.zeros(self.packing.num_values),
@@ -347,11 +352,13 @@ class GradTrainer:
             reference=self._zeros,
             state_digest=self._state.lineage,
             residual=self._residual,
+            basis=self._state.basis if self._num_basis else None,
             filled=Future(),
         )
         self._launch(_Round(contribution), self._averager)
 
     def _begin_slice(self) -> None:
+        self.go_by(None)
         index = self._config.slice_number(self._state.round_index)
         values = slice_of(index, self.layout, self._config.num_slices, self._kept_axes)
         vector = values.gather(self._views(self._state.parameters))
@@ -405,11 +412,14 @@ class GradTrainer:
         is_slice = current.values is not None
         try:
             result = self._awaited(current)
+            if result.change is not None:
+                self.go_by(result.change)
             if current.values is not None:
                 self._install(self._with_slice(current.contribution, current.values, result))
             else:
                 new, step = self._stepped(current, result)
-                self._residual = result.residual
+                if current.contribution.num_batches:  # What weighs nothing has brought nothing of it, either.
+                    self._residual = result.residual
                 self._install(new)
         except RoundFailedError as error:
             return self._failed(current, error, time.monotonic() - started_s)
@@ -439,19 +449,21 @@ class GradTrainer:
 
     def _stepped(self, current: _Round, result: RoundResult) -> tuple[GradState, GradStep]:
         """Returns the state after a step with an agreed result; pure, and the same at all members."""
-        if result.vector.shape != (self.packing.num_values,) or not is_finite(result.vector):
+        is_whole = result.vector.shape == (self.packing.num_values,)
+        gradient = self.packing.gradient(result.vector)
+        length = exact_norm(gradient) if is_whole else math.inf  # Infinite also where a value is not finite.
+        if not is_whole or not math.isfinite(length) or not bool(torch.isfinite(result.vector[-1])):
             raise RoundFailedError(
                 f"expected {self.packing.num_values} finite values as the round's result, found "
                 f"{list(result.vector.shape)}, not all finite or not as many"
             )
-        state, share = self._state, self.packing.token_share(result.vector)
-        gradient, lr = self.packing.gradient(result.vector), self.lr
-        norm = exact_norm(gradient) / share if share > 0 else 0.0
+        state, lr, share = self._state, self.lr, self.packing.token_share(result.vector)
+        norm = length / share if share > 0 else 0.0
         coefficient = clip_coefficient(norm, self._max_norm) if math.isfinite(norm) else 0.0
         changes: dict[str, object] = {
             "num_steps": state.num_steps + 1,
             "num_tokens": state.num_tokens + self._tokens_of(current, result, share),
-            "extra": shared_tensors_of(self._averager),
+            "basis": state.basis if result.basis is None else result.basis,
         }
         updated = self._updated(gradient, coefficient / share, lr) if share > 0 and coefficient > 0 else None
         if updated is not None:

@@ -131,9 +131,16 @@ class StepBarrier:
             await asyncio.sleep(_MAX_POLL_S)
 
     async def passed(self) -> None:
-        """Waits until all workers that began the step have taken it, but for banned ones; logs those that do not."""
-        usable = set(self._workers())
-        await asyncio.gather(*(self._step_taken(*each) for each in self._before.items() if each[0] in usable))
+        """Waits until all workers have taken the step, but for banned ones; logs those that do not.
+
+        A stage's version is that of its foremost worker: one that took the step before late, or was not known when this
+        one began, has not taken this one by that.
+        """
+        before: dict[str, int] = {}
+        for worker, version in self._before.items():
+            before[worker.stage] = max(version, before.get(worker.stage, version))
+        usable = [worker for worker in self._workers() if worker.stage in before]
+        await asyncio.gather(*(self._step_taken(worker, before[worker.stage]) for worker in usable))
         self.begun_tokens = 0
         self._before = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from loader.stream.plateau import PlateauKind
 from trainer.aggregation import RuleConfig
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.collective import CollectiveConfig
+from trainer.compression.powersgd import DEFAULT_RANK
 from trainer.errors import TrainerUsageError
 from trainer.evaluation.config import EvalConfig
 from trainer.inner import InnerConfig
@@ -323,7 +324,7 @@ class RunConfig:
             raise TrainerUsageError("strategy ddp: expected engine torch (under torchrun), found engine p2p")
         if self.strategy == "grad":
             self._check_grad()
-        if self.collective.powersgd_rank and self.strategy in ("ddp", "async_sparta"):
+        if self.powersgd_rank and self.strategy in ("ddp", "async_sparta"):
             raise TrainerUsageError(
                 f"collective.powersgd_rank: expected 0 with strategy {self.strategy}, found "
                 f"{self.collective.powersgd_rank}; ddp averages inside torch, and SPARTA averages parameters, whose "
@@ -351,6 +352,19 @@ class RunConfig:
                 "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "
                 "one; leave it out, or take engine p2p"
             )
+
+    @property
+    def powersgd_rank(self) -> int:
+        """Columns of PowerSGD's factors; 0: matrices travel whole."""
+        chosen = self.collective.powersgd_rank
+        return chosen if chosen >= 0 else DEFAULT_RANK if self.strategy == "grad" else 0
+
+    @property
+    def round_options(self) -> CollectiveConfig:
+        """The options of this run's rounds; where gradients are averaged, whoever is awaited comes at once."""
+        if self.strategy != "grad":
+            return self.collective
+        return replace(self.collective, max_weight_ratio=self.grad.max_weight_ratio, invite_after_s=0.0)
 
     def _check_grad(self) -> None:
         if self.engine == "torch":

@@ -62,6 +62,8 @@ class GradLoop(InnerLoop):
         self._handed_tokens = 0
         self._outcomes: list[OuterResult] = []
         self.progress: NodeProgress | None = None  # None: the node is alone.
+        self.is_over: Callable[[], bool] = lambda: False
+        """Whether the node is to stop, be it within a step, which may take many micro-batches."""
         self.trainer = make_trainer(self)
         self.trainer.progress = self._progress_of_all
 
@@ -87,7 +89,7 @@ class GradLoop(InnerLoop):
         self._handed_tokens = 0
 
     def step(self) -> StepResult:
-        """Trains until a step of the run is taken, or fails, in which case nothing is applied and nothing lost."""
+        """Trains until a step of the run is taken or fails, or the node is to stop; then nothing is lost."""
         began, data_s, compute_s = time.perf_counter(), 0.0, 0.0
         if not self._model.training:
             self._model.train()
@@ -97,6 +99,8 @@ class GradLoop(InnerLoop):
                 self._outcomes.append(outcome.result)
                 if not outcome.is_slice or not outcome.result.committed:
                     return self._result(outcome, time.perf_counter() - began, data_s, compute_s)
+            if self.is_over():
+                return self._result(None, time.perf_counter() - began, data_s, compute_s)
             asked = time.perf_counter()
             batch = next(self._batches)
             data_s += time.perf_counter() - asked
@@ -120,6 +124,24 @@ class GradLoop(InnerLoop):
         """See `trainer.outer.grad.GradientSource`."""
         self._handed_tokens = 0
         self._accumulator.give_back(layout, gradient)
+
+    def added_up(self) -> GradientSum | None:
+        """Returns all that is in no step yet: handed over to a round, or added up since; None: nothing."""
+        layout, flight = self.trainer.layout, self.trainer.handed_over
+        sums, was = self._accumulator.sums(self._names), self._accumulator.accumulated
+        if not was.num_micro_batches:
+            return flight
+        vector = torch.zeros(layout.num_values) if flight is None else flight.vector.clone()
+        for name, shape, place in layout.slices():
+            if name in sums:
+                vector[place].view(shape).add_(sums[name].to(vector.device))
+        before = GradientSum(vector, 0, 0) if flight is None else flight
+        return GradientSum(
+            vector,
+            before.num_tokens + was.num_tokens,
+            before.num_micro_batches + was.num_micro_batches,
+            before.loss_sum + was.loss_sum,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the loop's state; see `InnerLoop.state_dict`."""
@@ -154,8 +176,8 @@ class GradLoop(InnerLoop):
     def _parameters_in_order(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
-    def _result(self, outcome: GradOutcome, seconds: float, data_s: float, compute_s: float) -> StepResult:
-        step = outcome.step
+    def _result(self, outcome: GradOutcome | None, seconds: float, data_s: float, compute_s: float) -> StepResult:
+        step = None if outcome is None else outcome.step
         own = None if step is None else step.own
         return StepResult(
             step=self.step_index - (step is not None),
@@ -187,8 +209,8 @@ class GradStrategy:
         return None
 
     def state_dict(self) -> dict[str, StateValue]:
-        """See `GradTrainer.state_dict`."""
-        return self._loop.trainer.state_dict()
+        """See `GradTrainer.state_dict`; what is added up, and in no step yet, goes on too."""
+        return self._loop.trainer.state_dict(self._loop.added_up())
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """See `GradTrainer.load_state_dict`."""

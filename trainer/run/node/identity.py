@@ -104,7 +104,7 @@ def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, stats: 
 
 def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> Terms:
     """Returns architecture, vocabulary, the weights it began with, and every option that changes a round's result."""
-    digest, rank = config.model.init_digest, config.collective.powersgd_rank
+    digest, rank = config.model.init_digest, config.powersgd_rank
     return Terms(
         architecture={name: value for name, value in shape.to_dict().items() if name != "vocab_size"},
         tokenizer_lineage=lineage_of(vocabulary),

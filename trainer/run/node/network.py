@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from trainer.collective import CollectiveConfig, PeerCollective, Terms
+from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.rpc import Endpoint, Identity, Peer
@@ -54,13 +54,6 @@ _FETCH_SLACK_S = 30.0  # Fetching has its own deadline; the loop's comes after i
 
 StateChoice = Callable[[tuple[int, str], Iterable[Announcement]], str | None]
 """Returns the digest to take up, from this node's own state and the others' announcements; None to keep its own."""
-
-
-def _collective_config(config: RunConfig) -> CollectiveConfig:
-    """The options of this run's rounds; where gradients are averaged, whoever is awaited comes at once."""
-    if config.strategy != "grad":
-        return config.collective
-    return replace(config.collective, max_weight_ratio=config.grad.max_weight_ratio, invite_after_s=0.0)
 
 
 def _holds_whole_model(announcement: Announcement) -> bool:
@@ -217,7 +210,7 @@ class Network(Generic[S]):
             config.run_id,
             terms,
             config.rule,
-            _collective_config(config),
+            config.round_options,
             self._book,
             vocabulary_rows,
             stopping,
@@ -332,17 +325,20 @@ class Network(Generic[S]):
         except TimeoutError:
             logger.warning("this node's state is not written after %.0f s; is the disk hanging?", timeout_s)
 
-    def catch_up(self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False) -> S | None:
+    def catch_up(
+        self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False, is_new: bool = False
+    ) -> S | None:
         """Fetches the state most others hold; returns None where this node holds it already, or ``stop`` says True.
 
-        It looks and tries again for ``wait_s``. The others' next round waits for this node, a bounded while, until it
-        says which round it trains towards (`PeerCollective.move_to`).
+        With ``is_new`` it is one that this node has never held. It looks and tries again for ``wait_s``. The others'
+        next round waits for this node, a bounded while, until it says which round it trains towards
+        (`PeerCollective.move_to`).
         """
         self.collective.catch_up()
         self.settle()
         deadline_s = time.monotonic() + wait_s
         while not stop():
-            digest = self._book.state_to_adopt()
+            digest = self._book.state_elsewhere() if is_new else self._book.state_to_adopt()
             if digest is not None:
                 try:
                     return self._fetched(digest, stop)

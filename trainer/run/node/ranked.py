@@ -261,7 +261,7 @@ class LeadingReplica(Replica):
             self._collective,
             vocab_rows=self.vocab_rows,
             parameters=RankParameters(self._ranks, tensors),
-            powersgd_rank=self.config.collective.powersgd_rank,
+            powersgd_rank=self.config.powersgd_rank,
             num_threads=_lent_threads(self.config.threads, self._ranks.place),
         )
         self.strategy: OuterStrategy = self.diloco

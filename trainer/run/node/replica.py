@@ -107,7 +107,7 @@ class Replica:
                 config.diloco,
                 self._collective,
                 vocab_rows=self.vocab_rows,
-                powersgd_rank=config.collective.powersgd_rank,
+                powersgd_rank=config.powersgd_rank,
             )
             self.strategy = self.diloco
 
@@ -117,6 +117,14 @@ class Replica:
         self.inner.configure(config.inner)
         if self.diloco is not None:
             self.diloco.configure(config.diloco)
+        if self.gradients is not None:
+            from trainer.run.node.gradients import target_tokens_of_node
+
+            self.gradients.trainer.configure(
+                lr_of=lambda num_steps, num_tokens: lr_at(num_steps, config.inner, num_tokens),
+                max_norm=config.inner.max_grad_norm,
+                target_tokens=target_tokens_of_node(config),
+            )
 
     def _assemble_gradients(self) -> None:
         # Brings the exchange of progress among nodes, which other strategies do not need.
@@ -135,7 +143,7 @@ class Replica:
                 source=loop,
                 max_norm=config.inner.max_grad_norm,
                 target_tokens=target_tokens_of_node(config),
-                powersgd_rank=config.collective.powersgd_rank,
+                powersgd_rank=config.powersgd_rank,
                 vocab_rows=self.vocab_rows,
             )
 

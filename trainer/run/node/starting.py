@@ -469,7 +469,7 @@ def _collective(
     max_bytes = int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(shape))
     fit: StateForm[Any] = StateFit(shape, config.diloco.num_fragments, max_bytes)
     if config.strategy == "grad":
-        fit = grad_fit(shape, config.collective.powersgd_rank)
+        fit = grad_fit(shape, config.powersgd_rank)
     terms = terms_of(config, shape, store.vocabulary)
     network = Network(config, identity_of(config), terms, store.rows, fit, stopping=stop, run=run)
     return network.collective, network

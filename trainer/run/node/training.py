@@ -62,6 +62,8 @@ _MOST_STATES = 5
 to train on an old one comes too late to the next round, and to each one after that."""
 _COMPARED_STEPS = 50
 """Steps between two looks at the others' losses, and about as many are in a smoothed one."""
+_BEGIN_WAIT_S = 120.0
+"""So long a newcomer waits for others that say they have trained to hand out their state."""
 FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
@@ -234,6 +236,8 @@ class Node:
 
     def __post_init__(self) -> None:
         self.health = Health(self.config.health, noted=self.watch.work.withdrew)
+        if self.replica.gradients is not None:
+            self.replica.gradients.is_over = self.stop
 
     def begin(self) -> None:
         """Joins the others, if there are any: takes up their state, and announces its own."""
@@ -251,9 +255,19 @@ class Node:
             if self.awaits_state:
                 self._await_state(self.network)
             else:
-                self._catch_up(wait_s=0.0)
+                self._catch_up(wait_s=_BEGIN_WAIT_S if self._comes_late() else 0.0)
         self._go_by_changes()
         self._record_state()
+
+    def _comes_late(self) -> bool:
+        """Whether others have made steps of averaged gradients, of whose state this node has none to begin with.
+
+        They hand it out once they know of this node. Newcomers that did not wait would step apart from them.
+        """
+        gradients, network = self.replica.gradients, self.network
+        if gradients is None or network is None or gradients.trainer.round_index:
+            return False
+        return any(said.inner_step > 0 for said in network.alike())
 
     def run(self) -> None:
         """Trains until asked to stop, or for ``max_steps``, and saves; after an error the last checkpoint is whole."""
@@ -322,12 +336,20 @@ class Node:
         """Goes on by the changes of the run that are in force in the round that the node trains towards."""
         if self.signed_run is None or self.replica.sharing is None:
             return
-        diloco = self.replica.diloco
+        diloco, gradients = self.replica.diloco, self.replica.gradients
         if diloco is not None:
             diloco.changes = self.signed_run.outer_changes(self._go_by)
             if diloco.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
                 return
-        self._go_by(self.signed_run.number_at(self.replica.sharing.round_index))
+        if gradients is not None:
+            gradients.trainer.go_by = self._go_by_round
+        self._go_by_round(None)
+
+    def _go_by_round(self, change: int | None) -> None:
+        """Goes on by a change that a round's members have agreed on; None: by those in force in the round to come."""
+        if self.signed_run is not None and self.replica.sharing is not None:
+            in_force = self.signed_run.number_at(self.replica.sharing.round_index)
+            self._go_by(in_force if change is None else change)
 
     def _go_by(self, number: int) -> None:
         run, sharing = self.signed_run, self.replica.sharing
@@ -341,6 +363,8 @@ class Node:
     def _step(self) -> None:
         self._go_by_changes()
         result = self.replica.inner.step()
+        if self.replica.gradients is not None and result.skipped and self.stop():
+            return  # Cut short: what is added up is saved.
         if not result.skipped and math.isfinite(result.loss):  # Under DDP a rank may have had no label that counts.
             self.current_loss = result.loss
         num_tokens = self.replica.inner.num_tokens
@@ -356,7 +380,8 @@ class Node:
         )
         self._after_round(outcome)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
-        self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
+        if self.replica.gradients is None or outcome is None or outcome.committed:  # Or it was the round that failed.
+            self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
         if self.replica.inner.step_index % _COMPARED_STEPS == 0:
             self._withdraw_if(self.health.loss(self.watch.tracker.smoothed_loss, self._losses_of_others()))
         # Under averaged gradients each step is a round.
@@ -393,8 +418,6 @@ class Node:
             self.network.publish(sharing.shared_state(), outcome.report.members)
         digest = sharing.state_digest() if sharing is not None and is_each_step else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
-        if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
-            return
         if self.network is None and self.replica.diloco is not None:
             # A digest of a large state takes seconds, which training does not wait for.
             self.replica.diloco.when_digested(partial(self.watch.state, outcome.outer_step))
@@ -430,7 +453,7 @@ class Node:
         self.health.withdraw(reason)
         if own_state_is_void:
             network.let_go()
-        self._catch_up(wait_s=wait_s)
+        self._catch_up(wait_s=wait_s, is_new=self.replica.gradients is not None and not own_state_is_void)
 
     def _others_need_a_state(self) -> bool:
         """Whether a node of the run holds none that others can fetch: it is new, or looks for theirs."""
@@ -457,14 +480,19 @@ class Node:
                 self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)
 
-    def _catch_up(self, wait_s: float = 120.0) -> None:
+    def _catch_up(self, wait_s: float = 120.0, *, is_new: bool = False) -> None:
+        """Takes up the others' state; ``is_new``: one that this node has never held.
+
+        Averaged gradients leave a state behind with each step: others that still announce one this node came too late
+        with have none to offer before their step is over.
+        """
         if self.network is None or self.replica.sharing is None:
             return
         if self.replica.gradients is not None and wait_s:
             self.network.let_go()  # One step behind is no better than none.
             self.network.announce()
         for _ in range(_MOST_STATES):
-            shared = self.network.catch_up(wait_s=wait_s, stop=self.stop)
+            shared = self.network.catch_up(wait_s=wait_s, stop=self.stop, is_new=is_new)
             if shared is None:
                 break
             self.replica.adopt(shared)

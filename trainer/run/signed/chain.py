@@ -125,12 +125,6 @@ class ChangeChain:
                 raise RecordRefusedError(
                     "settings", f"{name}: expected an option that may change while the run goes on, found another"
                 )
-            # Averaged gradients make the optimizer's step itself common: its rates and targets are read once.
-            if self._base.strategy == "grad" and not name.startswith(("rule.", "collective.", AUTHORITIES)):
-                raise RecordRefusedError(
-                    "settings",
-                    f"{name}: expected rule.*, collective.* or {AUTHORITIES} under strategy grad, found another",
-                )
         try:
             check_authorities(settings.get(AUTHORITIES, ()))
             found = with_settings(self._base, self.settings_by(self.newest) | dict(settings))

@@ -55,7 +55,8 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "round": "inner_steps outer_lr outer_momentum overlap_steps merge_alpha round_timeout_s",
     },
     "grad": {
-        "fixed": "target_tokens delayed average_state_every num_slices ahead_s max_weight_ratio",
+        "fixed": "delayed average_state_every num_slices ahead_s max_weight_ratio",
+        "round": "target_tokens",
     },
     "rule": {
         "round": "rule trim_fraction num_byzantine clip_radius validation min_cosine min_norm_ratio max_norm_ratio "

@@ -118,7 +118,7 @@ class SignedRun:
     def options_at(self, round_index: int) -> tuple[RuleConfig, CollectiveConfig]:
         """Returns rule and options of rounds as they are in force in one."""
         config = self.config_by(self.number_at(round_index))
-        return config.rule, config.collective
+        return config.rule, config.round_options
 
     def trained_by(self) -> int:
         """Returns the number of the newest change that this node's work since its last round was done by."""

@@ -124,8 +124,8 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.
     if config.run_digest:
         values[RUN_DIGEST] = config.run_digest
-    if config.collective.powersgd_rank:
-        values["powersgd_rank"] = config.collective.powersgd_rank
+    if config.powersgd_rank:
+        values["powersgd_rank"] = config.powersgd_rank
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}
 
 

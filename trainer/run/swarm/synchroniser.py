@@ -97,6 +97,7 @@ class ReplicaSynchroniser:
         vocab_rows: int,
         averager: Collective | None = None,
     ) -> None:
+        self._replica = built.replica
         self._others = others
         self._behind = behind
         self._max_failed_rounds = config.swarm.join.max_failed_rounds
@@ -113,7 +114,7 @@ class ReplicaSynchroniser:
                 max_norm=built.replica.clip_norm,
                 target_tokens=target_tokens_of(config),
                 averager=averager,
-                powersgd_rank=config.collective.powersgd_rank,
+                powersgd_rank=config.powersgd_rank,
                 auto_step_s=config.swarm.worker.auto_step_s,
                 after_update=built.after_average,
                 kept_axes=built.kept_axes,
@@ -136,7 +137,7 @@ class ReplicaSynchroniser:
                 config.diloco,
                 collective,
                 vocab_rows=vocab_rows,
-                powersgd_rank=config.collective.powersgd_rank,
+                powersgd_rank=config.powersgd_rank,
             )
         self._steps_per_round: float = _steps_per_round(config)
 
@@ -146,6 +147,13 @@ class ReplicaSynchroniser:
             self.trainer.configure(config.swarm.sparta)
         elif isinstance(self.trainer, DiLoCoTrainer):
             self.trainer.configure(config.diloco)
+        else:
+            self.trainer.configure(
+                lr_of=lambda num_steps, num_tokens: lr_at(num_steps, config.inner, num_tokens),
+                max_norm=self._replica.clip_norm,
+                target_tokens=target_tokens_of(config),
+                auto_step_s=config.swarm.worker.auto_step_s,
+            )
         self._steps_per_round = _steps_per_round(config)
 
     @property
@@ -326,7 +334,7 @@ def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateFo
     """The form of the states that workers of a stage hand each other."""
     parameters = synchronised_parameters(module)
     if config.strategy == "grad":
-        return GradFit.of(FlatLayout.of(parameters), vocab_rows, config.collective.powersgd_rank)
+        return GradFit.of(FlatLayout.of(parameters), vocab_rows, config.powersgd_rank)
     if config.strategy == "async_sparta":
         return SpartaFit(FlatLayout.of(parameters), vocab_rows)
     return _StageFit(FragmentPlan.of(parameters, config.diloco.num_fragments), vocab_rows)

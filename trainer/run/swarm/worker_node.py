@@ -437,7 +437,14 @@ class WorkerNode:
             trainer.changes = self._run.outer_changes(self._go_by)
             if trainer.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
                 return
-        self._go_by(self._run.number_at(self._synchroniser.place()[0]))
+        if self._synchroniser.gradients is not None:
+            self._synchroniser.gradients.go_by = self._go_by_round
+        self._go_by_round(None)
+
+    def _go_by_round(self, change: int | None) -> None:
+        """Goes on by a change that a round's members have agreed on; None: by those in force in the round to come."""
+        if self._run is not None:
+            self._go_by(self._run.number_at(self._synchroniser.place()[0]) if change is None else change)
 
     def _go_by(self, number: int) -> None:
         run = self._run

@@ -37,7 +37,7 @@ class Node:
         waits = {"invite_after_s": 0.0, "gather_timeout_s": 15.0, "stall_timeout_s": 5.0, "round_timeout_s": 20.0}
         collective = CollectiveConfig(min_members=2, compression=codec, max_weight_ratio=16.0, **waits)
         context = (self.endpoint, self.loop.loop, RUN_ID, TERMS, rule, collective, self.directory)
-        self.collective = PeerCollective(*context, lambda: 0, lambda: False, "linear")
+        self.collective = PeerCollective(*context, lambda: 0, weighing="linear")
         self.replica = GradReplica(
             Regression(number),
             self.collective,

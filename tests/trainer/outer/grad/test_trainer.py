@@ -19,12 +19,12 @@ from tests.support.gradient_group import (
     look_all,
     look_until_step,
 )
-from tests.support.replica_group import Regression, Scripted, parameter_bits, restore, to_bytes
+from tests.support.replica_group import Regression, Scripted, fail, parameter_bits, restore, same, to_bytes
 from tests.support.waiting import wait_until
 from trainer.compression.vectors import BLOCK_VALUES
 from trainer.errors import CheckpointMismatchError, IncompatiblePeerError
 from trainer.inner import make_optimizer
-from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.collective import Contribution, FollowingPhase, RoundResult, reduce_each_phase
 from trainer.outer.grad import GradConfig, GradFit
 
 PLAIN = GradConfig(ahead_s=0.0, average_state_every=0, num_slices=2)
@@ -237,6 +237,134 @@ def test_a_restart_goes_on_bit_for_bit() -> None:
         second.count(step, step + 100)
         look_until_step([second])
     assert second.bits() == whole.bits()
+
+
+class Phased(Scripted):
+    """Its rounds may have two phases; ``failing`` of them, counted down, have no result."""
+
+    failing = 0
+
+    def reduce_in_phases(self, contribution: Contribution, following: FollowingPhase) -> RoundResult:
+        self.answer = same
+
+        def second(first: RoundResult) -> Contribution:
+            if self.failing:
+                self.failing, self.answer = self.failing - 1, fail
+            return following(first)
+
+        return reduce_each_phase(self, contribution, second)
+
+
+def factored(rank: int = 2) -> GradReplica:
+    return GradReplica(Regression(0), Phased(), SLICED, powersgd_rank=rank)
+
+
+def steps(replica: GradReplica, *numbers: int) -> list[bool]:
+    """Counts a step's gradients and looks; whether the rounds had a result."""
+    found = []
+    for number in numbers:
+        replica.clock.now_s += 1.0
+        replica.count(number, number + 100)
+        found.append(look_until_step([replica])[0].result.committed)
+    return found
+
+
+def test_with_factors_a_restart_goes_on_bit_for_bit() -> None:
+    whole, first = factored(), factored()
+    assert not whole.trainer.shared_state().basis.any()
+    steps(whole, 0, 1, 2, 3, 4, 5)
+    steps(first, 0, 1, 2)
+    second = factored()
+    restore(to_bytes(model=first.model, trainer=first.trainer), model=second.model, trainer=second.trainer)
+    steps(second, 3, 4, 5)
+    assert second.bits() == whole.bits()
+    assert whole.trainer.shared_state().basis.any()
+    for wrong in (0, 4):
+        other = factored(wrong)
+        before = other.bits()
+        with pytest.raises(CheckpointMismatchError, match=r"collective\.powersgd_rank"):
+            restore(to_bytes(model=other.model, trainer=first.trainer), model=other.model, trainer=other.trainer)
+        assert other.bits() == before
+
+
+def test_a_round_that_fails_in_its_second_phase_keeps_basis_and_residual() -> None:
+    replica, undisturbed = factored(), factored()
+    steps(replica, 0)
+    state, residual = replica.trainer.shared_state(), replica.trainer.state_dict()["residual"]
+    assert isinstance(residual, Tensor) and residual.any()
+    replica.collective.failing = 1
+    assert steps(replica, 1) == [False]
+    assert replica.trainer.shared_state() is state
+    assert replica.trainer.state_dict()["residual"] is residual
+    assert steps(replica, 2) == [True]
+    steps(undisturbed, 0)
+    undisturbed.count(1, 101)
+    steps(undisturbed, 2)
+    torch.testing.assert_close(replica.trainer.shared_state().parameters, undisturbed.trainer.shared_state().parameters)
+
+
+def test_a_joiner_with_factors_takes_up_the_basis_and_drops_its_residual() -> None:
+    donor, joiner = factored(), factored()
+    steps(donor, 0, 1, 2)
+    steps(joiner, 7)
+    fit = GradFit.of(donor.trainer.layout, 0, 2)
+    packed = fit.pack(donor.trainer.shared_state())
+    assert packed is not None
+    joiner.trainer.adopt(fit.unpack(*packed))
+    assert joiner.bits() == donor.bits()
+    assert joiner.trainer.state_dict()["residual"] is None
+    for rank in (0, 4):
+        with pytest.raises(IncompatiblePeerError):
+            GradFit.of(donor.trainer.layout, 0, rank).unpack(*packed)
+    state = donor.trainer.shared_state()
+    for basis in (state.basis[1:], state.basis * math.nan):
+        with pytest.raises(IncompatiblePeerError, match="powersgd_basis"):
+            joiner.trainer.adopt(replace(state, basis=basis))
+
+
+def test_a_round_that_is_left_and_ends_later_changes_nothing() -> None:
+    donor, left = factored(), factored()
+    steps(donor, 0, 1)
+    left.collective.gate.clear()
+    left.count(0, 100)
+    left.trainer._begin_gradients()
+    left.trainer.adopt(donor.trainer.shared_state())
+    left.collective.gate.set()
+    wait_until(left.trainer._call_is_over, "the round that was left to end")
+    assert torch.equal(left.trainer.shared_state().basis, donor.trainer.shared_state().basis)
+
+
+class Agreed(Scripted):
+    """Members go by a change of the run that this replica hears of in the round."""
+
+    change = 0
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        return replace(super().reduce(contribution), change=self.change)
+
+
+def test_a_step_goes_by_the_change_of_the_run_that_its_members_agreed_on() -> None:
+    replica = GradReplica(Regression(0), Agreed(), PLAIN)
+    trainer, asked = replica.trainer, list[int | None]()
+
+    def go_by(change: int | None) -> None:
+        asked.append(change)
+        number = change or 0
+        trainer.configure(lr_of=lambda *_: 1e-2 / (1 + number), max_norm=1.0, target_tokens=64 + 64 * number)
+
+    trainer.go_by = go_by
+    rates = []
+    for change in (0, 1, 1):
+        replica.collective.change = change
+        replica.count(1, 2, 3, 4)
+        outcome = replica.look()
+        assert outcome is not None and outcome.step is not None
+        rates.append(outcome.step.lr)
+    assert rates == [1e-2, 5e-3, 5e-3]
+    assert asked == [None, 0, None, 1, None, 1]
+    go_by(1)
+    replica.count(1, 2)
+    assert replica.look() is None, "the target has doubled"
 
 
 def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:

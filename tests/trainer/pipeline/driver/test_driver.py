@@ -421,6 +421,26 @@ async def test_synchronous_nothing_of_a_step_is_sent_before_the_last_is_taken(ma
             assert [answer.body.version for answer in toy.counted.values()] == [number // 4 for number in range(12)]
 
 
+async def test_synchronous_a_worker_that_has_only_taken_the_step_before_is_waited_for() -> None:
+    async with driving(TWO_EACH, 0) as drive:
+        for stage, pool in drive.driver._pools.items():
+            pool.update(worker for worker in drive.swarm.workers() if worker.stage == stage)
+        barrier, late = drive.driver._barrier, drive.swarm.at("head", 1)
+        others = [toy for toy in drive.swarm.all if toy is not late]
+        for toy in others:
+            toy.version = 3
+        late.version = 2
+        await barrier.prepare()
+        for toy in others:
+            toy.version = 4
+        late.version = 3
+        passing = asyncio.create_task(barrier.passed())
+        await asyncio.sleep(0.3)
+        assert not passing.done()
+        late.version = 4
+        await passing
+
+
 @pytest.mark.slow
 async def test_synchronous_what_is_not_counted_is_made_up_for_within_the_step() -> None:
     config = replace(FAST, synchronous=True, max_in_flight=2, max_attempts=1, request_timeout_s=10.0)
