@@ -210,7 +210,7 @@ def worker_command(
     config = config_of(run, set_ or [], given)
 
     from trainer.run.node.stopping import StopRequest
-    from trainer.run.swarm.worker_node import run_worker
+    from trainer.run.swarm.worker_process import run_worker
 
     stop = StopRequest()
     run_worker(config, stage, stop, at=at)

@@ -11,64 +11,50 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import torch
-
-from trainer.checkpoint.stages import parse_time, roll_back, time_us
 from trainer.compression.activations import LinkMeter
-from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError, TrainerUsageError
+from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError
 from trainer.inner import StepResult
-from trainer.model.config import stage_names
-from trainer.model.sizing import stage_flops_per_token
-from trainer.network.discovery import Announcement, open_discovery, settled_uid
-from trainer.network.discovery.stage_report import MAX_REASON, StageReport, StageUid
-from trainer.network.rpc import Endpoint
+from trainer.network.discovery import Announcement, settled_uid
+from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.outer.diloco import DiLoCoTrainer
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
-from trainer.run.node.admission import admission_client
 from trainer.run.node.health import Health
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
-from trainer.run.node.reporting import OwnFigures
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Watch
 from trainer.run.signed import SignedRun
-from trainer.run.swarm.building import BuiltStage, WorkerSaving, build_stage_site
-from trainer.run.swarm.keeper import check_keeper
+from trainer.run.swarm.building import BuiltStage, WorkerSaving
 from trainer.run.swarm.lifecycle import (
     StartupVersionCheck,
     catch_up,
     check_first_weights,
     confirm_current,
     is_ahead,
-    neediest_stage,
     rejoin_delay_s,
     shut_down_gracefully,
     version_of_state,
 )
 from trainer.run.swarm.moving import StageMoves
 from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
-from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, target_tokens_of
+from trainer.run.swarm.shape import SwarmShape, as_usage_errors, target_tokens_of
 from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
+from trainer.run.swarm.worker_figures import WorkerFigures, stage_metrics, stage_report
 
 logger = logging.getLogger(__name__)
 
-_AUTO = "auto"
 _LOOK_S = 0.25
-_DHT_START_S = 20.0  # Time for a DHT to start on a busy machine.
-_SETTLE_S = 3.0  # After the first peer was discovered, for the rest to be.
 _COMPUTE_S = 120.0
 _MAX_FAREWELL_S = 4.0  # At most so long for the others to hear the last announcement.
 _MAX_ROUNDS_AHEAD = 3
@@ -83,79 +69,6 @@ T = TypeVar("T")
 def _num_fragments(config: RunConfig) -> int:
     """In how many rounds all of a replica's weights are shared."""
     return {"diloco": config.diloco.num_fragments, "grad": 1}.get(config.strategy, config.swarm.sparta.num_slices)
-
-
-def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = "") -> None:
-    """Holds a stage until it is asked to stop; ``auto``: the one that needs help most.
-
-    With ``at``, a time as `trainer.checkpoint.stages.parse_time` reads it, it begins with the checkpoint of then. What
-    it could not begin with the next time either is a `TrainerUsageError`.
-    """
-    if config.strategy not in ("diloco", "async_sparta", "grad"):
-        raise TrainerUsageError(f"strategy: expected diloco, async_sparta or grad in a swarm, found {config.strategy}")
-    names = stage_names(config.swarm.num_stages)
-    if stage not in (_AUTO, *names):  # Before the store is asked.
-        raise TrainerUsageError(f"--stage: expected {_AUTO} or one of {', '.join(names)}, found {stage!r}")
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    check_keeper(config)
-    with only_process(config), stop.on_signals():
-        shape, may_move = shape_of(config), stage == _AUTO and config.swarm.rebalance.enabled
-        if stage == _AUTO:
-            stage = asyncio.run(_stage_by_need(config, names, stop))
-        with as_usage_errors():
-            if at:
-                now_us, folder = time_us(time.time()), config.swarm.checkpoint.directory
-                # In use by others of this stage, if there are any; this worker takes up their state later.
-                until_us = parse_time(at, now_us)
-                done = roll_back(folder, config.run_id, until_us, now_us, plan=shape.plan, stages=(stage,), in_use=True)
-                logger.info("%d newer checkpoints of %s are set aside in %s", len(done.moved), stage, done.folder)
-            built = build_stage_site(config, shape, stage)
-        run = SignedRun.open(config)
-        node = WorkerNode(config, shape, built, stop, run, may_move=may_move)
-        node.run()
-        while node.moves_to and not stop():
-            stage = node.moves_to
-            del node, built  # Before the next stage takes their memory.
-            gc.collect()
-            built = build_stage_site(config, shape, stage)
-            node = WorkerNode(config, shape, built, stop, SignedRun.open(config), may_move=True)
-            node.run()
-
-
-async def _stage_by_need(config: RunConfig, names: tuple[str, ...], stop: StopRequest) -> str:
-    """The stage that needs help most: as the run's authority says, or as the workers announce."""
-    identity = identity_of(config)
-    client = admission_client(config, identity, "worker", _AUTO)
-    async with AsyncExitStack() as stack:
-        endpoint = Endpoint(identity, config.run_id, config.rpc, None if client is None else client.admission)
-        if client is not None:
-            client.register(endpoint)
-        await endpoint.start()
-        stack.push_async_callback(endpoint.stop)
-        if client is not None:
-            assigned = (await client.join(endpoint.address, stop)).stage
-            if assigned in names:
-                logger.info("the run's authority has put this worker into %s", assigned)
-                return str(assigned)
-        reports = await _announced_reports(config, endpoint, stop)
-        stage = neediest_stage(names, reports, int(identity.peer_id[:8], 16))
-        logger.info("%d workers are there; %s needs help most", len(reports), stage)
-        return stage
-
-
-async def _announced_reports(config: RunConfig, endpoint: Endpoint, stop: StopRequest) -> list[StageReport]:
-    """What all workers announce of their stages, after a while for discovery."""
-    async with AsyncExitStack() as stack:
-        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
-        await discovery.start()
-        stack.push_async_callback(discovery.close)
-        ends_s, is_settling = time.monotonic() + config.swarm.join.first_peers_s + _DHT_START_S, False
-        while time.monotonic() < ends_s and not stop():
-            await asyncio.sleep(2 * _LOOK_S)
-            if not is_settling and await discovery.peers():
-                ends_s, is_settling = min(ends_s, time.monotonic() + _SETTLE_S), True
-        return [said.stage for said in await discovery.peers() if said.stage is not None]
 
 
 class WorkerNode:
@@ -267,7 +180,7 @@ class WorkerNode:
             said.peer_id: said.peer() for said in self._peers.workers_heard(stage)
         }
         self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, network.peer_id[:16])
-        self._watch = Watch(config, network, stop.ask, self._figures)
+        self._watch = Watch(config, network, stop.ask, partial(stage_metrics, self._worker, self._meter))
         if run is not None:
             run.round_index = lambda: self._synchroniser.place()[0]
         self._health = Health(config.health, noted=self._watch.work.withdrew)
@@ -658,28 +571,8 @@ class WorkerNode:
         logger.debug("round %d can be fetched as %s", outer_step, digest[:12])
 
     def _report(self) -> StageReport:
-        worker, saving = self._worker, self._saving
-        figures, (round_index, position) = worker.runtime.figures, self._synchroniser.place()
-        resumed, resumed_through = saving.resumed if worker.service.status == "serving" else ("", 0)
-        return StageReport(
-            uid=str(self._uid or self._settled_uid()),
-            incarnation=worker.replies.incarnation,
-            status=worker.service.status,
-            version=self._built.replica.version,
-            saved=saving.version,
-            round_index=round_index,
-            round_position=position,
-            shared_through=worker.shared.count,
-            num_tokens=self._built.replica.accumulated.num_tokens,
-            queued=figures.queued,
-            rows_per_s=figures.rows_per_s,
-            busy=figures.busy,
-            resumed=resumed,
-            resumed_through=resumed_through,
-            began_from=self._built.began_from,
-            unsaved_s=saving.checkpoints.unsaved_s(time.time()),
-            unsaved_because=saving.checkpoints.failure[:MAX_REASON],
-        )
+        uid = str(self._uid or self._settled_uid())
+        return stage_report(uid, self._built, self._worker, self._saving, self._synchroniser.place())
 
     def _set_status(self, status: ServiceStatus) -> None:
         self._worker.service.status = status
@@ -690,25 +583,6 @@ class WorkerNode:
 
     def _settled_uid(self) -> StageUid:
         return settled_uid(self._built.name, self._network.peer_id, self._uid, self._network.announcements)
-
-    def _figures(self) -> Iterator[tuple[str, str, float]]:
-        figures, link, replica = self._worker.runtime.figures, self._meter.figures(), self._worker.replica
-        yield "stage_version", "Optimizer steps behind the stage's weights.", replica.version
-        yield "stage_skipped_steps", "Steps not applied: gradient not finite.", replica.skipped_steps
-        yield "stage_queued", "Requests that wait.", figures.queued
-        yield "stage_queued_bytes", "Tensors of requests that wait.", figures.queued_bytes
-        yield "stage_computed", "Requests computed since the start.", figures.computed
-        yield "stage_batch_rows", "Rows computed at once, a moving average.", figures.batch_rows
-        yield "stage_compute_seconds", "Of a request, a moving average.", figures.compute_s
-        yield "stage_rows_per_second", "While there was work.", figures.rows_per_s
-        yield "stage_busy", "Share of the last while in which it computed.", figures.busy
-        yield "stage_cached_bytes", "Of forward passes whose backward pass is to come.", replica.cached_bytes
-        yield "link_raw_bytes", "Activations and gradients sent, before the codec.", link.raw_bytes
-        yield "link_wire_bytes", "What was sent for them.", link.wire_bytes
-        yield "link_ratio", "Of these two.", link.ratio
-        yield "link_error", "Relative reconstruction error of activations, a moving average.", link.error
-        yield "link_error_max", "The largest measured.", link.max_error
-        yield "link_alarms", "Measurements above the limit.", link.alarms
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -726,55 +600,3 @@ class WorkerNode:
                 f"expected the compute thread to answer within {timeout_s:.0f} s, found it busy; is a round or the "
                 "device hanging?"
             ) from None
-
-
-class WorkerFigures:
-    """A worker's figures for its report: sums since it became the incarnation that it is."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        shape: SwarmShape,
-        built: BuiltStage,
-        worker: StageWorker,
-        watch: Watch,
-        saving: WorkerSaving,
-    ) -> None:
-        layers = shape.plan.ranges[shape.plan.index(built.name)]
-        has_output = built.name == shape.plan.names[-1]
-        each = stage_flops_per_token(shape.model, layers, has_output=has_output, seq_len=config.inner.seq_len)
-        self._rows = max(1, config.inner.micro_batch_size)
-        self._tokens = self._rows * config.inner.seq_len
-        self._flops = each * self._tokens
-        self._stage = built.name
-        self._worker = worker
-        self._watch = watch
-        self._saving = saving
-        self._incarnation = worker.replies.incarnation
-        self._began_at = time.time()
-        self._before_s = 0.0  # Of compute, by earlier incarnations.
-
-    def __call__(self) -> OwnFigures:
-        """Returns them as of now."""
-        figures, computed_s = self._worker.runtime.figures, self._worker.runtime.computed_s
-        incarnation, applied = self._worker.replies.incarnation, self._worker.replies.applied
-        if incarnation != self._incarnation:
-            self._incarnation, self._before_s, self._began_at = incarnation, computed_s, time.time()
-        checkpoints, done = self._saving.checkpoints, self._watch.work_done()
-        age_s = checkpoints.unsaved_s(time.time())
-        return OwnFigures(
-            role="worker",
-            incarnation=incarnation,
-            began_at=self._began_at,
-            stage=self._stage,
-            flops=float(applied * self._flops),
-            num_tokens=applied * self._tokens,
-            num_steps=done.num_steps,
-            micro_batches=applied,
-            active_s=max(0.0, computed_s - self._before_s),
-            loss=self._watch.tracker.smoothed_loss,
-            tokens_per_s=figures.rows_per_s * figures.busy * self._tokens / self._rows,
-            checkpoint_age_s=age_s or None,
-            checkpoint_problem=checkpoints.failure,
-            done=done,
-        )
