@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_type_hints
 
@@ -150,15 +151,20 @@ OPEN_IN_FILE: Final = frozenset({"data.store"})
 """Fixed options that a run file may leave open, so that each node has to say where it finds the same thing."""
 
 
-def option_names(kind: type[Any] = RunConfig, where: str = "") -> Iterator[str]:
-    """Yields the dotted names of all options that configuration files and ``--set`` have."""
+@cache
+def option_names() -> tuple[str, ...]:
+    """Returns the dotted names of all options that configuration files and ``--set`` have."""
+    return tuple(_names_of(RunConfig, ""))
+
+
+def _names_of(kind: type[Any], where: str) -> Iterator[str]:
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if not field.init:
             continue
         hint = hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from option_names(hint, f"{where}{field.name}.")
+            yield from _names_of(hint, f"{where}{field.name}.")
         else:
             yield f"{where}{field.name}"
 

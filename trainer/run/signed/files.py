@@ -67,9 +67,10 @@ class RunFile(BaseModel):
         """Returns an unsigned file with what nodes of this configuration share; without a store each has to name it."""
         left_out = set() if with_store else OPEN_IN_FILE
         shared: dict[str, Any] = {}
+        values = to_mapping(config)
         for name in option_names():
             if standing_of(name) in _IN_FILE and name not in left_out:
-                shared = merged(shared, nested(name, portable(value_at(to_mapping(config), name))))
+                shared = merged(shared, nested(name, portable(value_at(values, name))))
         return cls(name=config.run_id, owner=owner, authorities=authorities, config=shared)
 
     def signed_bytes(self) -> bytes:
@@ -228,7 +229,7 @@ def portable(value: Any) -> Any:
 
 def names_in(values: Mapping[str, Any], where: str = "") -> list[str]:
     """Returns the dotted names of the options in nested mappings; what is a mapping by itself is one option."""
-    known = set(option_names())
+    known = frozenset(option_names())
     found: list[str] = []
     for name, value in values.items():
         path = f"{where}{name}"

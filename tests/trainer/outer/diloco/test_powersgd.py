@@ -190,8 +190,8 @@ def test_where_it_means_nothing_it_is_refused() -> None:
     for options in ({"strategy": "ddp", "engine": "torch"}, {"strategy": "async_sparta"}):
         with pytest.raises(TrainerUsageError, match=r"collective.powersgd_rank: expected 0 with strategy"):
             RunConfig(collective=factored, **options)
-    with pytest.raises(TrainerUsageError, match=r"powersgd_rank: expected 0 \(off\) to"):
-        CollectiveConfig(powersgd_rank=-1)
+    with pytest.raises(TrainerUsageError, match=r"powersgd_rank: expected 0 \(off\) to 4096, or -1"):
+        CollectiveConfig(powersgd_rank=-2)
     with pytest.raises(TrainerUsageError, match="rounds of two phases, found Scripted"):
         DiLoCoTrainer(Regression(0), CONFIGS["whole"], Scripted(), powersgd_rank=RANK)
 

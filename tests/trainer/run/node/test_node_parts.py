@@ -47,7 +47,7 @@ def test_a_save_that_would_be_left_out_gathers_nothing(tmp_path: Path) -> None:
         work=SimpleNamespace(withdrew=lambda *_: None),
     )
     parts["dataset"] = SimpleNamespace(state_dict=lambda: {})
-    replica = SimpleNamespace(inner=SimpleNamespace(step_index=5), contents=contents)
+    replica = SimpleNamespace(inner=SimpleNamespace(step_index=5), gradients=None, contents=contents)
     with Busy(tmp_path, wallet_id("", "a")) as checkpointer:
         node = Node(
             config=RunConfig(node_id="a"),

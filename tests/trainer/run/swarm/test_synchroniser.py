@@ -42,7 +42,7 @@ Train = Callable[[int], list[OuterResult]]
 def diloco_replica(group: ReplicaGroup, rank: int, others: Others) -> tuple[ReplicaSynchroniser, Train]:
     """One, and what trains it."""
     model, collective = Quadratic(0), MeetingCollective(group, rank)
-    built: Any = SimpleNamespace(module=model)
+    built: Any = SimpleNamespace(module=model, replica=None)
     synchroniser = ReplicaSynchroniser(CONFIG, built, collective, others, lambda: others.behind, 0)
 
     def train(num_steps: int) -> list[OuterResult]:
