@@ -60,6 +60,7 @@ _STATUS: dict[str, grpc.StatusCode] = {
     Reason.SIGNATURE: grpc.StatusCode.UNAUTHENTICATED,
     Reason.CREDENTIAL: grpc.StatusCode.PERMISSION_DENIED,
     Reason.REVOKED: grpc.StatusCode.PERMISSION_DENIED,
+    Reason.ROLE: grpc.StatusCode.PERMISSION_DENIED,
     Reason.REPLAYED: grpc.StatusCode.ALREADY_EXISTS,
     Reason.METHOD: grpc.StatusCode.UNIMPLEMENTED,
     Reason.STALLED: grpc.StatusCode.DEADLINE_EXCEEDED,
