@@ -44,13 +44,10 @@ class LatecomerBackoff:
     """Limits how often the rounds of one coordinator wait for peers that say they are coming, and do not.
 
     A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later. Since identities are free,
-    those that have never been in a round with this node share one backoff by host. One that did not answer at all, in a
-    round before, is waited for again once it answers.
+    those that have never been in a round with this node share one backoff by host.
     """
 
     def __init__(self) -> None:
-        self.silent: set[str] = set()
-        """Peers that did not answer, for so long that a round began without them."""
         self._members: OrderedDict[str, None] = OrderedDict()
         self._backoffs: OrderedDict[str, _Backoff] = OrderedDict()
 
@@ -234,7 +231,6 @@ class MembershipGathering:
             with suppress(asyncio.CancelledError):
                 await inviting
         peers = self._settings.directory.peers()
-        self._latecomers.silent &= peers.keys() - self._joins.keys()
         missing = self._awaited - self._joins.keys()
         self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
         if 2 * len(self._ahead) > len(peers):
@@ -260,11 +256,8 @@ class MembershipGathering:
         if reply is None:
             # One lost call is no absence: the peer is asked again, for half of the stall timeout.
             since_s = self._silent_since_s.setdefault(peer_id, time.monotonic())
-            gone = peer_id in self._latecomers.silent or time.monotonic() > since_s + self._config.stall_timeout_s / 2
-            if gone:
-                self._latecomers.silent.add(peer_id)
+            gone = time.monotonic() > since_s + self._config.stall_timeout_s / 2
         else:
-            self._latecomers.silent.discard(peer_id)
             self._silent_since_s.pop(peer_id, None)
             gone = not self._is_awaited(peer_id, reply)
         (self._silent.add if gone else self._silent.discard)(peer_id)
