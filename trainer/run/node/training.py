@@ -418,6 +418,8 @@ class Node:
             self.network.publish(sharing.shared_state(), outcome.report.members)
         digest = sharing.state_digest() if sharing is not None and is_each_step else ""
         self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
+            return
         if self.network is None and self.replica.diloco is not None:
             # A digest of a large state takes seconds, which training does not wait for.
             self.replica.diloco.when_digested(partial(self.watch.state, outcome.outer_step))

@@ -90,7 +90,7 @@ class SignedNode:
         if self.error is not None:
             raise AssertionError(self.name) from self.error
         node = self.node
-        return -1 if node is None or node.replica.sharing is None else node.replica.sharing.round_index
+        return -1 if node is None or node.replica.diloco is None else node.replica.diloco.round_index
 
     def events(self, kind: str) -> list[Event]:
         path = self.folder / "log" / f"events-{self.name}.jsonl"
@@ -110,12 +110,8 @@ def _reach(nodes: list[SignedNode], round_index: int) -> None:
 
 @pytest.fixture
 def run_file(here: TrainerHere, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A run whose rounds are in the background for so many steps as the parameter says."""
-    return _run_of(merged(SHARED, {"diloco": {"overlap_steps": getattr(request, "param", 0)}}), here, tmp_path)
-
-
-def _run_of(shared: dict[str, Any], here: TrainerHere, tmp_path: Path) -> Path:
-    """A run of the texts that all tests read; its owner's key lies beside."""
+    """A run of the texts that all tests read, its rounds in the background for so many steps as the parameter says."""
+    shared = merged(SHARED, {"diloco": {"overlap_steps": getattr(request, "param", 0)}})
     options = ("--preset", "tiny", "--store", str(text_store()), "--key", tmp_path / "run.key", *_settings(shared))
     printed = here.other("run", "init", "corpus-8", *options)
     path = tmp_path / "corpus.yaml"
@@ -192,46 +188,6 @@ def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_awa
     }
     assert sorted(it["node_id"] for it in shown["nodes"]) == [node.name for node in nodes]
     assert all(it["newest_change"] == 1 for it in shown["nodes"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_under_averaged_gradients_all_take_the_same_step_by_another_rate(here: TrainerHere, tmp_path: Path) -> None:
-    grad = {"strategy": "grad", "grad": {"target_tokens": 512, "average_state_every": 2, "num_slices": 4}}
-    run = _run_of({**SHARED, **grad, "rule": {"rule": "mean", "validation": "off"}}, here, tmp_path)
-    ports = [free_port() for _ in range(3)]
-    peers = [f"127.0.0.1:{ports[0]}"]
-    nodes = [SignedNode(f"n{number}", str(run), tmp_path, port, peers) for number, port in enumerate(ports)]
-    ask = ("--run", run, "--initial-peers", peers[0])
-    try:
-        for node in nodes:
-            node.start()
-        _reach(nodes, max(8, max(node.round_index for node in nodes)))
-        settings = ("inner.lr=1e-4", "inner.max_grad_norm=0.5", "grad.target_tokens=1024")
-        made = here.other("run", "set", *settings, "--key", tmp_path / "run.key", *ask)
-        at_round = int(made.partition("in force from round ")[2].partition(":")[0])
-        _reach(nodes, at_round + 6)
-    finally:
-        for node in nodes:
-            node._stop.ask()
-        for node in nodes:
-            node.stop()
-    assert [node.error for node in nodes] == [None] * 3
-    rates: dict[int, set[float]] = {}
-    states: dict[int, set[str]] = {}
-    for node in nodes:
-        assert [it[:2] for it in node.changes()] == [(1, at_round)]
-        for event in node.events("round"):
-            if len(event.fields["members"]) == 3:
-                states.setdefault(int(event.number("round_index")), set()).add(str(event.fields["state_digest"]))
-        for event in node.events("step"):
-            if not event.fields["skipped"]:
-                rates.setdefault(int(event.number("step")), set()).add(event.number("lr"))
-    assert max(states) > at_round + 3
-    assert all(len(each) == 1 for each in states.values()), states
-    together = [step for step in sorted(rates) if step > 5]
-    assert all(len(rates[step]) == 1 for step in together[2:]), rates
-    assert max(rates[together[-1]]) <= 1e-4
 
 
 @pytest.mark.slow
