@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -150,7 +151,9 @@ def test_a_change_is_in_force_in_one_round_at_all_nodes_also_those_that_were_awa
             node.start()
         _reach(nodes, at_round + 2)
         _reach(nodes, max(node.round_index for node in nodes) + 2)
-        shown = json.loads(here.other("run", "show", "--json", *ask).splitlines()[-1])
+        shown, ends_s = {"nodes": []}, time.monotonic() + WAIT_S
+        while len(shown["nodes"]) < len(nodes) and time.monotonic() < ends_s:  # A busy node may answer too late.
+            shown = json.loads(here.other("run", "show", "--json", *ask).splitlines()[-1])
     finally:
         for node in nodes:
             node._stop.ask()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.support.small_store import text_store
 from tests.support.trainer_command import TrainerCommand, differences, trainer_here
-from tests.support.training_swarm import TERMINATED, TrainingNode, TrainingSwarm
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm, merged
 
 OPTIONS: dict[str, Any] = {
     "strategy": "grad",
@@ -57,6 +58,50 @@ def test_two_step_together_and_a_third_takes_up_their_state_and_counts(tmp_path:
             assert torch.equal(other["diloco"]["exp_avg"], each["diloco"]["exp_avg"])
             for layer, values in each["layers"].items():
                 assert all(torch.equal(value, other["layers"][layer][name]) for name, value in values.items())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("powersgd_rank", [0, 4])
+def test_two_join_one_that_has_trained_and_one_of_them_is_killed_and_comes_back(
+    powersgd_rank: int, tmp_path: Path
+) -> None:
+    options = merged(OPTIONS, {"collective": {"powersgd_rank": powersgd_rank, "stall_timeout_s": 8.0}})
+    with TrainingSwarm(tmp_path, **options) as swarm:
+        swarm.begin("north")
+        swarm.wait(lambda: len(rounds_with(swarm["north"], 1)) >= 6, "rounds of one")
+        swarm.begin("east", "south")
+        nodes = [swarm[name] for name in ("north", "east", "south")]
+        swarm.wait(lambda: all(len(rounds_with(node, 3)) >= 6 for node in nodes), "rounds of three", 2 * WAIT_S)
+        swarm["south"].kill()
+        before = max(rounds_with(swarm["north"], 3))
+        swarm["south"].start()
+        swarm.wait(
+            lambda: all(max(rounds_with(node, 3)) >= before + 6 for node in nodes), "rounds of three again", 2 * WAIT_S
+        )
+        assert swarm.stop() == [TERMINATED] * 3
+        found = [rounds_with(node, 3) for node in nodes]
+        for index in set.union(*(set(each) for each in found)):
+            assert len({each[index] for each in found if index in each}) == 1, index
+        assert all("Traceback" not in node.output() for node in nodes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_node_stops_within_a_step_and_keeps_what_it_has_added_up(tmp_path: Path) -> None:
+    options = merged(OPTIONS, {"grad": {"target_tokens": 1 << 40}})
+    kept = []
+    with TrainingSwarm(tmp_path, **options) as swarm:
+        swarm.begin("north")
+        for life in range(2):
+            if life:
+                swarm["north"].start()
+            swarm.wait(lambda life=life: swarm["north"].output().count("answers at") > life, "the node")
+            time.sleep(5.0)
+            assert swarm.stop() == [TERMINATED]
+            kept.append(swarm["north"].checkpoint()["diloco"]["flight"])
+    assert 0 < kept[0]["num_tokens"] < kept[1]["num_tokens"]
+    assert kept[1]["vector"].any()
 
 
 @pytest.mark.slow
