@@ -53,6 +53,8 @@ class Sources:
     refused: Callable[[], Mapping[str, int]] = field(default=dict)  # Messages the RPC endpoint refused, by reason.
     rpc_bytes: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0))
     """Bytes the RPC endpoint sent and received."""
+    relayed_bytes: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0))
+    """Among them, those by way of relays."""
     lost_events: Callable[[], int] = field(default=lambda: 0)  # `EventLog.lost_events`.
     further: Callable[[], Iterable[tuple[str, str, float]]] = field(default=tuple)
     """Name, help and value of additional gauges; names without the prefix ``genesis_training_``."""
@@ -163,6 +165,13 @@ class TrainingMetrics(Collector):
         rpc_bytes.add_metric(["sent"], sent_bytes)
         rpc_bytes.add_metric(["received"], received_bytes)
         yield rpc_bytes
+        relayed_sent, relayed_received = self._sources.relayed_bytes()
+        relayed = CounterMetricFamily(
+            "genesis_training_relayed_bytes", "Among them, those that came by way of a relay.", labels=["direction"]
+        )
+        relayed.add_metric(["sent"], relayed_sent)
+        relayed.add_metric(["received"], relayed_received)
+        yield relayed
         yield CounterMetricFamily(
             "genesis_training_lost_events", "Events that could not be logged.", self._sources.lost_events()
         )

@@ -26,6 +26,7 @@ from trainer.network.discovery.config import DiscoveryConfig, check_seed_address
 from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 from trainer.network.discovery.node_report import DhtTraffic
 from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
+from trainer.network.relay import Relay, RelayConfig
 from trainer.network.rpc.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -208,16 +209,19 @@ class SeedConfig:
             check_seed_address(address)
 
 
-def seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
+def seed(
+    config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None], relaying: RelayConfig = RelayConfig()
+) -> None:
     """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT, SIGTERM or SIGHUP, then returns.
 
     It may be killed and restarted at any time. ``on_ready`` is called once with the addresses to give to nodes as
-    ``--initial-peers``. Raises `DiscoveryError` where it does not become ready; the log says why.
+    ``--initial-peers``; with a port in ``relaying`` it is a relay too. Raises `DiscoveryError` where it does not become
+    ready; the log says why.
     """
-    asyncio.run(_serve_seed(config, on_ready))
+    asyncio.run(_serve_seed(config, on_ready, Relay(relaying) if relaying.port else None))
 
 
-async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None]) -> None:
+async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None], relay: Relay | None) -> None:
     path = Path(config.identity_path).expanduser()
     if path.is_dir():
         raise DiscoveryError(f"identity_path: expected a file, found the folder {path}")
@@ -234,6 +238,8 @@ async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], 
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
+    if relay is not None:
+        await relay.start()
     process.start()
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(process.wait_ready(config.start_timeout_s, first_start_only=True))
@@ -248,4 +254,6 @@ async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], 
             task.cancel()
         await asyncio.gather(stopping, starting, return_exceptions=True)
         await process.close()
+        if relay is not None:
+            await relay.stop()
     logger.info("the seed has stopped")

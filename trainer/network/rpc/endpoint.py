@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc import aio
@@ -50,13 +50,38 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
 
 
+class Reach(Protocol):
+    """Another way by which others connect to an endpoint than its own address (`trainer.network.relay`)."""
+
+    @property
+    def address(self) -> str:
+        """``host:port`` to give to others; empty: the endpoint's own."""
+
+    @property
+    def relayed_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received that way."""
+
+    async def start(self, endpoint: Endpoint) -> None:
+        """Begins, once ``endpoint`` listens."""
+
+    async def stop(self) -> None:
+        """Ends it."""
+
+
 class Endpoint:
     """Serves and calls, signing everything as ``identity``; messages of other runs than ``run_id`` are refused.
 
     With ``admission`` so are peers without a credential, as callers and as callees.
     """
 
-    def __init__(self, identity: Identity, run_id: str, config: RpcConfig, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: str,
+        config: RpcConfig,
+        admission: Admission | None = None,
+        reach: Reach | None = None,
+    ) -> None:
         if not 1 <= len(run_id) <= 128:
             raise TrainerUsageError(f"expected a run_id of 1 to 128 characters, found {len(run_id)}")
         self.identity = identity
@@ -77,15 +102,33 @@ class Endpoint:
         self._guard: asyncio.Task[None] | None = None
         self._parting: asyncio.Task[None] | None = None
         self._port = 0
+        self._reach = reach
 
     @property
     def address(self) -> str:
         """``host:port`` under which others reach this node; known after `start`."""
+        if self._reach is not None and (elsewhere := self._reach.address):
+            return elsewhere
         public = self._config.public_address
         if has_port(public):
             return public
         host = public or _reachable_host(self._config.host)
         return f"[{host}]:{self._port}" if ":" in host and not host.startswith("[") else f"{host}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """The TCP port that it listens on; known after `start`."""
+        return self._port
+
+    @property
+    def listen_host(self) -> str:
+        """The interface that it listens on."""
+        return self._config.host
+
+    @property
+    def relayed_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received by way of relays; the rest of `counters` came directly."""
+        return self._reach.relayed_bytes if self._reach is not None else (0, 0)
 
     @property
     def peer(self) -> Peer:
@@ -154,11 +197,15 @@ class Endpoint:
         self._server = server
         guarding = self._serving.connections.guard(self._port, self._sweep)
         self._guard = asyncio.create_task(guarding, name="genesis-rpc-guard")
+        if self._reach is not None:
+            await self._reach.start(self)
         logger.info("node %s answers at %s", self.peer_id, self.address)
 
     async def stop(self) -> None:
         """Refuses what is new, gives what runs `stop_grace_s`, then ends everything. May be called again."""
         self._serving.stopping = True
+        if self._reach is not None:
+            await self._reach.stop()
         guard, self._guard = self._guard, None
         await end_task(guard)
         parting, self._parting = self._parting, None

@@ -32,6 +32,7 @@ _PATHS = {
     "initial_peers": "discovery.initial_peers",
     "port": "rpc.port",
     "public_address": "rpc.public_address",
+    "relay": "relay.through",
     "routing": "swarm.driver.routing",
     "inner_steps": "diloco.inner_steps",
     "compression": "collective.compression",
@@ -65,6 +66,10 @@ _InitialPeers = Annotated[
 _Authority = Annotated[
     list[str] | None,
     typer.Option(help="Address of the run's authority, https://host:port (docs/admission.md); may be given again."),
+]
+_Relay = Annotated[
+    list[str] | None,
+    typer.Option(help="host:port of a relay, for a node that others cannot connect to; may be given twice."),
 ]
 _Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
 _LogDir = Annotated[str | None, typer.Option(help="Folder for JSON lines of steps and rounds.")]
@@ -103,6 +108,7 @@ def train_command(
     initial_peers: _InitialPeers = None,
     port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
+    relay: _Relay = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
     strategy: Annotated[str | None, typer.Option(help="diloco, grad, or ddp with the torch engine.")] = None,
     parallel: Annotated[
@@ -189,6 +195,7 @@ def worker_command(
     initial_peers: _InitialPeers = None,
     port: Annotated[int | None, typer.Option(help="Port for other nodes; else any free one.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this worker at.")] = None,
+    relay: _Relay = None,
     token: Annotated[
         str | None, typer.Option(envvar="GENESIS_INVITATION", help="Invitation of the run's authority (invite-…).")
     ] = None,

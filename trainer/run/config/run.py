@@ -27,6 +27,7 @@ from trainer.model.choice import ModelChoice
 from trainer.model.subspace.config import SubspaceConfig
 from trainer.monitor import ApiConfig, LoggerName
 from trainer.network.discovery import DiscoveryConfig
+from trainer.network.relay.config import RelayConfig
 from trainer.network.rpc import RpcConfig
 from trainer.network.rpc.config import has_port, split_address
 from trainer.network.rpc.dialing import is_private_host
@@ -298,6 +299,7 @@ class RunConfig:
     rule: RuleConfig = field(default_factory=RuleConfig)
     collective: CollectiveConfig = field(default_factory=CollectiveConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
+    relay: RelayConfig = field(default_factory=RelayConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     state: StateConfig = field(default_factory=StateConfig)
@@ -347,10 +349,10 @@ class RunConfig:
             )
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
-        if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port):
+        if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.through):
             raise TrainerUsageError(
-                "engine torch: expected no initial_peers and no port, since torchrun says who belongs together, found "
-                "one; leave it out, or take engine p2p"
+                "engine torch: expected no initial_peers, no port and no relay, since torchrun says who belongs "
+                "together, found one; leave it out, or take engine p2p"
             )
 
     @property
@@ -358,6 +360,13 @@ class RunConfig:
         """Columns of PowerSGD's factors; 0: matrices travel whole."""
         chosen = self.collective.powersgd_rank
         return chosen if chosen >= 0 else DEFAULT_RANK if self.strategy == "grad" else 0
+
+    @property
+    def discovery_options(self) -> DiscoveryConfig:
+        """The options of discovery; a node that others cannot connect to only asks the DHT."""
+        if not self.relay.through:
+            return self.discovery
+        return replace(self.discovery, dht_client_mode=True)
 
     @property
     def round_options(self) -> CollectiveConfig:

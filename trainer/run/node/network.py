@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
+from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
@@ -181,9 +182,9 @@ class Network(Generic[S]):
         self._loop = LoopThread("genesis-network")
         self._admission = admission_client(config, identity, "worker" if stage else "node", stage)
         admission = None if self._admission is None else self._admission.admission
-        self.endpoint = Endpoint(identity, config.run_id, config.rpc, admission)
+        self.endpoint = Endpoint(identity, config.run_id, config.rpc, admission, RelayedReach(config.relay))
         """Further methods are registered on it before `start`."""
-        self._discovery = open_discovery(self.endpoint, config.discovery, stages)
+        self._discovery = open_discovery(self.endpoint, config.discovery_options, stages)
         if near and config.discovery.partition_by_stage:
             self._discovery.look_for(near)
         self._watchdog = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
@@ -255,7 +256,7 @@ class Network(Generic[S]):
         """Answers and looks for others; waits for the first, and raises `IncompatiblePeerError` if it does not fit."""
         self._listener = listener
         self._loop.start()
-        self._loop.run(self._start(), _START_S + (self._config.admission.join_timeout_s if self._admission else 0.0))
+        self._loop.run(self._start(), self._start_limit_s())
         if self.expects_others:
             self._wait_for_peers()
             if not self.announcements:
@@ -265,6 +266,10 @@ class Network(Generic[S]):
                 self._comparing = self._loop.spawn(self._fit.go_on())
             if self._records is not None and self.announcements:
                 self._loop.run(self._records.catch_up(), 60.0)
+
+    def _start_limit_s(self) -> float:
+        joining_s = self._config.admission.join_timeout_s if self._admission else 0.0
+        return _START_S + joining_s + (self._config.relay.wait_s if self._config.relay.through else 0.0)
 
     def _wait_for_peers(self) -> None:
         deadline_s = time.monotonic() + _FIRST_PEERS_S

@@ -239,6 +239,7 @@ def _asked(config: RunConfig) -> ModelChoice:
 def _first_terms(config: RunConfig, addresses: list[str]) -> Terms | None:
     """Returns what the first of these peers that answers trains; None where none does in time."""
     from trainer.collective import Terms
+    from trainer.network.relay import RelayedReach
     from trainer.network.rpc import Endpoint, Peer
     from trainer.run.node.admission import admission_client
     from trainer.run.node.identity import TERMS, identity_of
@@ -246,7 +247,8 @@ def _first_terms(config: RunConfig, addresses: list[str]) -> Terms | None:
 
     loop, identity = LoopThread("genesis-question"), identity_of(config)
     client = admission_client(config, identity, "node")
-    endpoint = Endpoint(identity, config.run_id, config.rpc, None if client is None else client.admission)
+    admission = None if client is None else client.admission
+    endpoint = Endpoint(identity, config.run_id, config.rpc, admission, RelayedReach(config.relay))
     nothing = Terms(architecture={}, tokenizer_lineage="", synchronisation={})
 
     async def ask() -> Any:

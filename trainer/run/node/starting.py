@@ -458,7 +458,7 @@ def _collective(
         collective = cluster_collective(config)
         stack.callback(collective.close)
         return collective, None
-    if not config.discovery.initial_peers and not config.rpc.port:
+    if not config.discovery.initial_peers and not config.rpc.port and not config.relay.through:
         return LocalCollective(config.node_id), None
 
     # These bring grpc, which a node alone does not need.

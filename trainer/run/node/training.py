@@ -107,6 +107,7 @@ class Watch:
             status=self.tracker.status,
             refused=lambda: dict(counters.refused) if counters is not None else {},
             rpc_bytes=lambda: (counters.sent_bytes, counters.received_bytes) if counters is not None else (0, 0),
+            relayed_bytes=lambda: network.endpoint.relayed_bytes if network is not None else (0, 0),
             lost_events=lambda: log.lost_events if log is not None else 0,
             further=further,
         )

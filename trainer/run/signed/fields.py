@@ -75,6 +75,11 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "max_remembered max_remembered_per_peer",
         "fixed": "tls",
     },
+    "relay": {
+        "own": "port host public_host first_port bytes_per_s max_nodes max_nodes_per_host max_connections_per_node "
+        "max_connections_per_host wait_s",
+        "offered": "through",
+    },
     "discovery": {
         "own": "max_peers max_clock_skew_s dht_host dht_port dht_client_mode",
         "offered": "initial_peers announce_interval_s announcement_lifetime_s poll_interval_s report_interval_s "

@@ -23,6 +23,7 @@ from loader.session import Session
 from trainer.errors import LedgerError, TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.network.discovery.record_exchange import RecordExchange
+from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.outer.sparta import frontier_of
@@ -106,7 +107,7 @@ class DriverNode:
         self._step_began_s = time.perf_counter()
         self._admission = admission_client(config, identity_of(config), "driver")
         admission = None if self._admission is None else self._admission.admission
-        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc, admission)
+        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc, admission, RelayedReach(config.relay))
         self._peers = DriverPeerView(
             config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
         )

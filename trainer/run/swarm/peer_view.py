@@ -138,7 +138,7 @@ class DriverPeerView(SwarmPeers):
         self._misfits: set[str] = set()
         self._progress = progress
         self._hearing = hearing
-        self._discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
+        self._discovery = open_discovery(endpoint, config.discovery_options, stage_names(config.swarm.num_stages))
         self._watchdog = PeerWatchdog(self._discovery, "worker of any stage", _UNHEARD_S)
         self.figures: Callable[[], OwnFigures] | None = None
         """What to report on this driver once a minute; to be set before `register`. None: nothing."""

@@ -21,6 +21,7 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import stage_names
 from trainer.network.discovery import open_discovery
 from trainer.network.discovery.stage_report import StageReport
+from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint
 from trainer.run.config import RunConfig
 from trainer.run.node.admission import admission_client
@@ -84,7 +85,8 @@ async def _stage_by_need(config: RunConfig, names: tuple[str, ...], stop: StopRe
     identity = identity_of(config)
     client = admission_client(config, identity, "worker", _AUTO)
     async with AsyncExitStack() as stack:
-        endpoint = Endpoint(identity, config.run_id, config.rpc, None if client is None else client.admission)
+        admission = None if client is None else client.admission
+        endpoint = Endpoint(identity, config.run_id, config.rpc, admission, RelayedReach(config.relay))
         if client is not None:
             client.register(endpoint)
         await endpoint.start()
@@ -103,7 +105,7 @@ async def _stage_by_need(config: RunConfig, names: tuple[str, ...], stop: StopRe
 async def _announced_reports(config: RunConfig, endpoint: Endpoint, stop: StopRequest) -> list[StageReport]:
     """What all workers announce of their stages, after a while for discovery."""
     async with AsyncExitStack() as stack:
-        discovery = open_discovery(endpoint, config.discovery, stage_names(config.swarm.num_stages))
+        discovery = open_discovery(endpoint, config.discovery_options, stage_names(config.swarm.num_stages))
         await discovery.start()
         stack.push_async_callback(discovery.close)
         ends_s, is_settling = time.monotonic() + config.swarm.join.first_peers_s + _DHT_START_S, False

@@ -1,0 +1,327 @@
+"""The relay: lends ports to nodes that prove their key, and joins what connects there to what the node opens for it.
+
+Whatever anybody can send is bounded first: connections that have said nothing yet (256, 16 of one host, ten seconds
+each), registrations (`RelayConfig`, and per host 8 and then one in ten seconds), connections carried for a node and
+from a host, the time until a node accepts one. A relay connects to nobody but, once a registration or check, to the
+address that a node's own connection comes from, at the port it says it listens on: no third party can be named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from trainer.errors import PeerUnavailableError, TrainerUsageError
+from trainer.network.relay.carrying import FairShares, Streams, carry
+from trainer.network.relay.config import RelayConfig
+from trainer.network.relay.protocol import (
+    COPY_BYTES,
+    FIRST_LINE,
+    NODE_LINE,
+    PROOF_LINE,
+    PROTOCOL_VERSION,
+    SILENCE_S,
+    Accept,
+    Challenge,
+    Check,
+    Checked,
+    Incoming,
+    Lent,
+    Pong,
+    Refusal,
+    Register,
+    cancel_once,
+    end,
+    proof_text,
+    read_line,
+    write_line,
+)
+from trainer.network.rpc.channels import fetch_certificate
+from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group
+from trainer.network.rpc.identity import certificate_digest, verify_signature
+from trainer.network.rpc.token_buckets import TokenBuckets, count_down
+
+logger = logging.getLogger(__name__)
+
+_LINE_S: Final = 10.0
+_ACCEPT_S: Final = 10.0
+_DIAL_BACK_S: Final = 5.0
+_MAX_SILENT: Final = 256
+_MAX_SILENT_PER_HOST: Final = 16
+_REGISTRATION_BURST: Final = 8.0
+_REGISTRATIONS_PER_S: Final = 0.1
+_MIN_PORT: Final = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _LentPort:
+    """A node that is registered, and what is carried for it."""
+
+    peer_id: str
+    host: str
+    control: asyncio.StreamWriter
+    server: asyncio.Server | None = None
+    connections: Counter[str] = field(default_factory=Counter)  # By the host they come from.
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def port(self) -> int:
+        if self.server is None or not self.server.sockets:
+            return 0
+        port: int = self.server.sockets[0].getsockname()[1]
+        return port
+
+
+class Relay:
+    """Relays for others between `start` and `stop`; everything happens on the event loop of `start`."""
+
+    def __init__(self, config: RelayConfig) -> None:
+        self._config = config
+        self._server: asyncio.Server | None = None
+        self._nodes: dict[str, _LentPort] = {}
+        self._waiting: dict[str, asyncio.Future[Streams]] = {}
+        """By token: callers whose node has not come for them yet."""
+        self._silent: Counter[str] = Counter()
+        self._registrations = TokenBuckets(_REGISTRATION_BURST, _REGISTRATIONS_PER_S)
+        self._shares = FairShares(config.bytes_per_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.carried_bytes = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have a port now."""
+        return len(self._nodes)
+
+    @property
+    def port(self) -> int:
+        """Where nodes register; known after `start`."""
+        if self._server is None:
+            return self._config.port
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Begins to listen; raises TrainerUsageError where the port cannot be had."""
+        try:
+            self._server = await asyncio.start_server(
+                self._accepted, self._config.host, self._config.port, limit=COPY_BYTES
+            )
+        except OSError as error:
+            raise TrainerUsageError(
+                f"relay.port: expected a free port of {self._config.host}, found {self._config.port} ({error}); "
+                "choose another"
+            ) from None
+        logger.info("relays for nodes that cannot be reached, at port %d", self.port)
+
+    async def stop(self) -> None:
+        """Ends everything that is carried."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for node in list(self._nodes.values()):
+            self._forget(node)
+        await asyncio.sleep(0)  # Connections accepted just now begin, and are ended like all others.
+        cancel_once(self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- connections at the relay's own port ---------------------------------------------------------------------------
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._tracked():
+            host = _host_of(writer)
+            if self._silent.total() >= _MAX_SILENT or self._silent[host] >= _MAX_SILENT_PER_HOST:
+                await end(writer)
+                return
+            self._silent[host] += 1
+            try:
+                first = await read_line(reader, FIRST_LINE, _LINE_S, host)
+            except PeerUnavailableError as error:
+                logger.debug("%s", error)
+                await end(writer)
+                return
+            finally:
+                count_down(self._silent, host)
+            if isinstance(first, Accept):
+                waiting = self._waiting.pop(first.token, None)
+                if waiting is None or waiting.done():
+                    await end(writer)
+                else:
+                    waiting.set_result((reader, writer))
+                return
+            try:
+                await self._keep_node(first, host, reader, writer)
+            except PeerUnavailableError as error:
+                logger.info("node %s… is no longer relayed: %s", first.peer_id[:12], error)
+            finally:
+                await end(writer)
+
+    async def _keep_node(
+        self, asked: Register, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Lends the node a port and answers it until it goes away, which raises PeerUnavailableError."""
+        refusal = await self._proven(asked, host, reader, writer)
+        if refusal:
+            await write_line(writer, Refusal(text=refusal), _LINE_S, host)
+            return
+        node = _LentPort(asked.peer_id, host, writer)
+        before = self._nodes.get(asked.peer_id)
+        if before is not None:  # It has proven its key: its old connection is dead, or it has restarted.
+            self._forget(before)
+        self._nodes[asked.peer_id] = node
+        try:
+            node.server = await self._listen(node)
+            is_direct = await _answers_directly(asked, _ip_of(writer))
+            lent = Lent(
+                port=node.port, public_host=self._config.public_host, seen_host=_ip_of(writer), is_direct=is_direct
+            )
+            await write_line(writer, lent, _LINE_S, host)
+            logger.info("relays for node %s… of %s at port %d", asked.peer_id[:12], host, node.port)
+            while True:
+                line = await read_line(reader, NODE_LINE, SILENCE_S, host)
+                if not isinstance(line, Check):
+                    await write_line(writer, Pong(), _LINE_S, host)
+                    continue
+                is_direct = self._registrations.take(host) and await _answers_directly(asked, _ip_of(writer))
+                await write_line(writer, Checked(is_direct=is_direct), _LINE_S, host)
+        finally:
+            self._forget(node)
+
+    async def _proven(
+        self, asked: Register, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> str:
+        """Returns why the node gets no port; empty: it has proven its key, and may have one."""
+        if asked.version != PROTOCOL_VERSION:
+            return f"expected version {PROTOCOL_VERSION} of the relay's protocol, found {asked.version}"
+        if not self._registrations.take(host):
+            return f"expected fewer registrations of one host, found too many of {host}; try again in a minute"
+        nonce = secrets.token_hex(16)
+        await write_line(writer, Challenge(nonce=nonce), _LINE_S, host)
+        proof = await read_line(reader, PROOF_LINE, _LINE_S, host)
+        if not verify_signature(
+            asked.peer_id, proof_text(nonce, proof.relay, asked.peer_id), bytes.fromhex(proof.signature)
+        ):
+            return "expected the nonce signed by the node's key, found another signature"
+        if not _is_port(proof.relay, self.port):
+            return f"expected a proof for port {self.port}, found one for {proof.relay}"
+        others = [it for it in self._nodes.values() if it.peer_id != asked.peer_id]
+        if len(others) >= self._config.max_nodes:
+            return f"expected fewer than {self._config.max_nodes} nodes at this relay, found it full; choose another"
+        if sum(it.host == host for it in others) >= self._config.max_nodes_per_host:
+            return f"expected fewer than {self._config.max_nodes_per_host} nodes of {host}, found as many already"
+        return ""
+
+    async def _listen(self, node: _LentPort) -> asyncio.Server:
+        async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            async with self._tracked(node.tasks):
+                await self._carry(node, (reader, writer))
+
+        first = self._config.first_port
+        for port in range(first, first + self._config.max_nodes) if first else (0,):
+            with contextlib.suppress(OSError):
+                return await asyncio.start_server(called, self._config.host, port, limit=COPY_BYTES)
+        raise PeerUnavailableError("this relay has no free port left")
+
+    # -- connections at lent ports -------------------------------------------------------------------------------------
+
+    async def _carry(self, node: _LentPort, caller: Streams) -> None:
+        host = _host_of(caller[1])
+        is_full = node.connections.total() >= self._config.max_connections_per_node
+        if is_full or node.connections[host] >= self._config.max_connections_per_host:
+            await end(caller[1])
+            return
+        node.connections[host] += 1
+        try:
+            own = await self._answer_of(node, host)
+            if own is None:
+                await end(caller[1])
+                return
+
+            async def pay(size_bytes: int, _is_of_caller: bool) -> None:
+                self.carried_bytes += size_bytes
+                owed_s = self._shares.owed_s(node.peer_id, size_bytes)
+                if owed_s > 0:
+                    await asyncio.sleep(owed_s)
+
+            await carry(caller, own, pay)
+        finally:
+            await end(caller[1])
+            count_down(node.connections, host)
+
+    async def _answer_of(self, node: _LentPort, host: str) -> Streams | None:
+        """Tells the node of a caller; returns the connection it opens for that, None if it opens none in time."""
+        token = secrets.token_hex(16)
+        waiting: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = waiting
+        try:
+            await write_line(node.control, Incoming(token=token, host=host), _LINE_S, node.host)
+            async with asyncio.timeout(_ACCEPT_S):
+                return await waiting
+        except (PeerUnavailableError, TimeoutError):
+            return None
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled():  # It came at this very moment.
+                await end(waiting.result()[1])
+            raise
+        finally:
+            self._waiting.pop(token, None)
+
+    def _forget(self, node: _LentPort) -> None:
+        if node.server is not None:
+            node.server.close()
+        cancel_once(node.tasks)
+        node.control.transport.abort()
+        if self._nodes.get(node.peer_id) is node:
+            del self._nodes[node.peer_id]
+
+    @contextlib.asynccontextmanager
+    async def _tracked(self, also: set[asyncio.Task[None]] | None = None) -> AsyncIterator[None]:
+        """Lets `stop` end what runs inside; what it fails with is logged and ends nothing else."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("expected to run in a task, found none")
+        sets = [self._tasks] if also is None else [self._tasks, also]
+        for each in sets:
+            each.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            pass  # The connection's own task: nobody awaits it but `stop`.
+        except Exception:
+            logger.exception("a relayed connection failed")
+        finally:
+            for each in sets:
+                each.discard(task)
+
+
+async def _answers_directly(asked: Register, ip: str) -> bool:
+    """Returns whether the node itself shows its certificate at the address its connection comes from."""
+    if asked.listen_port < _MIN_PORT:
+        return False
+    try:
+        found = await fetch_certificate(ip, asked.listen_port, _DIAL_BACK_S)
+    except PeerUnavailableError:
+        return False
+    return bool(asked.certificate_sha256) and certificate_digest(found) == asked.certificate_sha256
+
+
+def _is_port(address: str, port: int) -> bool:
+    try:
+        return split_address(address)[1] == port
+    except TrainerUsageError:
+        return False
+
+
+def _ip_of(writer: asyncio.StreamWriter) -> str:
+    name = writer.get_extra_info("peername")
+    return str(name[0]) if name else ""
+
+
+def _host_of(writer: asyncio.StreamWriter) -> str:
+    return address_group(_ip_of(writer))
