@@ -99,7 +99,6 @@ class RelayLinks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # What was being closed when its task was cancelled is closed in the next turn.
 
     def _changed(self) -> None:
         if self.address:
@@ -172,8 +171,8 @@ class _Link:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await end(writer)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _lent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Lent:
         own = self._identity.peer_id

@@ -135,32 +135,30 @@ class Relay:
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with self._tracked():
-            host = _host_of(writer)
-            if self._silent.total() >= _MAX_SILENT or self._silent[host] >= _MAX_SILENT_PER_HOST:
-                await end(writer)
-                return
-            self._silent[host] += 1
+            is_handed_over = False
             try:
-                first = await read_line(reader, FIRST_LINE, _LINE_S, host)
-            except PeerUnavailableError as error:
-                logger.debug("%s", error)
-                await end(writer)
-                return
-            finally:
-                count_down(self._silent, host)
-            if isinstance(first, Accept):
-                waiting = self._waiting.pop(first.token, None)
-                if waiting is None or waiting.done():
-                    await end(writer)
-                else:
+                host = _host_of(writer)
+                first = await self._first_line(host, reader)
+                if isinstance(first, Register):
+                    await self._keep_node(first, host, reader, writer)
+                elif (waiting := self._waiting.pop(first.token, None)) is not None and not waiting.done():
                     waiting.set_result((reader, writer))
-                return
-            try:
-                await self._keep_node(first, host, reader, writer)
+                    is_handed_over = True
             except PeerUnavailableError as error:
-                logger.info("node %s… is no longer relayed: %s", first.peer_id[:12], error)
+                logger.info("a relayed node or its connection has gone: %s", error)
             finally:
-                await end(writer)
+                if not is_handed_over:
+                    await end(writer)
+
+    async def _first_line(self, host: str, reader: asyncio.StreamReader) -> Register | Accept:
+        """Returns what a connection begins with; raises PeerUnavailableError, also where too many have said nothing."""
+        if self._silent.total() >= _MAX_SILENT or self._silent[host] >= _MAX_SILENT_PER_HOST:
+            raise PeerUnavailableError(f"{host}: expected fewer connections that have said nothing yet, found too many")
+        self._silent[host] += 1
+        try:
+            return await read_line(reader, FIRST_LINE, _LINE_S, host)
+        finally:
+            count_down(self._silent, host)
 
     async def _keep_node(
         self, asked: Register, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

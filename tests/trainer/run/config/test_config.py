@@ -169,7 +169,7 @@ def test_what_yaml_is_odd_about_is_taken_as_it_is_meant_and_what_lies_above_wins
     [
         ({"strategy": "ddp"}, "strategy ddp: expected engine torch"),
         ({"engine": "torch", "discovery": {"initial_peers": ["10.0.0.1:4001"]}}, "engine torch: expected no initial"),
-        ({"engine": "torch", "rpc": {"port": 4001}}, "engine torch: expected no initial_peers and no port"),
+        ({"engine": "torch", "rpc": {"port": 4001}}, "engine torch: expected no initial_peers, no port and no relay"),
         ({"max_steps": -1}, "max_steps: expected 0 or more, found -1"),
         ({"node_id": "../../etc"}, "node_id: expected"),
         ({"run_id": "a/b"}, "run_id: expected"),
