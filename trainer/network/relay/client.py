@@ -209,9 +209,11 @@ class _Link:
         except (PeerUnavailableError, OSError, TimeoutError) as error:
             logger.debug("a caller of relay %s is not taken up: %s", self._relay, error)
         finally:
-            for streams in (relayed, own):
-                if streams is not None:
-                    await end(streams[1])
+            opened = [streams[1] for streams in (relayed, own) if streams is not None]
+            for writer in opened:
+                writer.transport.abort()
+            for writer in opened:
+                await end(writer)
 
     async def _open_own(self, caller_host: str) -> Streams:
         host = self._local[0] if self._local[0] not in ("0.0.0.0", "::", "") else "127.0.0.1"

@@ -58,6 +58,8 @@ _MAX_SILENT_PER_HOST: Final = 16
 _REGISTRATION_BURST: Final = 8.0
 _REGISTRATIONS_PER_S: Final = 0.1
 _MIN_PORT: Final = 1024
+_TURNS_TO_BEGIN: Final = 5
+"""Turns of the event loop after which a connection that the kernel has accepted has its task, and can be ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +129,8 @@ class Relay:
             server.close()
         for node in list(self._nodes.values()):
             self._forget(node)
-        await asyncio.sleep(0)  # Connections accepted just now begin, and are ended like all others.
+        for _ in range(_TURNS_TO_BEGIN):
+            await asyncio.sleep(0)
         cancel_once(self._tasks)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
