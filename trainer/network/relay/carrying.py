@@ -80,8 +80,10 @@ async def carry(one: Streams, other: Streams, pay: Pay, idle_s: float = IDLE_S) 
     finally:
         for task in (*copies, watching):
             task.cancel()
-        if not is_whole:  # At once: what is awaited below may be broken off.
-            for _, writer in (one, other):
+        for _, writer in (one, other):  # Before anything is awaited, which may be broken off.
+            if is_whole:
+                writer.close()
+            else:
                 writer.transport.abort()
         await asyncio.gather(*copies, watching, return_exceptions=True)
         for _, writer in (one, other):

@@ -176,7 +176,7 @@ async def write_line(writer: asyncio.StreamWriter, line: Message, timeout_s: flo
 async def end(writer: asyncio.StreamWriter, *, at_once: bool = True) -> None:
     """Ends a connection, and returns when that is done; else what is still to be sent goes out first, for 10 s."""
     try:
-        if not at_once and not writer.is_closing():
+        if not at_once:
             writer.close()
             async with asyncio.timeout(_FLUSH_S):
                 await writer.wait_closed()

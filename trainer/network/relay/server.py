@@ -58,8 +58,6 @@ _MAX_SILENT_PER_HOST: Final = 16
 _REGISTRATION_BURST: Final = 8.0
 _REGISTRATIONS_PER_S: Final = 0.1
 _MIN_PORT: Final = 1024
-_TURNS_TO_BEGIN: Final = 5
-"""Turns of the event loop after which a connection that the kernel has accepted has its task, and can be ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +127,6 @@ class Relay:
             server.close()
         for node in list(self._nodes.values()):
             self._forget(node)
-        for _ in range(_TURNS_TO_BEGIN):
-            await asyncio.sleep(0)
         cancel_once(self._tasks)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -264,12 +260,12 @@ class Relay:
             await write_line(node.control, Incoming(token=token, host=host), _LINE_S, node.host)
             async with asyncio.timeout(_ACCEPT_S):
                 return await waiting
-        except (PeerUnavailableError, TimeoutError):
-            return None
-        except asyncio.CancelledError:
+        except (PeerUnavailableError, TimeoutError, asyncio.CancelledError) as error:
             if waiting.done() and not waiting.cancelled():  # It came at this very moment.
-                await end(waiting.result()[1])
-            raise
+                waiting.result()[1].transport.abort()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return None
         finally:
             self._waiting.pop(token, None)
 
