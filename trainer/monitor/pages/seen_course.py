@@ -44,7 +44,7 @@ _REPORTS: Final = (
 )
 _NAMES: Final = "SELECT peer_id, node_id, max(last_at) FROM contribution GROUP BY peer_id"
 _ROUNDS: Final = (
-    "SELECT max(at), round_index, min(error = ''), stage FROM round WHERE at >= ? AND at <= ? "
+    "SELECT max(at), round_index, max(error = ''), stage FROM round WHERE at >= ? AND at <= ? "
     f"GROUP BY stage, round_index ORDER BY 1 DESC LIMIT {_MAX_ROUNDS}"
 )
 
