@@ -161,7 +161,8 @@ class History:
         except FileLockedError:
             self._lock = None
             raise TrainerUsageError(
-                f"--db {self._path}: expected a file of this monitor's own, found that another one writes to it"
+                f"--db {self._path}: expected a file of this monitor's own, found that another one writes to it; name "
+                "another file, or look at what that one serves (--port)"
             ) from None
         except (sqlite3.Error, OSError) as error:
             self.close()
@@ -299,6 +300,10 @@ class History:
         )
         names = ("at", "step", "tokens", "loss", "tokens_per_s", "nodes")
         return [SeenLook(**dict(zip(names, row, strict=True))) for row in rows][::-1]
+
+    def rows_of(self, query: str, values: Sequence[float]) -> list[tuple[float | str | None, ...]]:
+        """Returns the rows of a query over these tables. Raises as `add_reports`."""
+        return self._read(query, *values)
 
     def num_rows(self) -> dict[str, int]:
         """Returns how many rows each table has."""

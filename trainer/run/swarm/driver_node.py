@@ -120,7 +120,7 @@ class DriverNode:
         self._num_changes = 0
         self._inner = config.inner
         self.view = DriverView(config, shape, self._peers)
-        self._watch = Watch(config, None, stop.ask, self.view.figures)
+        self._watch = Watch(config, None, stop.ask, self.view.figures, role="driver")
         self._peers.figures = NodeFigures(self._watch, "driver", makes_checkpoints=False)
 
     async def run(self) -> None:

@@ -180,7 +180,7 @@ class WorkerNode:
             said.peer_id: said.peer() for said in self._peers.workers_heard(stage)
         }
         self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, network.peer_id[:16])
-        self._watch = Watch(config, network, stop.ask, partial(stage_metrics, self._worker, self._meter))
+        self._watch = Watch(config, network, stop.ask, partial(stage_metrics, self._worker, self._meter), role="worker")
         if run is not None:
             run.round_index = lambda: self._synchroniser.place()[0]
         self._health = Health(config.health, noted=self._watch.work.withdrew)
