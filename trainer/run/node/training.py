@@ -45,10 +45,12 @@ from trainer.run.config import RunConfig
 from trainer.run.node.data import StoreWatch
 from trainer.run.node.health import Health
 from trainer.run.node.replica import Replica
+from trainer.run.node.start_facts import start_facts
 from trainer.run.node.stopping import StopRequest
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
+    from trainer.network.discovery.node_report import Role
     from trainer.network.discovery.run_change import RunChange
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
@@ -64,6 +66,7 @@ _COMPARED_STEPS = 50
 """Steps between two looks at the others' losses, and about as many are in a smoothed one."""
 _BEGIN_WAIT_S = 120.0
 """So long a newcomer waits for others that say they have trained to hand out their state."""
+_MAX_SHARDS = 1_000  # Named in an event.
 FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
@@ -86,7 +89,8 @@ class TrainingDisplay(Protocol):
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
 
-    ``speed`` measures the node's own training; drivers of a pipeline have none.
+    ``speed`` measures the node's own training; drivers of a pipeline have none. The log has a ``start`` event with what
+    the process was started with, and an ``end`` event with why it ended: a life without one was killed.
     """
 
     def __init__(
@@ -97,7 +101,13 @@ class Watch:
         further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
         speed: SpeedMeter | None = None,
         curves: CurveLog | None = None,
+        *,
+        role: Role = "node",
+        stage: str = "",
     ) -> None:
+        self.about: dict[str, object] = {}
+        """What else the log's ``start`` event says of this process, to be set before it is entered."""
+        self._config, self._role, self._stage = config, role, stage
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
@@ -148,12 +158,18 @@ class Watch:
 
     def set_shards(self, shards: tuple[int, ...]) -> None:
         """Records which shards the node reads."""
+        if shards != self._shards:
+            self.observer.event("shards", shards=shards[:_MAX_SHARDS], num_shards=len(shards))
         self._shards = shards
         self.tracker.set_shards(shards)
 
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
+
+    def withdrew(self, reason: str) -> None:
+        """Logs that the node takes itself out, to take up the others' state."""
+        self.observer.event("withdrawn", reason=reason)
 
     def state(self, outer_step: int, digest: str) -> None:
         """Records that others can fetch this state from now on."""
@@ -191,6 +207,7 @@ class Watch:
     def __enter__(self) -> Self:
         if self.log is not None:
             self.log.start()
+            self.observer.event("start", **start_facts(self._config, self._role, self._stage), **self.about)
         if self.curves is not None:
             with undisturbed_rng():
                 self.curves.start()
@@ -198,7 +215,9 @@ class Watch:
             self.server.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        self.observer.event("end", outcome="ended" if error is None else "failed", reason=reason)
         if self.curves is not None:
             self.curves.close()
         if self.log is not None:
@@ -452,6 +471,7 @@ class Node:
         if own_state_is_void and not any(said.state_digest for said in network.alike()):
             return
         logger.warning("this node takes itself out, and takes up the others' state: %s", reason)
+        self.watch.withdrew(reason)
         self.health.withdraw(reason)
         if own_state_is_void:
             network.let_go()
