@@ -366,12 +366,18 @@ def read_events(path: Path) -> Iterator[Event]:
         with path.open("rb") as file:
             yield from _events(file, path)
         return
-    active = (_ACTIVE.fullmatch(file.name) for file in path.iterdir())
-    for node_id in sorted(unquote(match[1]) for match in active if match):
-        yield from _node_events(path, node_id)
+    for node_id in logged_nodes(path):
+        yield from read_node_events(path, node_id)
 
 
-def _node_events(directory: Path, node_id: str) -> Iterator[Event]:
+def logged_nodes(directory: Path) -> list[str]:
+    """Returns the names of the nodes whose logs are in a directory, in order."""
+    active = (_ACTIVE.fullmatch(file.name) for file in directory.iterdir())
+    return sorted(unquote(match[1]) for match in active if match)
+
+
+def read_node_events(directory: Path, node_id: str) -> Iterator[Event]:
+    """Yields the events of a node of `logged_nodes`, from its oldest file on."""
     path = active_path(directory, node_id)
     with path.open("rb") as active:  # Opened first: if it is rotated meanwhile, it is still read once, and last.
         for older in _rotated_paths(directory, node_id):

@@ -77,7 +77,9 @@ def _field(path: Path, name: str) -> str:
     """Returns the first value of a name in a file of lines ``name : value``; empty if there is none."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+            return next(
+                (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), ""
+            )
     except OSError:
         return ""
 
