@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainer.monitor.config import ApiConfig
 from trainer.monitor.metrics import METRICS_MEDIA_TYPE, TrainingMetrics
+from trainer.monitor.pages.routes import PageSource, ReadGuard, add_page
 from trainer.monitor.status import (
     ACCOUNT_PATH,
     STAGES_PATH,
@@ -64,11 +65,14 @@ def create_app(
     config: ApiConfig | None = None,
     shutdown: ShutdownHook | None = None,
     pipeline: PipelineView | None = None,
+    page: PageSource | None = None,
 ) -> FastAPI:
-    """Builds the ASGI application; POST /api/shutdown and a driver's pages only where these are given."""
+    """Builds the ASGI application; what shuts down, a driver's pages and the page only where given."""
     # FastAPI's own page is off: it runs scripts from a CDN under this node's origin.
     app = FastAPI(title="Genesis training node", version="1", docs_url=None, redoc_url=None)
-    app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts if config else ())
+    add_guards(app, config or ApiConfig())
+    if page is not None:
+        add_page(app, page)
     if pipeline is not None:
         add_pipeline_pages(app, pipeline)
     if shutdown:
@@ -96,6 +100,12 @@ def create_app(
         return Response(metrics.page(), media_type=METRICS_MEDIA_TYPE)
 
     return app
+
+
+def add_guards(app: FastAPI, config: ApiConfig) -> None:
+    """Has an application ask for the configured host names and token, in this order."""
+    app.add_middleware(ReadGuard, token=config.read_token)
+    app.add_middleware(HostGuard, allowed_hosts=config.allowed_hosts)
 
 
 def add_pipeline_pages(app: FastAPI, view: PipelineView) -> None:
@@ -174,7 +184,6 @@ def _hex_of(end: tuple[str, int], family: socket.AddressFamily) -> str:
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 _HEADERS = {
-    "cache-control": "no-store",
     "cross-origin-resource-policy": "same-origin",
     "x-content-type-options": "nosniff",
 }
@@ -193,7 +202,9 @@ class HostGuard:
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                headers.setdefault("cache-control", "no-store")  # The page's files say themselves how long they hold.
             await send(message)
 
         if scope["type"] == "http" and not self._is_ours(Headers(scope=scope).get("host", "")):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainer.errors import TrainerUsageError
 
+_TOKEN = re.compile(r"[!-~]{16,1024}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 
 
@@ -22,12 +23,18 @@ class ApiConfig:
     """TCP port; 0 takes a free one."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names by which clients may ask; localhost, this machine's name and IP addresses always may."""
+    read_token: str = ""
+    """What readers must send as ``Authorization: Bearer``, or type into the page's form; empty: whoever may connect."""
 
     def __post_init__(self) -> None:
         if not self.host:
             raise TrainerUsageError("api.host: expected an address to listen at, found none; 127.0.0.1 is the default")
         if not 0 <= self.port <= 65_535:
             raise TrainerUsageError(f"api.port: expected 0 to 65535, found {self.port}; 0 takes a free one")
+        if self.read_token and not _TOKEN.fullmatch(self.read_token):
+            raise TrainerUsageError(
+                "api.read_token: expected 16 to 1,024 printable characters without spaces, found others (or fewer)"
+            )
         for name in self.allowed_hosts:
             if not _HOST_NAME.fullmatch(name):
                 raise TrainerUsageError(f"api.allowed_hosts: expected host names without port, found {name!r}")

@@ -300,6 +300,10 @@ class History:
         names = ("at", "step", "tokens", "loss", "tokens_per_s", "nodes")
         return [SeenLook(**dict(zip(names, row, strict=True))) for row in rows][::-1]
 
+    def rows_of(self, query: str, values: Sequence[float]) -> list[tuple[float | str | None, ...]]:
+        """Returns the rows of a query over these tables. Raises as `add_reports`."""
+        return self._read(query, *values)
+
     def num_rows(self) -> dict[str, int]:
         """Returns how many rows each table has."""
         tables: Sequence[str] = ("contribution", "report", "round", "look", "alarm")

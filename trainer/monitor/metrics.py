@@ -32,6 +32,7 @@ from prometheus_client.registry import Collector
 from trainer.monitor.curves import CurveLog
 from trainer.monitor.event_log import EventLog
 from trainer.monitor.facts import AnnouncedNode, EvaluationFacts, LossFacts, RoundFacts, StepFacts
+from trainer.monitor.pages.node_history import NodeHistory
 from trainer.monitor.status import TrainingStatus
 from trainer.monitor.tracker import TrainingTracker
 from trainer.monitor.work import WorkTally
@@ -226,7 +227,9 @@ class Observer:
         log: EventLog | None = None,
         curves: CurveLog | None = None,
         work: WorkTally | None = None,
+        history: NodeHistory | None = None,
     ) -> None:
+        self._history = history
         self._work = WorkTally() if work is None else work
         self._tracker = tracker
         self._metrics = metrics
@@ -247,6 +250,8 @@ class Observer:
             self._log.step(step, loader_wait_s=loader_wait_s)
         if self._curves:
             self._curves.step(step, num_tokens=num_tokens, loader_wait_s=loader_wait_s)
+        if self._history:
+            self._history.step(step, num_tokens)
 
     def evaluation(self, found: EvaluationFacts) -> None:
         """Reports a measurement of the model on text that is not trained on."""
@@ -271,12 +276,16 @@ class Observer:
             self._log.round(report, outer_step=outer_step, state_digest=state_digest)
         if self._curves and self._steps_taken:
             self._curves.round(self._steps_taken, report, outer_step=outer_step)
+        if self._history:
+            self._history.round(report, step=self._steps_taken)
 
     def round_failed(self, round_index: int, reason: str) -> None:
         """Reports a round without a result; its work goes into the next."""
         self._work.round_failed(round_index, reason)
         self._tracker.add_failed_round()
         self._metrics.round_failed()
+        if self._history:
+            self._history.round_failed(round_index, reason, step=self._steps_taken)
         self.event("round_failed", round_index=round_index, reason=reason)
 
     def checkpoint(self, outcome: CheckpointOutcome, *, step: int, seconds: float) -> None:
@@ -294,6 +303,8 @@ class Observer:
         """Logs any other event."""
         if self._log:
             self._log.event(kind, **fields)
+        if self._history:
+            self._history.event(kind, fields)
 
 
 def _spelled(loss: LossFacts) -> dict[str, object]:

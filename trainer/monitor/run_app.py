@@ -1,44 +1,40 @@
-"""A monitor's HTTP interface: a page for people, the run as JSON, its course over time, figures for Prometheus.
+"""A monitor's HTTP interface: the page of the run, the run as JSON, its course over time, figures for Prometheus.
 
-It shows what anybody in the run could see, changes nothing, and runs no script of anybody else: the page's own script
-writes text, never markup, since names come from strangers. By default only this machine can read it.
+It shows what anybody in the run could see and changes nothing. By default only this machine can read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from importlib import resources
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, HTTPException, Query, Response
-from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
-from trainer.monitor.app import HostGuard
+from trainer.monitor.app import add_guards
+from trainer.monitor.config import ApiConfig
+from trainer.monitor.pages.routes import PageSource, add_page
 from trainer.monitor.run_view import RunView
 
 RUN_PATH: Final = "/api/run"
-_POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 Course = Callable[[float], list[dict[str, Any]]]
 """Returns the run over time, from a moment on (seconds since 1970)."""
 
 
-def create_run_app(view: Callable[[], RunView | None], course: Course, allowed_hosts: Collection[str] = ()) -> FastAPI:
+def create_run_app(
+    view: Callable[[], RunView | None], course: Course, page: PageSource, config: ApiConfig | None = None
+) -> FastAPI:
     """Builds the application; ``view`` returns the latest look, None before the first."""
     app = FastAPI(title="Genesis run monitor", version="1", docs_url=None, redoc_url=None)
-    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts)
-    page = resources.files("trainer.monitor").joinpath("run_page.html").read_text(encoding="utf-8")
+    add_guards(app, config or ApiConfig())
+    add_page(app, page)
 
     def latest() -> RunView:
         found = view()
         if found is None:
             raise HTTPException(503, "the run has not been looked at yet; ask again")
         return found
-
-    @app.get("/", summary="A page for people.", response_class=HTMLResponse)
-    async def index() -> HTMLResponse:
-        return HTMLResponse(page, headers={"content-security-policy": _POLICY})
 
     @app.get(
         RUN_PATH,

@@ -62,6 +62,7 @@ class TrainingTracker:
         self._inner_step = self._outer_step = 0
         self._state_digest = ""
         self._shards: frozenset[int] = frozenset()
+        self._num_rotations = 0
         self._peers: tuple[PlausibleNode, ...] = ()
         self._digests = DigestMemory()
         self._speed: Callable[[], SpeedStatus | None] = lambda: None
@@ -127,8 +128,10 @@ class TrainingTracker:
 
     def set_shards(self, shards: Collection[int]) -> None:
         """Records the shards this node trains on."""
+        found = frozenset(shards)
         with self._lock:
-            self._shards = frozenset(shards)
+            self._num_rotations += bool(self._shards) and found != self._shards
+            self._shards = found
 
     def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
         """Records what all other nodes announce now, in place of what they announced before."""
@@ -162,6 +165,18 @@ class TrainingTracker:
         """Inner steps this node has done, before restarts included: what to announce."""
         with self._lock:
             return self._num_steps
+
+    @property
+    def can_judge(self) -> bool:
+        """Whether there are enough losses to tell whether training works."""
+        with self._lock:
+            return len(self._losses.recent) >= _MIN_STEPS
+
+    @property
+    def shards(self) -> tuple[tuple[int, ...], int]:
+        """The shards this node trains on, in order, and how often they have changed since its start."""
+        with self._lock:
+            return tuple(sorted(self._shards)), self._num_rotations
 
     def status(self) -> TrainingStatus:
         """Returns the status as of now."""

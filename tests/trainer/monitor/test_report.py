@@ -150,7 +150,7 @@ HOSTILE = ("<script>alert(1)</script>", "\u202eevil\x00\x1b[31m", "\ud800", "x" 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_texts_of_strangers_are_cut_and_harmless(tmp_path: Path, text: str) -> None:
     log = Log(tmp_path).event("start", **{**START, "run_id": text, "stage": text, "options": {text: {text: text}}})
-    log.steps(0, 3).event("withdrawn", reason=text).event("sample", step=1, prompt=text, text=text)
+    log.steps(0, 3).event("withdrew", reason=text).event("sample", step=1, prompt=text, text=text)
     log.event("round", round_index=1, members=[text] * 1_000, dropped=[[text, text], 3, [text]], seconds=1)
     log.event("ban", worker=text, reason=text, seconds="x").event("checkpoint", outcome=text)
     report = run_report([tmp_path])
@@ -165,7 +165,7 @@ FIELDS = "step loss grad_norm num_tokens seconds loader_wait_s round_index membe
 FIELDS += " received_bytes agree_s reduce_s vote_s outcome shards rows by_source bits_per_byte options machine versions"
 FIELDS += " peak model first_step num_devices events outer_step settings skipped num_parameters flops_per_token"
 KINDS = (
-    "step round round_failed checkpoint shards store vocabulary held_out sample end start lost ban adopted run_change"
+    "step round round_failed checkpoint shards store vocabulary held_out sample end start lost ban withdrew adopted run_change"
 )
 EVENTS = st.tuples(
     st.sampled_from(KINDS.split()), st.dictionaries(st.sampled_from(FIELDS.split()), st.sampled_from(WRONG), max_size=8)

@@ -12,8 +12,8 @@ Guarantees: nothing here changes anything, or waits in the training thread (0.3 
 however long a run is; an answer has at most 2,000 points a curve and strings of bounded length, and never NaN; the
 page runs no script but its own files and plotly's, and asks nobody but where it came from.
 
-Charts are plotly's (the extra ``page``), of which one file of 5 MB is served. It was chosen over bokeh, since it runs
-under ``script-src 'self'; style-src 'self'`` (no eval, no style attributes, for lines and bars), and has zoom, hover and
-a legend; it costs a browser half a second, which the figures and tables above do not wait for. Without it the page has
-tables only.
+Charts are plotly's (the extra ``page``), of which one file of 5 MB is served. It was chosen over bokeh, since its lines
+and bars need no eval and no style attribute, so that they run under ``script-src 'self'; style-src 'self'``, and it has
+zoom, hover and a legend; it costs a browser a second, which the figures and tables do not wait for. Without it the page
+has tables only.
 """

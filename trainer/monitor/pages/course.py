@@ -86,9 +86,11 @@ def curve(
         name: of whom or what the curve is.
         what: the figure.
         who: whose it is.
-        x, y: the points, in any order, all of one length; what is not finite is left out.
+        x: of the points, in any order.
+        y: of the points; what is not finite is left out.
         wanted: the range, and how many parts it is cut into.
-        low, high: of each point, where it stands for several values.
+        low: the lowest that a point stands for; None: y.
+        high: the highest that a point stands for; None: y.
         weights: how many values each point stands for; None: one.
     """
     low, high = y if low is None else low, y if high is None else high

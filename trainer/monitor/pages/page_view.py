@@ -1,7 +1,7 @@
 """What the page shows, as one typed model: the JSON at ``/api/page``.
 
-Null: not known here, and not shown. Times are UTC, or seconds; rates are a second; losses are nats a token. Strings that
-came from others are cut (`trainer.monitor.pages.texts`); the page writes them as text.
+Null: not known here, and not shown. Times are UTC, or seconds; rates are a second; losses are nats a token. Strings
+that came from others are cut (`trainer.monitor.pages.texts`); the page writes them as text.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class SwarmFlow(_Part):
 class OwnStatus(_Part):
     """What a node knows of its own training."""
 
-    role: str
     loss: float | None
     num_steps: int
     steps_skipped: int
     inner_step: int
     inner_steps: int = Field(description="From one outer step to the next; 0: there are none.")
     outer_step: int
+    outer_syncs: int
     rounds_alone: int
     rounds_failed: int
     hash_agreement_rate: float | None
@@ -120,6 +120,14 @@ class OwnStatus(_Part):
     speed: SpeedStatus | None
     uptime_s: float
     last_step_age_s: float | None
+
+
+class Gauge(_Part):
+    """A further figure of a worker or driver, as its metrics have it."""
+
+    name: str
+    help: str
+    value: float
 
 
 class DataStatus(_Part):
@@ -164,6 +172,7 @@ class PageView(_Part):
     scope: Literal["run", "node"] = Field(description="run: seen by a monitor; node: by one node.")
     run_id: str
     node_id: str = Field("", description="Who answers, where a node does.")
+    role: str = Field("", description="Its: node, worker or driver.")
     time: str
     kind: RunKind
     verdict: Literal["verified", "not-verified", "unknown"] = Field(description="Whether training works.")
@@ -176,9 +185,13 @@ class PageView(_Part):
     tokens_per_s: float | None
     num_nodes: int | None
     num_reached: int | None = None
+    total_steps: int | None = Field(None, description="Inner steps, summed over nodes with whole models.")
+    data_shards: int | None = Field(None, description="Different shards that those train on.")
+    convergence: float | None = Field(None, description="Percent of those that hold the state most of them hold.")
     last_round: PageRound | None = None
     budget: Budget | None = None
     own: OwnStatus | None = None
+    gauges: tuple[Gauge, ...] = ()
     stages: tuple[PageStage, ...] = ()
     flow: SwarmFlow | None = None
     account: SwarmAccount | None = None

@@ -89,6 +89,11 @@ class StepCourse:
         """Tokens of the run at the latest step."""
         return self._levels[0][-1].tokens if self._levels[0] else 0
 
+    def latest(self, count: int) -> list[Bucket]:
+        """Returns the latest single steps, the newest last."""
+        kept = self._levels[0]
+        return [kept[index] for index in range(max(0, len(kept) - count), len(kept))]
+
     def add(self, bucket: Bucket) -> None:
         """Adds a step; what is known of it and of later ones is forgotten."""
         if self.last_step is not None and bucket.first_step <= self.last_step:
@@ -98,21 +103,15 @@ class StepCourse:
     def between(self, begin: float, end: float, limit: int) -> list[Bucket]:
         """Returns the buckets of steps from ``begin`` to ``end``, of the finest level that has them all in ``limit``.
 
-        Of older steps than any level of that size has, the coarsest level tells.
+        Where no level has them all in so many, the coarsest does.
         """
-        for level in range(_LEVELS):
+        firsts = [kept[0].first_step for kept in self._levels if kept]
+        found: list[Bucket] = []
+        for level in range(len(firsts)):
             found = self._from(level, begin, end)
-            reaches = level == _LEVELS - 1 or not self._levels[level + 1] or self._begins(level) <= begin
-            if reaches and (len(found) <= limit or level == _LEVELS - 1):
-                return found
-        return []
-
-    def _begins(self, level: int) -> int:
-        kept = self._levels[level]
-        # The first bucket ever is in the level: then it reaches back to the beginning, however late that was.
-        if kept and len(kept) < KEPT:
-            return 0
-        return kept[0].first_step if kept else 0
+            if firsts[level] <= max(begin, min(firsts)) and len(found) <= limit:
+                break
+        return found
 
     def _from(self, level: int, begin: float, end: float) -> list[Bucket]:
         """A level's buckets, and behind them those of finer levels that are not in one of it yet."""

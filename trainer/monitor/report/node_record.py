@@ -410,7 +410,7 @@ class NodeRecord:
 
     def _further(self, event: Event, at: float) -> None:
         match event.kind:
-            case "withdrawn":
+            case "withdrew":
                 self.withdrawals += 1
                 self._incidents.note("withdrawal", self.name, at, text_of(event, "reason") or "took itself out")
             case "ban":

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,17 @@ from trainer.model.sizing import stage_flops_per_token
 from trainer.monitor import ApiConfig, ApiServer
 from trainer.monitor.alarms import AlarmLimits
 from trainer.monitor.history import History
+from trainer.monitor.pages.log_lines import LogLines
+from trainer.monitor.pages.page_view import PageView
+from trainer.monitor.pages.routes import PageSource
+from trainer.monitor.pages.run_page import run_page
+from trainer.monitor.pages.seen_course import run_course
 from trainer.monitor.run_app import create_run_app
 from trainer.monitor.run_view import RunView
 from trainer.network.rpc import Identity, load_or_create_identity
 from trainer.run.config import RunConfig
-from trainer.run.monitoring.summary import RunSummary
-from trainer.run.monitoring.watcher import RunWatcher
+from trainer.run.monitoring.summary import RunSummary, utc
+from trainer.run.monitoring.watcher import Look, RunWatcher
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.shape import shape_of
 
@@ -91,6 +97,8 @@ class _Monitor:
         self._show = show
         self._history = history
         self._view: RunView | None = None
+        self._page: PageView | None = None
+        self._lines = LogLines()
 
     async def run(self) -> None:
         """Looks again and again."""
@@ -109,12 +117,12 @@ class _Monitor:
         identity = Identity.create() if options.key is None else load_or_create_identity(options.key)
         watcher = RunWatcher(config, identity, stages)
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._lines)
             stack.push_async_callback(watcher.stop)
             await watcher.start()
             if options.api is not None:
-                server = ApiServer(
-                    create_run_app(lambda: self._view, self._course, options.api.allowed_hosts), options.api
-                )
+                page = PageSource(lambda: self._page, partial(run_course, self._history.rows_of))
+                server = ApiServer(create_run_app(lambda: self._view, self._course, page, options.api), options.api)
                 await asyncio.to_thread(server.start)
                 stack.callback(server.stop)
                 logger.info("the run is shown at %s", server.url)
@@ -133,12 +141,16 @@ class _Monitor:
             seen = await self._unless_stopped(watcher.look())
             if seen is None:
                 return
-            self._view = await asyncio.to_thread(summary.take, seen)
+            self._view, self._page = await asyncio.to_thread(self._summarised, summary, seen)
             self._show(self._view)
             if self._options.once:
                 return
             while not self._stop() and time.monotonic() - began_s < self._options.interval_s:
                 await asyncio.sleep(_LOOK_STOP_S)
+
+    def _summarised(self, summary: RunSummary, seen: Look) -> tuple[RunView, PageView]:
+        view = summary.take(seen)
+        return view, run_page(view, self._history.rows_of, self._lines, utc)
 
     async def _unless_stopped(self, waiting: Any) -> Any:
         """Returns a coroutine's result; None: the monitor is asked to stop before that."""

@@ -36,6 +36,10 @@ from trainer.monitor import (
 )
 from trainer.monitor.app import add_pipeline_pages
 from trainer.monitor.metrics import CheckpointOutcome, Sources
+from trainer.monitor.pages.log_lines import LogLines
+from trainer.monitor.pages.node_history import NodeHistory, history_path
+from trainer.monitor.pages.node_page import NodePage, PageFacts, Role
+from trainer.monitor.pages.routes import PageSource
 from trainer.monitor.speed import Phase
 from trainer.monitor.status import PipelineView, SpeedStatus
 from trainer.monitor.swarm import plausible_node
@@ -89,8 +93,9 @@ class TrainingDisplay(Protocol):
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
 
-    ``speed`` measures the node's own training; drivers of a pipeline have none. The log has a ``start`` event with what
-    the process was started with, and an ``end`` event with why it ended: a life without one was killed.
+    ``speed`` measures the node's own training; drivers of a pipeline have none. ``role`` says whose page is at ``/``. The
+    log has a ``start`` event with what the process was started with, and an ``end`` event with why it ended: a life
+    without one was killed.
     """
 
     def __init__(
@@ -101,8 +106,8 @@ class Watch:
         further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
         speed: SpeedMeter | None = None,
         curves: CurveLog | None = None,
-        *,
         role: Role = "node",
+        *,
         stage: str = "",
     ) -> None:
         self.about: dict[str, object] = {}
@@ -123,7 +128,10 @@ class Watch:
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
         self.curves = curves
         self.work = WorkTally()
-        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work)
+        self._history = (
+            NodeHistory(self.tracker.status, _history_path(config), config.run_id) if config.api.enabled else None
+        )
+        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work, self._history)
         self._speed = speed
         if speed is not None:
             self.tracker.set_speed(speed.status)
@@ -132,13 +140,25 @@ class Watch:
         self.server: ApiServer | None = None
         if config.api.enabled:
             hook = ShutdownHook(callback=stop, token=config.checkpoint.token)
-            self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook)
+            self._lines = LogLines()
+            facts = PageFacts(
+                node_id=config.node_id,
+                run_id=config.run_id,
+                role=role,
+                max_steps=config.max_steps,
+                max_tokens=config.max_tokens,
+            )
+            gauges = further if role != "node" else tuple
+            self.page = NodePage(facts, self.tracker, self.work, self._history, self._lines, gauges)
+            source = PageSource(self.page.view, self.page.course)
+            self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook, page=source)
             self.server = ApiServer(self._app, config.api)
 
     def with_pipeline(self, view: PipelineView) -> Self:
         """Adds the pages of the pipeline that this node drives; to be called before it is entered."""
         if self.server is not None:
             add_pipeline_pages(self._app, view)
+            self.page.pipeline = view
         return self
 
     def spend(self, phase: Phase, seconds: float) -> None:
@@ -166,10 +186,6 @@ class Watch:
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
-
-    def withdrew(self, reason: str) -> None:
-        """Logs that the node takes itself out, to take up the others' state."""
-        self.observer.event("withdrawn", reason=reason)
 
     def state(self, outer_step: int, digest: str) -> None:
         """Records that others can fetch this state from now on."""
@@ -211,8 +227,11 @@ class Watch:
         if self.curves is not None:
             with undisturbed_rng():
                 self.curves.start()
-        if self.server is not None:
+        if self.server is not None and self._history is not None:
+            self._lines.attach()
+            self._history.start()
             self.server.start()
+            logger.info("Global LLM Status at %s/", self.server.url)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -222,8 +241,16 @@ class Watch:
             self.curves.close()
         if self.log is not None:
             self.log.close()
-        if self.server is not None:
+        if self.server is not None and self._history is not None:
             self.server.stop()
+            self._history.close()
+            self._lines.detach()
+
+
+def _history_path(config: RunConfig) -> Path:
+    """The file of the page's history: beside the node's log, or else its checkpoints."""
+    directory = Path(config.log.directory or Path(config.state_dir) / "pages")
+    return history_path(directory.expanduser(), config.node_id)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -471,7 +498,7 @@ class Node:
         if own_state_is_void and not any(said.state_digest for said in network.alike()):
             return
         logger.warning("this node takes itself out, and takes up the others' state: %s", reason)
-        self.watch.withdrew(reason)
+        self.watch.observer.event("withdrew", reason=reason)
         self.health.withdraw(reason)
         if own_state_is_void:
             network.let_go()

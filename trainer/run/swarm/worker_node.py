@@ -399,7 +399,7 @@ class WorkerNode:
         while not self._is_over():
             if reason := self._unfit_because():
                 logger.warning("lost touch with the other workers of %s: %s", self._built.name, reason)
-                self._watch.withdrew(reason)
+                self._watch.observer.event("withdrew", reason=reason)
                 self._health.withdraw(reason)
                 self._rejoin()
             elif self._moves_now():
