@@ -1,7 +1,8 @@
 """What of the dependencies is optional, and what to install where something is missing.
 
 The base populates, verifies and serves without torch (some 230 MB less, 2 s less to start). What reads shards into
-tensors, trains, meets through a DHT, draws curves or evaluates is an extra each, as pyproject.toml lists them.
+tensors, trains, meets through a DHT, draws curves or charts or evaluates is an extra each, as pyproject.toml
+lists them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ EXTRA_OF = {
     "hivemind": "dht",
     "lm_eval": "eval",
     "matplotlib": "plot",
+    "plotly": "page",
     "ray": "ray",
     "tensorboard": "tensorboard",
     "trackio": "trackio",

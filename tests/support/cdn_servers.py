@@ -143,7 +143,8 @@ class Tree:
         return {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
 
 
-def unpacked(*packages: str) -> Tree:
+def unpacked(*packages: str, with_dependencies: bool = False) -> Tree:
+    """Packages and the libraries they depend on; ``with_dependencies``: also what those depend on, and so on."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise PackagesError(
             f"expected apt-get and dpkg to get {', '.join(packages)} with; this test needs Debian or kin"
@@ -157,7 +158,7 @@ def unpacked(*packages: str) -> Tree:
         if not target.is_dir():
             work = Path(f"{target}.tmp")
             shutil.rmtree(work, ignore_errors=True)
-            _fetch(packages, work)
+            _fetch(packages, work, with_dependencies=with_dependencies)
             (work / "tree").rename(target)
             shutil.rmtree(work)
     return Tree(target)
@@ -168,13 +169,14 @@ def _cache_folder() -> Path:
     return Path(base) / "genesis-tests" / "debian"
 
 
-def _fetch(packages: tuple[str, ...], work: Path) -> None:
+def _fetch(packages: tuple[str, ...], work: Path, *, with_dependencies: bool) -> None:
     (work / "debs").mkdir(parents=True)
     (work / "tree").mkdir()
     failures = []
     for options in _ways(work):
         try:
-            _run(["apt-get", *options, "download", *packages, *_libraries(packages, options)], work / "debs")
+            libraries = _libraries(packages, options, with_dependencies=with_dependencies)
+            _run(["apt-get", *options, "download", *packages, *libraries], work / "debs")
             break
         except PackagesError as error:
             failures.append(str(error))
@@ -198,9 +200,10 @@ def _ways(work: Path) -> Iterator[list[str]]:
     yield options
 
 
-def _libraries(packages: tuple[str, ...], options: list[str]) -> list[str]:
+def _libraries(packages: tuple[str, ...], options: list[str], *, with_dependencies: bool) -> list[str]:
     """The libraries that the packages depend on and this machine has not got."""
-    listed = _run(["apt-cache", *options, "depends", "--important", *packages], Path("/"))
+    which = ["--important", *(["--recurse"] if with_dependencies else [])]
+    listed = _run(["apt-cache", *options, "depends", *which, *packages], Path("/"))
     names = {line.split()[-1] for line in listed.splitlines() if line.strip().startswith("Depends: lib")}
     wanted = {name for name in names if not name.endswith("-dev")} - _ALWAYS_THERE - set(packages)
     return sorted(name for name in wanted if not _is_installed(name))

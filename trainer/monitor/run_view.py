@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.monitor.status import SwarmAccount
+from trainer.monitor.status import SwarmAccount, WorkerStatus
 
 AlarmKind = Literal[
     "empty-stage",
@@ -33,6 +33,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Budget(_Part):
+    """What the run file lets a run take, and when that will be used up at the present speed."""
+
+    unit: Literal["steps", "tokens"] = Field(description="Of a swarm the run's steps; else each node's own.")
+    limit: int
+    done: int
+    eta_s: float | None = Field(description="Null: not known yet, or nothing goes on.")
+
+
 class RunProgress(_Part):
     """How far the run is."""
 
@@ -44,6 +53,12 @@ class RunProgress(_Part):
     num_nodes: int = Field(description="Whose announcements were heard.")
     num_reached: int = Field(description="Of them, those that answered the monitor.")
     num_reporting: int = Field(description="Of them, those with a report that counts.")
+    total_steps: int | None = Field(None, description="Inner steps of nodes with whole models, summed; their word.")
+    data_shards: int | None = Field(None, description="Different shards that nodes with whole models train on.")
+    convergence: float | None = Field(
+        None, description="Percent of the nodes with whole models that announce the state most of them do."
+    )
+    budget: Budget | None = Field(None, description="Null: the run has none, or no run file tells of it.")
 
 
 class StageSummary(_Part):
@@ -55,6 +70,7 @@ class StageSummary(_Part):
     version: int | None
     rows_per_s: float = Field(description="Summed over its workers that serve.")
     busy: float = Field(description="Mean over them of the share of time in which they compute.")
+    workers: tuple[WorkerStatus, ...] = Field((), description="As they announce themselves; at most 64.")
 
 
 class NodeSummary(_Part):
@@ -84,6 +100,10 @@ class NodeSummary(_Part):
     sent_bytes_per_s: float | None = Field(description="Between its two latest reports; null: there are not two.")
     received_bytes_per_s: float | None
     memory_bytes: int
+    step: int | None = Field(None, description="Outer steps in its state; of a worker the version of its stage.")
+    inner_steps: int | None = Field(None, description="That a node with a whole model says it has trained.")
+    num_shards: int | None = Field(None, description="It says that it trains on.")
+    state_digest: str | None = None
     clock_offset_s: float | None = Field(description="Its clock ahead of the monitor's, measured; null: not measured.")
     checkpoint_age_s: float | None
     doubts: tuple[str, ...] = Field(default=(), description="What does not agree with the account or with its peers.")

@@ -103,6 +103,8 @@ class _Monitor:
             stages,
             flops,
             knows_keeper=options.has_run_file and config.swarm.ledger.keeper_is_key,
+            max_steps=config.max_steps if options.has_run_file else 0,
+            max_tokens=config.max_tokens if options.has_run_file else 0,
         )
         identity = Identity.create() if options.key is None else load_or_create_identity(options.key)
         watcher = RunWatcher(config, identity, stages)

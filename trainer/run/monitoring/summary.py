@@ -8,17 +8,20 @@ Sums such as tokens a second are what the nodes say.
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from statistics import median, median_low
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from trainer.monitor.alarms import AlarmLimits, RunFacts, alarms_of
 from trainer.monitor.contribution import Checked, Claim, check, usual_flops_per_micro_batch
 from trainer.monitor.history import Contribution, History, SeenLook, SeenReport, SeenRound
 from trainer.monitor.run_view import (
     AlarmStatus,
+    Budget,
     DhtSummary,
     Health,
     NodeSummary,
@@ -28,7 +31,9 @@ from trainer.monitor.run_view import (
     RunView,
     StageSummary,
 )
+from trainer.monitor.status import WorkerStatus
 from trainer.monitor.swarm import average_loss
+from trainer.network.discovery.announcement import Announcement
 from trainer.network.discovery.node_report import NodeReport
 from trainer.network.discovery.stage_report import StageUid
 from trainer.run.monitoring.watcher import Look, WatchedNode
@@ -42,6 +47,10 @@ _ROUNDS_SHOWN: Final = 16
 _ROUND_REPORTS: Final = 1024
 _RECENT_ROUNDS: Final = 20
 _GONE_SHOWN: Final = 64
+_WORKERS_SHOWN: Final = 64
+_SPEED_S: Final = 1800.0
+"""Over which the speed is taken that tells when a budget will be used up."""
+_REPORTED: Final = {"uid", "status", "version", "num_tokens", "queued", "unsaved_because"}
 
 
 @dataclass(slots=True)
@@ -54,10 +63,14 @@ class RunSummary:
     stages: tuple[str, ...] = ()  # The run's, where the run file tells them.
     flops: Mapping[str, float] = field(default_factory=dict)
     knows_keeper: bool = False  # Whether the run file names the keeper by its key.
+    max_steps: int = 0  # By the run file; 0: as many as there are.
+    max_tokens: int = 0
     _first_heard: dict[str, float] = field(default_factory=dict, init=False)
     _owners: dict[str, str] = field(default_factory=dict, init=False)
     """By incarnation, the worker whose process it is; empty: it is disputed."""
     _last_account: tuple[float, int] | None = field(default=None, init=False)
+    _done: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096), init=False)
+    """Of the budget, at the latest looks."""
 
     def take(self, look: Look) -> RunView:
         """Keeps a look and returns what to show; raises `TrainerError` where the disk fails."""
@@ -181,6 +194,7 @@ class RunSummary:
             clock_offset_s=None if node.clock_offset_s is None else round(node.clock_offset_s, 2),
             checkpoint_age_s=None if report is None else report.checkpoint_age_s,
             doubts=found.doubts,
+            **_announced(said),
         )
 
     def _health(self, node: WatchedNode, role: str, now: float) -> Health:
@@ -210,7 +224,29 @@ class RunSummary:
             num_nodes=len(nodes),
             num_reached=sum(node.is_reached for node in nodes),
             num_reporting=sum(node.report_age_s is not None for node in nodes),
+            budget=self._budget(look, said, step, is_swarm=bool(stages)),
+            **_of_whole_models([it for it in said if it.stage is None], nodes, is_swarm=bool(stages)),
         )
+
+    def _budget(self, look: Look, said: Sequence[Announcement], step: int | None, *, is_swarm: bool) -> Budget | None:
+        """How much of the run's budget is used up: of a swarm by its steps, else by the median node's."""
+        steps = [it.inner_step for it in said if it.stage is None]
+        done, limit = (step if is_swarm else median_low(steps) if steps else None), self.max_steps
+        unit: Literal["steps", "tokens"] = "steps"
+        if not limit and not is_swarm and self.max_tokens:  # Each node's own; a pipeline has no such budget.
+            tokens = [node.report.num_tokens for node in look.nodes.values() if node.report is not None]
+            done, limit, unit = (median_low(tokens) if tokens else None), self.max_tokens, "tokens"
+        if not limit or done is None:
+            return None
+        while self._done and (look.at - self._done[0][0] > _SPEED_S or self._done[-1][1] > done):
+            self._done.popleft()
+        self._done.append((look.at, done))
+        (began_at, began), eta_s = self._done[0], None
+        if done >= limit:
+            eta_s = 0.0
+        elif done > began and look.at > began_at:
+            eta_s = round((limit - done) * (look.at - began_at) / (done - began), 1)
+        return Budget(unit=unit, limit=limit, done=done, eta_s=eta_s)
 
     def _speed(self, look: Look, nodes: Sequence[NodeSummary]) -> float:
         """Tokens a second: of a swarm by its account between two looks, else by what nodes say."""
@@ -256,6 +292,34 @@ def _contributed(past: Contribution | None) -> dict[str, Any]:
         "hours": past.active_s / 3600.0,
         "tokens": past.tokens,
         "micro_batches": past.micro_batches,
+    }
+
+
+def _announced(said: Announcement | None) -> dict[str, Any]:
+    """What a node says of its place in the run."""
+    if said is None:
+        return {}
+    if said.stage is not None:
+        return {"step": said.stage.version}
+    return {
+        "step": said.outer_step,
+        "inner_steps": said.inner_step,
+        "num_shards": len(said.shards),
+        "state_digest": said.state_digest,
+    }
+
+
+def _of_whole_models(said: Sequence[Announcement], nodes: Sequence[NodeSummary], *, is_swarm: bool) -> dict[str, Any]:
+    """Steps, shards and states of the nodes with whole models, as they announce them; drivers have none of these."""
+    if is_swarm or not said:
+        return {}
+    drivers = {node.peer_id for node in nodes if node.role == "driver"}
+    holding = [it for it in said if it.peer_id not in drivers]
+    states = Counter((it.outer_step, it.state_digest) for it in holding if it.state_digest)
+    return {
+        "total_steps": sum(it.inner_step for it in holding),
+        "data_shards": len({shard for it in holding for shard in it.shards}),
+        "convergence": round(100.0 * max(states.values()) / len(holding), 2) if states else None,
     }
 
 
@@ -365,6 +429,23 @@ def _stage(name: str, nodes: Sequence[WatchedNode]) -> StageSummary:
         version=median_low([report.version for report, _ in reports]) if reports else None,
         rows_per_s=round(sum(report.rows_per_s for report in serving), 3),
         busy=round(sum(report.busy for report in serving) / len(serving), 3) if serving else 0.0,
+        workers=tuple(sorted(filter(None, map(_worker, nodes)), key=lambda it: it.uid)[:_WORKERS_SHOWN]),
+    )
+
+
+def _worker(node: WatchedNode) -> WorkerStatus | None:
+    """A worker as it announces itself; what only a driver knows of it is left at its default."""
+    said = node.said
+    if said is None or said.stage is None:
+        return None
+    return WorkerStatus(
+        **said.stage.model_dump(include=_REPORTED),
+        node_id=said.node_id,
+        peer_id=said.peer_id,
+        rows_per_s=round(said.stage.rows_per_s, 3),
+        busy=round(said.stage.busy, 3),
+        age_s=round(max(0.0, time.time() - said.sent_at), 1),
+        unsaved_s=round(said.stage.unsaved_s, 1),
     )
 
 
