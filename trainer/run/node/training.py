@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
 
 from loader import GenesisDataset, LoaderError
 from trainer.checkpoint.node import Checkpointer
@@ -123,9 +125,10 @@ class Watch:
             refused=lambda: dict(counters.refused) if counters is not None else {},
             rpc_bytes=lambda: (counters.sent_bytes, counters.received_bytes) if counters is not None else (0, 0),
             lost_events=lambda: log.lost_events if log is not None else 0,
-            further=further,
+            withdrawals=lambda: self.work.done().withdrawals,
+            further=lambda: (*further(), *_device_memory()),
         )
-        metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
+        metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id, role=role, stage=stage)
         self.curves = curves
         self.work = WorkTally()
         self._history = (
@@ -251,6 +254,15 @@ def _history_path(config: RunConfig) -> Path:
     """The file of the page's history: beside the node's log, or else its checkpoints."""
     directory = Path(config.log.directory or Path(config.state_dir) / "pages")
     return history_path(directory.expanduser(), config.node_id)
+
+
+def _device_memory() -> Iterator[tuple[str, str, float]]:
+    """Yields name, help and value of the memory of the GPU that this process computes on, if it does."""
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        yield "device_memory_bytes", "Memory of the GPU.", total
+        yield "device_memory_used_bytes", "Of it, in use by any process.", total - free
+        yield "device_memory_peak_bytes", "Most that this process's tensors took.", torch.cuda.max_memory_allocated()
 
 
 @dataclass(slots=True, kw_only=True)
