@@ -55,6 +55,10 @@ class WatchedPage:
     foreign: list[str] = field(default_factory=list)
     """Requests to any other place than the page came from."""
 
+    def wait_for(self, selector: str) -> None:
+        """Waits until an element is in the document. A policy without eval forbids playwright's wait_for_function."""
+        self.tab.locator(selector).first.wait_for(state="attached")
+
     def breaches(self, *, exclude: tuple[str, ...] = ()) -> list[str]:
         """What axe-core finds: its rule and the elements. ``exclude``: CSS selectors of what is not looked at."""
         from axe_playwright_python.sync_playwright import Axe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.errors import TrainerUsageError
 
@@ -23,7 +23,7 @@ class ApiConfig:
     """TCP port; 0 takes a free one."""
     allowed_hosts: tuple[str, ...] = ()
     """Further host names by which clients may ask; localhost, this machine's name and IP addresses always may."""
-    read_token: str = ""
+    read_token: str = field(default="", metadata={"secret": True})
     """What readers must send as ``Authorization: Bearer``, or type into the page's form; empty: whoever may connect."""
 
     def __post_init__(self) -> None:

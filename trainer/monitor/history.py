@@ -161,7 +161,8 @@ class History:
         except FileLockedError:
             self._lock = None
             raise TrainerUsageError(
-                f"--db {self._path}: expected a file of this monitor's own, found that another one writes to it"
+                f"--db {self._path}: expected a file of this monitor's own, found that another one writes to it; name "
+                "another file, or look at what that one serves (--port)"
             ) from None
         except (sqlite3.Error, OSError) as error:
             self.close()

@@ -38,9 +38,11 @@ _REASONS = {
 class ApiServer:
     """Serves an application at the configured address from `start` to `stop`, or within a ``with``."""
 
-    def __init__(self, app: ASGIApp, config: ApiConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ApiConfig, *, first_path: str = "/api/training/verify") -> None:
+        """``first_path`` is what the log names to look at first."""
         self._app = app
         self._config = config
+        self._first_path = first_path
         self._listener: socket.socket | None = None
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -82,7 +84,7 @@ class ApiServer:
         if not server.started:
             self.stop()
             raise TrainerUsageError("the API's server did not start, see the log; go on without it by --no-api")
-        logger.info("API at %s/api/training/verify", self.url)
+        logger.info("API at %s%s", self.url, self._first_path)
         return self
 
     def stop(self) -> None:

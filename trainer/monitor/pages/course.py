@@ -104,8 +104,11 @@ def curve(
     order = np.argsort(x, kind="stable")
     x, y, low, high, weights = (values[order] for values in (x, y, low, high, weights))
     first, last = float(x[0]), float(x[-1])
-    if len(x) > wanted.points and last > first:
+    # Several looks at one step are one point, as is all that falls into one part.
+    parts = np.unique(x, return_inverse=True)[1]
+    if parts[-1] >= wanted.points and last > first:
         parts = np.minimum(((x - first) * (wanted.points / (last - first))).astype(np.int64), wanted.points - 1)
+    if parts[-1] + 1 < len(x):
         starts = np.flatnonzero(np.diff(parts, prepend=-1))
         sums = np.add.reduceat(weights, starts)
         x, y = np.add.reduceat(x * weights, starts) / sums, np.add.reduceat(y * weights, starts) / sums

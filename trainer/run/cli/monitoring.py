@@ -1,4 +1,4 @@
-"""`python -m trainer monitor`: looks at a run from outside, and prints or serves what it sees."""
+"""`python -m trainer monitor` and `dashboard`: look at a run from outside, and print or serve what they see."""
 
 from __future__ import annotations
 
@@ -17,59 +17,101 @@ from trainer.run.cli.train import _PATHS, StoppedBySignal
 if TYPE_CHECKING:
     from trainer.monitor.run_view import RunView
     from trainer.run.config import RunConfig
+    from trainer.run.node.stopping import StopRequest
 
 _CLEAR = "\x1b[2J\x1b[H"
 
+_Peers = Annotated[
+    list[str] | None,
+    typer.Option("--initial-peers", help="host:port of a node, or /ip4/… of a seed; may be given again."),
+]
+_Run = Annotated[
+    str | None,
+    typer.Option("--run", "--config", help="The run's file or its address; without one stages and keeper are hearsay."),
+]
+_RunId = Annotated[str, typer.Option("--run-id", help="Name of the run, if there is no file; else the file's.")]
+_Set = Annotated[list[str] | None, typer.Option("--set", help="Any option of the file.")]
+_Host = Annotated[str, typer.Option("--host", help="Address to serve at.")]
+_Key = Annotated[Path | None, typer.Option("--key", help="File of its key, made if it is not there.")]
+_Token = Annotated[
+    str, typer.Option("--token", envvar="GENESIS_READ_TOKEN", help="What readers must know; else whoever may connect.")
+]
+
 
 def monitor_command(
-    initial_peers: Annotated[
-        list[str] | None, typer.Option(help="host:port of a node, or /ip4/… of a seed; may be given again.")
-    ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--run", "--config", help="The run's file or its address; without one stages and keeper are hearsay."
-        ),
-    ] = None,
-    run_id: Annotated[str, typer.Option(help="Name of the run, if there is no file; else the file's.")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Any option of the file.")] = None,
+    initial_peers: _Peers = None,
+    run: _Run = None,
+    run_id: _RunId = "",
+    set_: _Set = None,
     db: Annotated[
         Path | None,
         typer.Option(help="File of the history; else RUN.sqlite in ~/.neuroshard/monitor, none with --once."),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Serve a page and JSON at this port; 0: any free one.")] = None,
-    host: Annotated[str, typer.Option(help="Address to serve at.")] = "127.0.0.1",
+    host: _Host = "127.0.0.1",
+    token: _Token = "",
     interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 60.0,
-    key: Annotated[Path | None, typer.Option(help="File of the monitor's key, made if it is not there.")] = None,
+    key: _Key = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a look on standard output.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
 ) -> None:
     """Watches a run without joining it: progress, stages, nodes, rounds, alarms; keeps the history in sqlite."""
-    if not 1.0 <= interval_s <= 3600.0:
-        raise TrainerUsageError(f"--interval-s: expected 1 to 3600, found {interval_s:g}")
-    config, is_swarm = _config_of(run, set_ or [], {"initial_peers": initial_peers, "run_id": run_id})
+    from trainer.monitor import ApiConfig
+    from trainer.run.node.stopping import StopRequest
+
+    api = None if port is None else ApiConfig(host=host, port=port, read_token=token)
+    stop = StopRequest()
+    _watch(
+        _config_of(run, set_ or [], {"initial_peers": initial_peers, "run_id": run_id}),
+        {"once": once, "interval_s": interval_s, "path": db, "key": key, "api": api, "has_run_file": run is not None},
+        stop,
+        _shower(stop.ask, as_json=json, in_full=once),
+    )
+
+
+def dashboard_command(
+    initial_peers: _Peers = None,
+    run: _Run = None,
+    run_id: _RunId = "",
+    set_: _Set = None,
+    db: Annotated[
+        Path | None, typer.Option(help="File of the history; else RUN.sqlite in ~/.neuroshard/monitor, as a monitor's.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Serve the page at this port; 0: any free one.")] = 8080,
+    host: _Host = "127.0.0.1",
+    token: _Token = "",
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 10.0,
+    key: _Key = None,
+) -> None:
+    """Shows a run in a browser, live and read only: loss, rounds, nodes, stages, alarms; joins nothing."""
+    from trainer.monitor import ApiConfig
+    from trainer.run.node.stopping import StopRequest
+
+    api = ApiConfig(host=host, port=port, read_token=token)
+    _watch(
+        _config_of(run, set_ or [], {"initial_peers": initial_peers, "run_id": run_id}),
+        {"interval_s": interval_s, "path": db, "key": key, "api": api, "has_run_file": run is not None},
+        StopRequest(),
+        lambda view: None,
+    )
+
+
+def _watch(
+    found: tuple[RunConfig, bool], given: dict[str, Any], stop: StopRequest, show: Callable[[RunView], None]
+) -> None:
+    """Looks at the run that a configuration is of, with the options given, until it is stopped."""
+    from trainer.run.monitoring.process import MonitorOptions, run_monitor
+
+    config, is_swarm = found
+    if not 1.0 <= given["interval_s"] <= 3600.0:
+        raise TrainerUsageError(f"--interval-s: expected 1 to 3600, found {given['interval_s']:g}")
     if not config.discovery.initial_peers:
         raise TrainerUsageError(
             "--initial-peers: expected host:port of a node of the run, or the address that a seed prints, found none"
         )
-
-    from trainer.monitor import ApiConfig
-    from trainer.run.monitoring.process import MonitorOptions, run_monitor
-    from trainer.run.node.stopping import StopRequest
-
-    if db is None and not once:
-        db = Path(config.state_dir).expanduser() / "monitor" / f"{config.run_id}.sqlite"
-    options = MonitorOptions(
-        once=once,
-        interval_s=interval_s,
-        path=db,
-        key=key,
-        api=None if port is None else ApiConfig(host=host, port=port),
-        has_run_file=run is not None,
-        is_swarm=is_swarm,
-    )
-    stop = StopRequest()
-    run_monitor(config, options, stop, _shower(stop.ask, as_json=json, in_full=once))
+    if given["path"] is None and not given.get("once"):
+        given["path"] = Path(config.state_dir).expanduser() / "monitor" / f"{config.run_id}.sqlite"
+    run_monitor(config, MonitorOptions(is_swarm=is_swarm, **given), stop, show)
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)
 

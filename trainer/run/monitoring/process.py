@@ -122,7 +122,11 @@ class _Monitor:
             await watcher.start()
             if options.api is not None:
                 page = PageSource(lambda: self._page, partial(run_course, self._history.rows_of))
-                server = ApiServer(create_run_app(lambda: self._view, self._course, page, options.api), options.api)
+                server = ApiServer(
+                    create_run_app(lambda: self._view, self._course, page, options.api),
+                    options.api,
+                    first_path="/api/run",
+                )
                 await asyncio.to_thread(server.start)
                 stack.callback(server.stop)
                 logger.info("the run is shown at %s", server.url)

@@ -92,7 +92,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     },
     "checkpoint": {"own": "directory token every_steps keep"},
     "health": {"offered": "max_withdrawals max_failed_rounds max_skipped_steps max_loss_ratio"},
-    "api": {"own": "enabled host port allowed_hosts"},
+    "api": {"own": "enabled host port allowed_hosts read_token"},
     "log": {"own": "directory to project curves_dir every_steps"},
     "eval": {
         "own": "every_steps after_rounds tokens sample_every_steps sample_prompts sample_tokens temperature",

@@ -117,6 +117,9 @@ async function lookAtCourse() {
 async function look() {
   const view = await fetchJson("api/page");
   const isNew = lastView === null || view.time !== lastView.time;
+  if (lastView === null && view.scope === "run" && view.kind === "whole-model") {
+    wanted.by = "time";  // Its steps are outer steps, of which there are few.
+  }
   lastView = view;
   byId("problem").hidden = true;
   if (isNew) showView(view);

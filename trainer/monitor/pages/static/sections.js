@@ -42,12 +42,12 @@ function cards(view) {
   return [
     card("loss, nats a token", formatNumber(view.loss, 4), TRENDS[view.loss_trend]),
     view.step === null ? null : card(view.step_name, formatNumber(view.step), view.total_steps ? `${formatNumber(view.total_steps)} inner steps of all` : null),
-    view.tokens === null ? null : card(isRun || view.account ? "tokens" : "tokens, this node", formatCompact(view.tokens), `${formatNumber(view.tokens)}`),
+    view.tokens === null ? null : card(isRun || view.account ? "tokens" : "tokens, this node", formatCompact(view.tokens), view.tokens < 1e4 ? null : formatNumber(view.tokens)),
     view.tokens_per_s === null ? null : card("tokens a second", formatCompact(view.tokens_per_s), perNode),
     view.num_nodes === null ? null : card("nodes", formatNumber(view.num_nodes), view.num_reached === null ? null : `${formatNumber(view.num_reached)} answer`),
     round === null ? null : card("last round", round.error ? "failed" : formatDuration(round.seconds),
       element("span", {}, `round ${formatNumber(round.round_index)}${round.num_members ? `, ${formatNumber(round.num_members)} ${round.num_members === 1 ? "member" : "members"}` : ""}`)),
-    view.convergence === null ? null : card("same state", `${formatNumber(view.convergence)} %`, "of nodes that tell"),
+    view.convergence === null ? null : card("convergence", `${formatNumber(view.convergence)} %`, "hold one state"),
     budgetCard(view.budget),
   ].filter(Boolean);
 }
@@ -83,13 +83,13 @@ const COLUMNS = [
     show: node => element("span", {}, isolated(node.node_id, 48), node.is_self ? " (this one)" : "") },
   { key: "health", title: "health", kind: "text", value: node => node.health,
     show: node => chip(HEALTH[node.health] ?? "", node.health) },
-  { key: "stage", title: "part", kind: "text", value: node => node.stage || node.role || null },
+  { key: "stage", title: "part", kind: "text", value: node => node.stage || (node.role === "node" ? null : node.role) || null },
   { key: "step", title: "step", hint: "outer steps in its state, or the version of its stage", value: node => node.step, show: (node, value) => formatNumber(value) },
   { key: "behind", title: "lag", hint: "behind the newest of its kind", value: node => node.behind, show: (node, value) => formatNumber(value) },
   { key: "loss", title: "loss", value: node => node.loss, show: (node, value) => formatNumber(value, 4) },
   { key: "speed", title: "tokens/s", value: node => node.tokens_per_s, show: (node, value) => formatNumber(value) },
-  { key: "pflops", title: "PFLOP", hint: "claimed, over all its lives seen", value: node => node.pflops, show: (node, value) => formatNumber(value, 3) },
-  { key: "confirmed", title: "confirmed", hint: "of these, what the account confirms", value: node => node.confirmed_pflops, show: (node, value) => formatNumber(value, 3) },
+  { key: "pflops", title: "PFLOP", hint: "claimed, over all its lives seen", value: node => node.pflops, show: (node, value) => small(value) },
+  { key: "confirmed", title: "confirmed", hint: "of these, what the account confirms", value: node => node.confirmed_pflops, show: (node, value) => small(value) },
   { key: "hours", title: "hours", hint: "in which it computed, claimed", value: node => node.hours, show: (node, value) => formatNumber(value, 2) },
   { key: "inner", title: "steps done", value: node => node.inner_steps, show: (node, value) => formatNumber(value) },
   { key: "rounds", title: "rounds", hint: "shared with others, in its present life", value: node => node.rounds_shared, show: (node, value) => formatNumber(value) },
@@ -104,6 +104,12 @@ const COLUMNS = [
   { key: "software", title: "version", kind: "text", value: node => node.software, show: (node, value) => isolated(value, 24) },
   { key: "doubts", title: "doubts", kind: "wrap", value: node => node.doubts.join("; ") || null, show: (node, value) => value ? isolated(value) : "" },
 ];
+
+/** 12.3, 0.123, 2.2e-4: three digits, of small figures two. */
+function small(value) {
+  if (value === null || value === 0 || Math.abs(value) >= 0.01) return formatNumber(value, 3);
+  return value.toExponential(1);
+}
 
 /** The table of nodes, with the columns that somebody has a figure for. */
 export class NodesTable {
@@ -120,7 +126,7 @@ export class NodesTable {
     const keys = columns.map(column => column.key).join(" ");
     if (keys !== this.keys) {
       const sort = this.table?.sort ?? { key: nodes.some(node => node.pflops !== null) ? "pflops" : "node", descending: nodes.some(node => node.pflops !== null) };
-      this.table = new DataTable(columns, { caption: "Nodes", rowKey: node => node.peer_id || node.node_id, sort });
+      this.table = new DataTable(columns, { caption: "Table of nodes", rowKey: node => node.peer_id || node.node_id, sort });
       this.keys = keys;
       place.replaceChildren(this.table.node);
     }
