@@ -54,7 +54,7 @@ def report_command(
             readable,
             load_sources(sources_file),
             options,
-            name=folder.absolute().name if (folder := folder_of(store)) is not None else None,
+            name=local.absolute().name if (local := folder_of(store)) is not None else None,
             verify_report=verified,
             on_progress=progress,
         )
@@ -63,9 +63,9 @@ def report_command(
         _write(html, page)
     if pdf is not None:
         with tempfile.TemporaryDirectory(prefix="genesis-report-") as folder:
-            source = Path(folder, "store.html")
-            _write(source, page)
-            print_pdf(source, pdf)
+            printed = Path(folder, "store.html")
+            _write(printed, page)
+            print_pdf(printed, pdf)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
         return 0
