@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ _MAX_WAITING: Final = 64
 _MAX_WAITING_OF_HOST: Final = 8
 _MAX_QUERY_BYTES: Final = 4_096
 _MAX_PATH_BYTES: Final = 256
+_ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 _PAUSE_S: Final = 0.005
 """Between two segments of the index, for whoever waits for the interpreter."""
 _LOOK_EVERY_S: Final = 2.0
@@ -163,6 +165,8 @@ def store_page(folder: Path, sources: SourcesFile, report: VerifyReport | None =
 
 
 def _path_of(raw_path: bytes) -> str | None:
+    absolute = _ABSOLUTE_FORM.match(raw_path)
+    raw_path = raw_path[absolute.end() :] if absolute else raw_path
     if len(raw_path) > _MAX_PATH_BYTES:
         return None
     try:

@@ -85,6 +85,7 @@ def store_report(
     sources: SourcesFile,
     options: ReportOptions,
     *,
+    name: str | None = None,
     verify_report: VerifyReport | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> StoreReport:
@@ -94,6 +95,7 @@ def store_report(
         store: which.
         sources: gives the targets.
         options: what the report holds.
+        name: what to call the store; by default its address.
         verify_report: of ``genesis verify``, whose findings are shown.
         on_progress: told (shards of the index read, all shards) now and then.
 
@@ -103,7 +105,7 @@ def store_report(
     """
     began_at = time.monotonic()
     table = ShardTable()
-    view = StoreView(store, store.url, sources, table, StoreShards(store, table.note_check))
+    view = StoreView(store, name or store.url, sources, table, StoreShards(store, table.note_check))
     if verify_report is not None:
         view.give_report(verify_report)
     overview = view.overview()
@@ -161,8 +163,8 @@ def _measured(overview: StoreOverview, options: ReportOptions, seconds: float) -
     index = overview.index
     return [
         f"Read at {overview.read_at} from {overview.name} by genesis {__version__}, in {seconds:.1f} s.",
-        f"Shards, tokens, documents and bytes are the sums of commit {overview.sequence}, as the populator counted them, "
-        "and 'genesis verify' checks.",
+        f"Shards, tokens, documents and bytes are the sums of commit {overview.sequence}, as the populator counted "
+        "them and 'genesis verify' checks them.",
         "Speed is the populator's mean over its run, as its lease says; the time left is to the end of the input or to "
         "the target, whichever comes first, at that speed.",
         f"Of {index.indexed_shards if index else 0} shards in the index, {index.verified_shards if index else 0} were "

@@ -1,10 +1,10 @@
 // The store's page: looks at the store again and again, and draws what has changed.
 
 import { announce, byId, chip, poll, show } from "./dom.js";
-import { isReport, readOverview } from "./store_data.js";
+import { colourSources, isReport, readOverview } from "./store_data.js";
 import { drawOverview } from "./store_overview.js";
 import { onOpenDocuments, refreshGrid } from "./store_shards.js";
-import { offerSamples, offerSources, onLookUp, openShardDocuments } from "./store_documents.js";
+import { offerSamples, offerSources, onLookUp, openFirst, openShardDocuments } from "./store_documents.js";
 import { drawVocabulary, lookUpToken } from "./store_vocabulary.js";
 
 const INTERVAL_MS = 2000;
@@ -14,6 +14,7 @@ let sequence = null;
 
 async function look() {
   const store = await readOverview();
+  colourSources(store.sources.map(source => source.name));
   drawOverview(store);
   if (store.state !== "ready") return;
   drawVocabulary(store);
@@ -25,6 +26,7 @@ async function look() {
   if (index !== drawnIndex) {
     await refreshGrid();
     drawnIndex = index;
+    if (!isReport && indexed > 0) openFirst();
   }
 }
 

@@ -10,6 +10,20 @@ export const isReport = report !== null;
 /** The report's data; null where the page is served. */
 export const reportData = report;
 
+const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6", "--series-7"];
+const OTHER_COLOUR = "--series-8";
+const places = new Map();
+
+/** Gives each of these sources a colour that is the same all over the page. */
+export function colourSources(names) {
+  for (const name of names) if (!places.has(name) && places.size < COLOURS.length) places.set(name, places.size);
+}
+
+/** The colour of a source, as CSS has it. */
+export function colourOf(name) {
+  return `var(${places.has(name) ? COLOURS[places.get(name)] : OTHER_COLOUR})`;
+}
+
 function query(fields) {
   const given = Object.entries(fields).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return given.length ? `?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}` : "";

@@ -31,7 +31,7 @@ const moves = element("div", { class: "controls" });
 const extra = element("div", { class: "controls" }, element("label", {}, colours, "colour the tokens"));
 const failure = element("p", { class: "message bad", role: "alert", hidden: true });
 
-byId("documents-body").append(...(isReport ? [samples] : [bySource, byShard]), failure, status, moves, text, detail, extra);
+byId("documents-body").append(isReport ? samples : element("div", { class: "reader-forms" }, bySource, byShard), failure, status, moves, text, detail, extra);
 
 /** Tells what to do when a token is to be looked up: look(id). */
 export function onLookUp(look) {
@@ -45,6 +45,11 @@ export function offerSources(names) {
   const chosen = sourceInput.value;
   sourceInput.replaceChildren(...names.map(name => element("option", { value: name, text: visibleText(name, 64) })));
   if (names.includes(chosen)) sourceInput.value = chosen;
+}
+
+/** Reads the first document of the first source, unless one was read. */
+export function openFirst() {
+  if (ticket === 0 && sourceInput.value) open({ source: sourceInput.value, ordinal: 0 });
 }
 
 /** Reads the first document of a shard that begins in it. */
@@ -63,10 +68,23 @@ export function offerSamples() {
   else setText(status, "no document was sampled");
 }
 
+/** On paper all of a report's documents stand below each other. */
+function showAll() {
+  byId("documents-body").append(element("div", { class: "print-only" }, ...reportData.documents.flatMap(each => [
+    element("p", { text: statusOf(each) }),
+    element("div", { class: "document coloured" }, ...runsOf(each.pieces).map(tokenElement)),
+  ])));
+}
+
+if (isReport) {
+  window.addEventListener("beforeprint", showAll);
+  window.addEventListener("afterprint", () => document.querySelector(".print-only")?.remove());
+}
+
 sampleInput.addEventListener("change", () => draw(reportData.documents[Number(sampleInput.value)]));
 bySource.addEventListener("submit", event => {
   event.preventDefault();
-  open({ source: sourceInput.value, ordinal: ordinalInput.valueAsNumber });
+  if (sourceInput.value) open({ source: sourceInput.value, ordinal: ordinalInput.valueAsNumber });
 });
 byShard.addEventListener("submit", event => {
   event.preventDefault();
@@ -173,7 +191,7 @@ function tokenElement({ piece, place, text: spelled, kind }) {
 function linesOf(spelled) {
   const nodes = [];
   for (const part of spelled.split(/(\r\n|\n|\t)/)) {
-    if (part === "\n" || part === "\r\n") nodes.push(element("span", { class: "sign", "aria-hidden": "true", text: "⏎" }), "\n");
+    if (part === "\n" || part === "\r\n") nodes.push(element("span", { class: "sign", "aria-hidden": "true", text: "↵" }), "\n");
     else if (part === "\t") nodes.push(element("span", { class: "sign", "aria-hidden": "true", text: "⇥" }), "\t");
     else if (part) nodes.push(visibleText(part, 5000));
   }

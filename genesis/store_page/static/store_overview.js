@@ -2,7 +2,7 @@
 
 import {
   DataTable, byId, card, chip, element, fact, formatAge, formatBytes, formatCompact, formatDuration, formatNumber,
-  formatPercent, isolated, progressBar, setText, show, timeElement, visibleText,
+  formatPercent, formatTime, isolated, progressBar, setText, show, timeElement, visibleText,
 } from "./dom.js";
 import { isReport, reportData } from "./store_data.js";
 
@@ -24,7 +24,7 @@ export function progressOf(source) {
 function stateOf(source, overview) {
   if (overview.writer?.state === "alive" && overview.writer.source === source.name) return chip("good", "populating");
   if (source.ended) return chip("", "complete");
-  return chip("", "waiting");
+  return chip("", "idle");
 }
 
 const sourcesTable = new DataTable([
@@ -36,8 +36,10 @@ const sourcesTable = new DataTable([
     show: row => element("span", {}, progressBar(row.progress.fraction, `${row.source.name}: ${row.progress.text}`),
       element("span", { class: "note" }, row.progress.text)),
   },
-  { key: "shards", title: "shards", value: row => row.source.shards, show: (row, value) => formatNumber(value) },
-  { key: "target", title: "target", value: row => row.source.target_shards, show: (row, value) => formatNumber(value) },
+  {
+    key: "shards", title: "shards", hint: "of its target", value: row => row.source.shards,
+    show: (row, value) => `${formatNumber(value)}${row.source.target_shards ? ` of ${formatNumber(row.source.target_shards)}` : ""}`,
+  },
   { key: "tokens", title: "tokens", value: row => row.source.tokens, show: (row, value) => formatCompact(value) },
   { key: "documents", title: "documents", value: row => row.source.documents, show: (row, value) => formatNumber(value) },
   { key: "text", title: "text", hint: "UTF-8 bytes of the documents", value: row => row.source.text_bytes, show: (row, value) => formatBytes(value) },
@@ -50,9 +52,13 @@ const sourcesTable = new DataTable([
   {
     key: "commit", title: "last commit", value: row => row.source.last_commit,
     show: row => row.source.last_commit === null ? DASH : element("span", { title: row.source.last_commit },
-      isReport ? timeElement(row.source.last_commit) : formatAge(row.source.last_commit_age_s)),
+      isReport ? formatTime(row.source.last_commit).slice(0, 10) : formatAge(row.source.last_commit_age_s)),
   },
 ], { caption: "Sources of the store", rowKey: row => row.source.name, sort: null, empty: "no source has given anything yet", maxRows: 200 });
+
+function counted(number, what) {
+  return `${formatNumber(number)} ${what}${number === 1 ? "" : "s"}`;
+}
 
 function bytesPerToken(source) {
   const tokens = source.tokens + (source.unsharded_tokens ?? source.leftover_tokens ?? 0);
@@ -92,7 +98,7 @@ export function drawOverview(store) {
 function subtitleOf(store) {
   if (isReport) return `one moment of the store, ${reportData.software}, ${store.read_at}`;
   if (store.state !== "ready") return "watching it";
-  return `commit ${formatNumber(store.sequence)}`;
+  return `commit ${formatNumber(store.sequence)} of ${formatTime(store.updated_at)}`;
 }
 
 function statesOf(store) {
@@ -121,7 +127,7 @@ function cardsOf(store) {
     card("Time left", formatDuration(at?.eta_s ?? null), at ? `of ${at.name}` : null),
     card("Vocabulary", formatNumber(vocabulary?.ids ?? null), vocabulary?.origin ? "made elsewhere" : vocabulary ? `${formatNumber(vocabulary.merges)} merges` : "none yet"),
     card("Verified", formatPercent(index.indexed_shards ? index.verified_shards / totals.shards : null),
-      `${formatNumber(index.verified_shards)} of ${formatNumber(totals.shards)} shards`),
+      `${formatNumber(index.verified_shards)} of ${counted(totals.shards, "shard")}`),
   ];
 }
 
@@ -136,10 +142,10 @@ function drawWriter(store) {
     ...fact("first, newest commit", timeElement(store.created_at), " – ", timeElement(store.updated_at)),
     ...fact("signature", store.signed_by === null ? "none" : `by ${store.signed_by} (checked by readers and by genesis verify, not by this page)`),
     ...fact("genesis verify", verified === null ? "no report was given to this page" : element("span", {},
-      `${formatNumber(verified.shards_verified)} shards sound, ${formatNumber(verified.num_problems)} problems, at commit ${formatNumber(verified.sequence)}, `,
+      `${counted(verified.shards_verified, "shard")} sound, ${counted(verified.num_problems, "problem")}, at commit ${formatNumber(verified.sequence)}, `,
       timeElement(verified.finished_at))),
     ...(verified !== null && verified.problems.length ? fact("its problems", isolated(verified.problems.join("; "), 1200)) : []),
-    ...fact("checked here", `${formatNumber(store.index.verified_here)} shards, when a document of theirs was read`),
+    ...fact("checked here", `${counted(store.index.verified_here, "shard")}, when a document was read`),
   );
 }
 

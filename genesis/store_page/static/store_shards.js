@@ -1,9 +1,8 @@
 // Shards as a grid: a cell is a shard, or as many as make the range fit; a click goes closer.
 
 import { announce, byId, chip, element, fact, formatBytes, formatNumber, formatPercent, isolated, setText, show } from "./dom.js";
-import { isReport, readGrid, readShard } from "./store_data.js";
+import { colourOf, isReport, readGrid, readShard } from "./store_data.js";
 
-const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6", "--series-7", "--series-8"];
 const MAX_CELLS = 600;
 const ALL = 2 ** 53 - 1;
 
@@ -22,7 +21,7 @@ const go = element("form", { class: "controls" },
   element("label", {}, "shard ", element("input", { type: "number", min: "0", step: "1", required: true, inputmode: "numeric" })),
   element("button", { type: "submit", text: "Show" }));
 
-byId("shards-body").append(element("div", { class: "section-head" }, crumbs, isReport ? null : go), cells, detail, legend, panel);
+byId("shards-body").append(...(isReport ? [] : [element("div", { class: "section-head" }, crumbs, go)]), cells, detail, legend, panel);
 
 go.addEventListener("submit", event => {
   event.preventDefault();
@@ -72,7 +71,7 @@ function drawGrid(found) {
   drawLegend();
   const seen = found.indexed_shards < found.num_shards ? `, index read for ${formatPercent(found.indexed_shards / found.num_shards)}` : "";
   setText(byId("shards-note"), found.total_shards === 0 ? "none yet"
-    : `${formatNumber(found.total_shards)} shards${found.cell_shards > 1 ? `, ${formatNumber(found.cell_shards)} to a cell` : ""}${seen}`);
+    : `${formatNumber(found.total_shards)} ${found.total_shards === 1 ? "shard" : "shards"}${found.cell_shards > 1 ? `, ${formatNumber(found.cell_shards)} to a cell` : ""}${seen}`);
 }
 
 /** Above, what the shards are of; below, what was checked. */
@@ -82,7 +81,7 @@ function drawCell(button, cell) {
   cell.by_source.forEach((count, source) => {
     if (!count) return;
     const to = at + 100 * count / cell.num_shards;
-    stripes.push(`var(${COLOURS[source % COLOURS.length]}) ${at.toFixed(2)}% ${to.toFixed(2)}%`);
+    stripes.push(`${colourOf(grid.sources[source])} ${at.toFixed(2)}% ${to.toFixed(2)}%`);
     at = to;
   });
   if (at < 100) stripes.push(`var(--grid-empty) ${at.toFixed(2)}% 100%`);
@@ -113,10 +112,10 @@ function labelOf(cell) {
 }
 
 function drawLegend() {
-  const items = grid.sources.map((source, place) =>
-    element("li", {}, element("span", { class: "swatch", style: { "background-color": `var(${COLOURS[place % COLOURS.length]})` } }), isolated(source, 64)));
+  const items = grid.sources.map(source =>
+    element("li", {}, element("span", { class: "swatch", style: { "background-color": colourOf(source) } }), isolated(source, 64)));
   items.push(element("li", {}, element("span", { class: "swatch mark", style: { "background-color": "var(--text)" } }), "verified (line below)"));
-  items.push(element("li", {}, element("span", { class: "swatch" }), "index not read yet"));
+  if (grid.indexed_shards < grid.num_shards) items.push(element("li", {}, element("span", { class: "swatch" }), "index not read yet"));
   show(legend, ...(grid.cells.length ? items : []));
 }
 

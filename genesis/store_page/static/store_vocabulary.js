@@ -1,9 +1,7 @@
 // The vocabulary: what it was learned from, and a search by text or id.
 
 import { byId, element, fact, formatNumber, formatPercent, isolated, setText, show, visibleText } from "./dom.js";
-import { isReport, readVocabulary, reportData } from "./store_data.js";
-
-const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6", "--series-7", "--series-8"];
+import { colourOf, isReport, readVocabulary, reportData } from "./store_data.js";
 
 let ticket = 0;
 let drawnFor = null;
@@ -57,13 +55,13 @@ function sharesOf(vocabulary) {
   const given = Object.entries(vocabulary.sources_contributed ?? {}).sort(([, a], [, b]) => b - a);
   const total = given.reduce((sum, [, merges]) => sum + merges, 0);
   if (!total) return [];
-  const colour = place => ({ "background-color": `var(${COLOURS[Math.min(place, COLOURS.length - 1)]})` });
+  const colour = name => ({ "background-color": colourOf(name) });
   return [
     element("h3", { class: "sub-head", text: "Merges by source" }),
     element("div", { class: "shares", "aria-hidden": "true" },
-      ...given.map(([, merges], place) => element("i", { style: { ...colour(place), width: `${100 * merges / total}%` } }))),
-    element("ul", { class: "legend" }, ...given.slice(0, 40).map(([name, merges], place) =>
-      element("li", {}, element("span", { class: "swatch", style: colour(place) }), isolated(name, 64), ` ${formatNumber(merges)} (${formatPercent(merges / total)})`))),
+      ...given.map(([name, merges]) => element("i", { style: { ...colour(name), width: `${100 * merges / total}%` } }))),
+    element("ul", { class: "legend" }, ...given.slice(0, 40).map(([name, merges]) =>
+      element("li", {}, element("span", { class: "swatch", style: colour(name) }), isolated(name, 64), ` ${formatNumber(merges)} (${formatPercent(merges / total)})`))),
   ];
 }
 
@@ -116,8 +114,14 @@ function list(pieces) {
   return element("ul", { class: "tokens" }, ...pieces.map(piece => element("li", {}, tokenButton(piece))));
 }
 
+/** With signs for blanks; many spaces by their number. */
+function signed(text) {
+  if (/^ {9,}$/.test(text)) return `${text.length} spaces`;
+  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+}
+
 function tokenButton(piece) {
-  const spelled = piece.special ?? (piece.text === null ? `⟨${piece.hex}⟩` : piece.text.replaceAll(" ", "␣"));
+  const spelled = piece.special ?? (piece.text === null ? `⟨${piece.hex}⟩` : signed(piece.text));
   const parts = [isolated(spelled, 200, { class: "spelled" }), element("span", { class: "id", text: `#${piece.id}` })];
   if (form.hidden) return element("span", { class: "button token-button" }, ...parts);
   return element("button", { type: "button", class: "token-button", on: { click: () => lookUpToken(piece.id) } }, ...parts);
