@@ -255,6 +255,7 @@ def wait_for(holds: Callable[[], object], what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_panel_and_rule_reads_a_real_run(tmp_path):
     assert programs().prometheus
     with scraped(tmp_path) as (server, swarm):

@@ -193,6 +193,8 @@ class _Reading:
         drivers = [self._courses[key] for key, record in records if record.role == "driver"]
         times = [at for record in self._records.values() for at in (record.first_at, record.last_at)]
         settings = _settings([record for _, record in records])
+        rounds = self._rounds.all({record.peer_id: record.name for record in self._records.values()})
+        held_out = _held_out([record for _, record in records])
         for text in self._incidents.left_out():
             self._left_out[text] += 0
         if self._rounds.rounds_a_row > 1:
@@ -210,9 +212,11 @@ class _Reading:
             loss_by_tokens=courses.losses(drawn, "tokens"),
             course_by_time=courses.over_time(drawn, drivers or drawn),
             gradient_norm=courses.gradient_norms(drawn),
-            rounds=self._rounds.all({record.peer_id: record.name for record in self._records.values()}),
+            held_out_by_step=courses.held_out(held_out),
+            round_seconds=courses.round_seconds(rounds),
+            rounds=rounds,
             incidents=self._incidents.all(),
-            held_out=_held_out([record for _, record in records]),
+            held_out=held_out,
             samples=_samples([record for _, record in records]),
             data=_data([record for _, record in records]),
             watched=watched,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
 import numpy as np
@@ -19,12 +20,14 @@ from trainer.monitor.pages.course import (
     CourseRange,
     CourseView,
     Curve,
+    CurveKind,
     Numbers,
     RoundMark,
     curve,
     evenly,
 )
 from trainer.monitor.pages.step_course import StepCourse
+from trainer.monitor.report.model import HeldOutPoint, ReportedRound
 
 _BUCKETS: Final = 4_096
 _POINTS: Final = 600
@@ -87,7 +90,32 @@ def losses(nodes: Sequence[NodeCourse], by: Axis) -> CourseView:
 
 def gradient_norms(nodes: Sequence[NodeCourse]) -> CourseView:
     """Returns the gradient norm over steps."""
-    return _view("step", _curves([(it.name, it.gradients) for it in nodes], "step"), ())
+    return _view("step", _curves([(it.name, it.gradients) for it in nodes], "step", "gradient_norm"), ())
+
+
+def held_out(points: Sequence[HeldOutPoint]) -> CourseView:
+    """Returns the loss on held-out shards over steps, a curve a node; of the first nodes only."""
+    wanted = CourseRange(by="step", points=_POINTS)
+    names = list(dict.fromkeys(point.node for point in points))[:MAX_NODES]
+    found = []
+    for name in names:
+        own = [(point.step, point.loss) for point in points if point.node == name]
+        x, y = np.array(own, dtype=np.float64).T
+        found.append(curve(name, "held_out", "node", x, y, wanted))
+    return _view("step", [each for each in found if each is not None], ())
+
+
+def round_seconds(rounds: Sequence[ReportedRound]) -> CourseView:
+    """Returns what rounds took over time: as a whole, and by phase where that was logged."""
+    wanted = CourseRange(by="time", points=_POINTS)
+    found = []
+    for name, value_of in _ROUND_PARTS.items():
+        known = [(datetime.fromisoformat(it.ended_at).timestamp(), value_of(it)) for it in rounds]
+        own = [(at, seconds) for at, seconds in known if seconds is not None]
+        if own:
+            x, y = np.array(own, dtype=np.float64).T
+            found.append(curve(name, "seconds", "self" if name == "whole round" else "node", x, y, wanted))
+    return _view("time", [each for each in found if each is not None], ())
 
 
 def over_time(nodes: Sequence[NodeCourse], trained: Sequence[NodeCourse]) -> CourseView:
@@ -96,17 +124,27 @@ def over_time(nodes: Sequence[NodeCourse], trained: Sequence[NodeCourse]) -> Cou
     return _view("time", (*shown, *_speeds(trained)), _marks(nodes, "time"))
 
 
-def _curves(columns: Sequence[tuple[str, StepColumns]], by: Axis) -> tuple[Curve, ...]:
+_ROUND_PARTS: Final[dict[str, Callable[[ReportedRound], float | None]]] = {
+    "whole round": lambda it: it.seconds,
+    "agreeing": lambda it: it.agree_s,
+    "tensors": lambda it: it.reduce_s,
+    "vote": lambda it: it.vote_s,
+}
+
+
+def _curves(
+    columns: Sequence[tuple[str, StepColumns]], by: Axis, what: CurveKind = "loss"
+) -> tuple[Curve, ...]:
     wanted, x_of = CourseRange(by=by, points=_POINTS), _X[by]
     known = [(name, it) for name, it in columns if it.counts.any()]
     found: list[Curve | None] = []
     if len(known) > 1:
         parts = [np.concatenate([get(it) for _, it in known]) for get in (x_of, _means, _lows, _highs, _counts)]
         x, y, low, high, weights = parts
-        found.append(curve("all nodes", "loss", "run", x, y, wanted, low=low, high=high, weights=weights))
+        found.append(curve("all nodes", what, "run", x, y, wanted, low=low, high=high, weights=weights))
     for name, it in known[:MAX_NODES]:
         band = {"low": it.lows, "high": it.highs, "weights": it.counts}
-        found.append(curve(name, "loss", "node", x_of(it), it.means, wanted, **band))
+        found.append(curve(name, what, "node", x_of(it), it.means, wanted, **band))
     return tuple(each for each in found if each is not None)
 
 

@@ -276,6 +276,8 @@ class RunReport(_Part):
     loss_by_tokens: CourseView
     course_by_time: CourseView = Field(description="Loss and speed; x in seconds since 1970.")
     gradient_norm: CourseView
+    held_out_by_step: CourseView
+    round_seconds: CourseView = Field(description="What rounds took, by phase; x in seconds since 1970.")
     rounds: tuple[ReportedRound, ...] = ()
     incidents: tuple[ReportedIncident, ...] = ()
     held_out: tuple[HeldOutPoint, ...] = ()
