@@ -105,7 +105,7 @@ class NodePage:
         looks, _, _ = looks_in(history.read, wanted)
         curves = [
             *curves_of_run(looks, wanted),
-            *_own_curves(own, wanted),
+            *_own_curves(own, wanted, f"this {self._facts.role}"),
             *curves_of_nodes(history.read, looks, wanted),
         ]
         x = _x_of(own.buckets, wanted)
@@ -140,7 +140,7 @@ class NodePage:
             step_name="step",
             tokens=account.trained_tokens if account is not None else recent[-1].tokens if recent else None,
             tokens_per_s=_finite(stages.tokens_per_s if stages is not None else status.tokens_per_s),
-            num_nodes=_num_nodes(stages, status) if facts.role != "worker" else None,
+            num_nodes=status.training_nodes if facts.role != "worker" else None,
             total_steps=status.total_steps if facts.role == "node" else None,
             data_shards=status.data_shards if facts.role == "node" else None,
             convergence=status.model_convergence if facts.role == "node" else None,
@@ -242,11 +242,6 @@ class NodePage:
 
 
 # -- parts of a view ---------------------------------------------------------------------------------------------------
-
-
-def _num_nodes(stages: SwarmStages | None, status: TrainingStatus) -> int:
-    workers = sum(len(stage.workers) for stage in stages.stages) if stages is not None else 0
-    return workers + status.training_nodes
 
 
 def _nodes(status: TrainingStatus) -> tuple[PageNode, ...]:
@@ -368,7 +363,7 @@ def _x_of(buckets: Sequence[Bucket], wanted: CourseRange) -> Numbers:
     return np.array([it.last_step for it in buckets], dtype=np.float64)
 
 
-def _own_curves(own: _OwnSteps, wanted: CourseRange) -> list[Curve]:
+def _own_curves(own: _OwnSteps, wanted: CourseRange, name: str) -> list[Curve]:
     buckets = own.buckets
     if not buckets:
         return []
@@ -381,8 +376,8 @@ def _own_curves(own: _OwnSteps, wanted: CourseRange) -> list[Curve]:
     tokens = np.array([it.num_tokens for it in buckets], dtype=np.float64)
     speed = np.divide(tokens, waits, out=np.full_like(tokens, np.nan), where=waits > 0)
     found = [
-        curve("this node", "loss", "self", x, loss, wanted, low=low, high=high, weights=counts),
-        curve("this node", "speed", "self", x, speed, wanted, weights=np.maximum(waits, 0.0)),
+        curve(name, "loss", "self", x, loss, wanted, low=low, high=high, weights=counts),
+        curve(name, "speed", "self", x, speed, wanted, weights=np.maximum(waits, 0.0)),
     ]
     return [it for it in found if it is not None]
 

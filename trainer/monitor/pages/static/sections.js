@@ -158,7 +158,7 @@ export function showOwn(view) {
     ...(own.last_step_age_s === null ? [] : fact("last step", formatAge(own.last_step_age_s))),
     ...fact("steps", `${formatNumber(own.num_steps)}${own.steps_skipped ? `, ${formatNumber(own.steps_skipped)} skipped` : ""}`),
     ...(own.loss === null ? [] : fact("latest loss", formatNumber(own.loss, 4))),
-    ...(own.inner_steps ? fact("inner step", element("span", {}, `${formatNumber(own.inner_step)} of ${formatNumber(own.inner_steps)}`,
+    ...(own.inner_steps && view.role !== "driver" ? fact("inner step", element("span", {}, `${formatNumber(own.inner_step)} of ${formatNumber(own.inner_steps)}`,
       progressBar(own.inner_step / own.inner_steps, "to the next outer step"))) : []),
     ...(own.outer_step || own.outer_syncs ? fact("outer steps", `${formatNumber(own.outer_step)} in its state, ${formatNumber(own.outer_syncs)} rounds since the start`) : []),
     ...(own.outer_syncs || own.rounds_failed ? fact("rounds", `${formatNumber(own.rounds_alone)} alone, ${formatNumber(own.rounds_failed)} failed`) : []),

@@ -74,7 +74,7 @@ export function showAccount(node, account) {
     ...SHARES.map(([key]) => element("i", { class: key, style: { width: `${sum ? 100 * tally[key] / sum : 0}%` } })));
   const equation = element("p", { class: "equation" },
     figure(tally.leased, "leased"), sign(addsUp ? "=" : "≠"), figure(tally.done, "done", "done"), sign("+"),
-    figure(tally.open, "open", "open"), sign("+"), figure(tally.lost, "lost", "lost"),
+    figure(tally.open, "open", "open"), sign("+"), figure(tally.lost, "lost", tally.lost ? "lost" : ""),
     chip(addsUp ? "good" : "bad", addsUp ? "adds up" : "does not add up"));
   const facts = [
     `${formatCompact(account.trained_tokens)} tokens trained`,
