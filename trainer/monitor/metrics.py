@@ -195,7 +195,6 @@ class TrainingMetrics(Collector):
                 shares.add_metric([phase], share)
             yield shares
 
-
     def _moments(self) -> Iterator[tuple[str, str, float | None]]:
         """Yields when something happened last, for rules to take from the time; left out before the first."""
         yield "last_step_timestamp_seconds", "When the latest step ended, seconds since 1970.", self._step_at

@@ -76,7 +76,7 @@ def test_the_dashboard_has_what_grafana_expects():
         used = set(re.findall(r"\$(?:\{)?(\w+)", " ".join(target["expr"] for target in panel["targets"])))
         assert used <= {"run", "__rate_interval"}, panel["title"]
     titles = [panel["title"] for panel in DASHBOARD["panels"]]
-    assert len(set(titles)) == len(titles) 
+    assert len(set(titles)) == len(titles)
 
 
 def test_panels_do_not_cover_each_other():
@@ -184,7 +184,9 @@ def at(instance: str, series: str) -> str:
     """The series of one instance."""
     if "n:8000" in series:
         return series.replace("n:8000", instance)
-    return series.replace("{", f'{{instance="{instance}", ', 1) if "{" in series else f'{series}{{instance="{instance}"}}'
+    return (
+        series.replace("{", f'{{instance="{instance}", ', 1) if "{" in series else f'{series}{{instance="{instance}"}}'
+    )
 
 
 def test_each_rule_fires_when_it_should_and_none_in_a_healthy_run(tmp_path):

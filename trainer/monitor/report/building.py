@@ -36,7 +36,7 @@ from trainer.monitor.report.model import (
     Watched,
 )
 from trainer.monitor.report.node_record import NodeRecord
-from trainer.monitor.report.rounds import Rounds
+from trainer.monitor.report.rounds import KEY_SHOWN, Rounds
 from trainer.monitor.report.watched import read_watched
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,8 @@ class _Reading:
         drivers = [self._courses[key] for key, record in records if record.role == "driver"]
         times = [at for record in self._records.values() for at in (record.first_at, record.last_at)]
         settings = _settings([record for _, record in records])
-        rounds = self._rounds.all({record.peer_id: record.name for record in self._records.values()})
+        names = {record.peer_id: record.name for record in self._records.values()}
+        rounds = self._rounds.all(names)
         held_out = _held_out([record for _, record in records])
         for text in self._incidents.left_out():
             self._left_out[text] += 0
@@ -215,7 +216,7 @@ class _Reading:
             held_out_by_step=courses.held_out(held_out),
             round_seconds=courses.round_seconds(rounds),
             rounds=rounds,
-            incidents=self._incidents.all(),
+            incidents=self._incidents.all({key[:KEY_SHOWN]: name for key, name in names.items() if key}),
             held_out=held_out,
             samples=_samples([record for _, record in records]),
             data=_data([record for _, record in records]),

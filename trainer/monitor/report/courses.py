@@ -32,12 +32,14 @@ from trainer.monitor.report.model import HeldOutPoint, ReportedRound
 _BUCKETS: Final = 4_096
 _POINTS: Final = 600
 _SPEED_PARTS: Final = 300
+_GAP_S: Final = 2.0  # More than this between two lives is seen on a chart.
 
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
     """A node's buckets; arrays of one length. Means, lows and highs are NaN where there was no finite figure."""
 
+    firsts: Numbers  # The first step of each.
     steps: Numbers  # The last of each.
     tokens: Numbers  # Of the run, at its end.
     at: Numbers
@@ -53,15 +55,26 @@ class StepColumns:
         """Takes what a course has of all steps."""
         buckets = course.between(0, math.inf, _BUCKETS)
         rows = [
-            (it.last_step, it.tokens, it.at, it.loss_sum, it.low, it.high, it.num_losses, it.num_tokens, it.seconds)
+            (
+                it.first_step,
+                it.last_step,
+                it.tokens,
+                it.at,
+                it.loss_sum,
+                it.low,
+                it.high,
+                it.num_losses,
+                it.num_tokens,
+                it.seconds,
+            )
             for it in buckets
         ]
-        steps, tokens, at, sums, lows, highs, counts, num_tokens, seconds = np.array(
-            rows or [[0.0] * 9], dtype=np.float64
+        firsts, steps, tokens, at, sums, lows, highs, counts, num_tokens, seconds = np.array(
+            rows or [[0.0] * 10], dtype=np.float64
         )[: len(rows)].T
         with np.errstate(divide="ignore", invalid="ignore"):
             means = np.where(counts > 0, sums / counts, np.nan)
-        return cls(steps, tokens, at, means, lows, highs, counts, num_tokens, seconds)
+        return cls(firsts, steps, tokens, at, means, lows, highs, counts, num_tokens, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +145,7 @@ _ROUND_PARTS: Final[dict[str, Callable[[ReportedRound], float | None]]] = {
 }
 
 
-def _curves(
-    columns: Sequence[tuple[str, StepColumns]], by: Axis, what: CurveKind = "loss"
-) -> tuple[Curve, ...]:
+def _curves(columns: Sequence[tuple[str, StepColumns]], by: Axis, what: CurveKind = "loss") -> tuple[Curve, ...]:
     wanted, x_of = CourseRange(by=by, points=_POINTS), _X[by]
     known = [(name, it) for name, it in columns if it.counts.any()]
     found: list[Curve | None] = []
@@ -144,8 +155,23 @@ def _curves(
         found.append(curve("all nodes", what, "run", x, y, wanted, low=low, high=high, weights=weights))
     for name, it in known[:MAX_NODES]:
         band = {"low": it.lows, "high": it.highs, "weights": it.counts}
-        found.append(curve(name, what, "node", x_of(it), it.means, wanted, **band))
+        drawn = curve(name, what, "node", x_of(it), it.means, wanted, **band)
+        found.append(None if drawn is None else _broken(drawn, _gaps(it, by)))
     return tuple(each for each in found if each is not None)
+
+
+def _gaps(it: StepColumns, by: Axis) -> Numbers:
+    """Returns where a curve goes on after steps that this node did not do, or time in which it did not live."""
+    if by == "step":
+        return it.steps[1:][it.firsts[1:] > it.steps[:-1] + 1]
+    if by == "time":
+        return it.at[1:][it.at[1:] - it.seconds[1:] > it.at[:-1] + _GAP_S]
+    return np.array([])
+
+
+def _broken(drawn: Curve, gaps: Numbers) -> Curve:
+    breaks = {int(index) for index in np.searchsorted(drawn.x, gaps) if 0 < index < len(drawn.x)}
+    return drawn.model_copy(update={"breaks": tuple(sorted(breaks))})
 
 
 def _means(it: StepColumns) -> Numbers:
@@ -179,8 +205,9 @@ def _speeds(nodes: Sequence[NodeCourse]) -> tuple[Curve, ...]:
     found: list[Curve | None] = []
     if len(of_nodes) > 1:
         found.append(curve("all nodes", "speed", "run", middles, np.nansum(list(of_nodes.values()), axis=0), wanted))
-    for name, speed in list(of_nodes.items())[:MAX_NODES]:
-        found.append(curve(name, "speed", "node", middles, speed, wanted))
+    for it in known[:MAX_NODES]:
+        drawn = curve(it.name, "speed", "node", middles, of_nodes[it.name], wanted)
+        found.append(None if drawn is None else _broken(drawn, _gaps(it.losses, "time")))
     return tuple(each for each in found if each is not None)
 
 

@@ -19,6 +19,16 @@ def text_of(event: Event, name: str, limit: int = LINE) -> str:
     return harmless(value, limit) if isinstance(value, str) else ""
 
 
+def lines_of(event: Event, name: str, limit: int) -> str:
+    """Returns a field that is text with its ends of lines, cut."""
+    value = event.fields.get(name)
+    if not isinstance(value, str):
+        return ""
+    lines = value[: limit + 1].replace("\r\n", "\n").split("\n")
+    shown = "\n".join(harmless(line, limit) for line in lines)
+    return shown if len(value) <= limit else f"{shown[:limit]}…"
+
+
 def whole_of(event: Event, name: str) -> int | None:
     """Returns a field that is a whole number from 0 to 2^53."""
     value = event.fields.get(name)

@@ -7,12 +7,13 @@ between. Of each kind the first 100 and the latest 200 are kept; how many are no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trainer.monitor.pages.texts import LINE, harmless
 from trainer.monitor.report.event_fields import utc
 from trainer.monitor.report.model import IncidentKind, ReportedIncident
+from trainer.monitor.report.rounds import named
 
 _ALIKE_WITHIN_S = 600.0
 _FIRST, _LATEST = 100, 200
@@ -63,8 +64,8 @@ class Incidents:
         else:
             kept.latest.append(noted)
 
-    def all(self) -> tuple[ReportedIncident, ...]:
-        """Returns what is kept, in the order of time."""
+    def all(self, names: Mapping[str, str]) -> tuple[ReportedIncident, ...]:
+        """Returns what is kept, in the order of time; ``names`` are those of nodes by the beginnings of their keys."""
         noted = [it for kept in self._kept.values() for it in (*kept.first, *kept.latest)]
         return tuple(
             ReportedIncident(
@@ -73,7 +74,7 @@ class Incidents:
                 began_at=utc(it.began_at),
                 ended_at=utc(it.ended_at),
                 count=it.count,
-                text=it.text,
+                text=named(it.text, names) if it.kind == "left-out" else it.text,
                 is_bad=it.kind not in _GOOD,
             )
             for it in sorted(noted, key=lambda it: it.began_at)

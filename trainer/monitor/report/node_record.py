@@ -19,6 +19,7 @@ from trainer.monitor.pages.texts import LINE, NAME, harmless
 from trainer.monitor.report.event_fields import (
     MAX_WHOLE,
     items_of,
+    lines_of,
     mapping_of,
     number_of,
     shown,
@@ -246,7 +247,7 @@ class NodeRecord:
             case "held_out":
                 self._held_out(event, at)
             case "sample":
-                prompt, text = text_of(event, "prompt", MAX_SAMPLE_TEXT), text_of(event, "text", MAX_SAMPLE_TEXT)
+                prompt, text = lines_of(event, "prompt", MAX_SAMPLE_TEXT), lines_of(event, "text", MAX_SAMPLE_TEXT)
                 self.samples.append(Sampled(at, whole_of(event, "step") or 0, prompt, text))
             case "end":
                 self._end(event, at)

@@ -18,6 +18,8 @@ _MAX_ROWS = 2_000
 _PHASES = ("agree_s", "reduce_s", "vote_s")
 _TEXTS = 8
 _KEPT_MEMBERS = 64
+KEY_SHOWN = 12
+"""Digits of a key by which a node is named whose name no log tells."""
 
 
 @dataclass(slots=True)
@@ -107,7 +109,8 @@ class Rounds:
     def all(self, names: Mapping[str, str]) -> tuple[ReportedRound, ...]:
         """Returns the rows in the order of time; ``names`` are those of nodes by their keys."""
         ordered = sorted(self._rows.items(), key=lambda item: (item[1].ended_at, item[0]))
-        return tuple(_reported(stage, row, names, is_one=self._width == 1) for (stage, _), row in ordered)
+        short = {key[:KEY_SHOWN]: name for key, name in names.items() if key}
+        return tuple(_reported(stage, row, names, short, is_one=self._width == 1) for (stage, _), row in ordered)
 
 
 def _ended(event: Event, index: int, at: float) -> _Row:
@@ -133,19 +136,27 @@ def _failed(event: Event, index: int, at: float) -> _Row:
     return _Row(at, at, index, index, num_failed=1, errors={reason: None})
 
 
+def named(text: str, names: Mapping[str, str]) -> str:
+    """Returns a text that begins with the beginning of a node's key with its name instead, where that is known."""
+    key, colon, rest = text.partition(":")
+    return f"{names[key]}{colon}{rest}" if key in names else text
+
+
 def dropped_texts(event: Event) -> Iterable[str]:
     """Returns who was left out of a round and why, some of them, as text."""
     for pair in items_of(event, "dropped", _TEXTS):
         if isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair):
             who, why = pair
-            yield f"{harmless(who, NAME) if len(who) <= 16 else harmless(who[:12], NAME)}: {harmless(why, LINE)}"
+            yield f"{harmless(who, NAME) if len(who) <= 16 else harmless(who[:KEY_SHOWN], NAME)}: {harmless(why, LINE)}"
 
 
 def _mean(summed: list[float]) -> float | None:
     return round(summed[0] / summed[1], 6) if summed[1] else None
 
 
-def _reported(stage: str, row: _Row, names: Mapping[str, str], *, is_one: bool) -> ReportedRound:
+def _reported(
+    stage: str, row: _Row, names: Mapping[str, str], short: Mapping[str, str], *, is_one: bool
+) -> ReportedRound:
     phases = [round(phase / row.num_phased, 6) for phase in row.phases] if row.num_phased else [None, None, None]
     return ReportedRound(
         stage=stage,
@@ -158,7 +169,7 @@ def _reported(stage: str, row: _Row, names: Mapping[str, str], *, is_one: bool) 
         num_failed=row.num_failed,
         fewest_members=row.fewest or 0,
         most_members=row.most,
-        members=tuple(names.get(key, key[:12]) for key in row.members) if is_one else (),
+        members=tuple(names.get(key, key[:KEY_SHOWN]) for key in row.members) if is_one else (),
         completeness=_mean(row.completeness),
         seconds=_mean(row.seconds),
         agree_s=phases[0],
@@ -167,6 +178,6 @@ def _reported(stage: str, row: _Row, names: Mapping[str, str], *, is_one: bool) 
         sent_bytes=row.sent_bytes,
         received_bytes=row.received_bytes,
         rule=row.rule,
-        left_out=tuple(row.left_out),
+        left_out=tuple(named(text, short) for text in row.left_out),
         errors=tuple(row.errors),
     )

@@ -11,6 +11,7 @@ import { KINDS, timelineOf } from "./timeline.js";
 const report = embeddedData();
 const AXES = [["step", "steps", "loss_by_step"], ["tokens", "tokens", "loss_by_tokens"], ["time", "time", "course_by_time"]];
 const SHOWN_ROUNDS = 24;
+const ONLY_BELOW = new Set(["lowest loss of a step"]);
 const NO_TEXT = "–";
 const charts = [];
 
@@ -30,7 +31,7 @@ function showTop() {
     ...(report.first_at ? [timeElement(report.first_at), " to ", timeElement(report.last_at), ", ",
       formatDuration((Date.parse(report.last_at) - Date.parse(report.first_at)) / 1000)] : []));
   const bad = report.incidents.filter(it => it.is_bad).length;
-  show(byId("cards"), ...report.figures.filter(it => it.value !== null).map(it => card(it.name, shownFigure(it), it.unit === "of 1" || it.unit === "bytes" ? null : it.unit)),
+  show(byId("cards"), ...report.figures.filter(it => it.value !== null && !ONLY_BELOW.has(it.name)).map(it => card(it.name, shownFigure(it), !["of 1", "bytes", it.name].includes(it.unit) ? it.unit : null)),
     card("incidents", formatNumber(bad), bad ? "below, on a time line" : "none in these logs"));
 }
 
@@ -55,20 +56,17 @@ function showRun() {
     ...(settings.num_parameters ? fact("model", `${formatCompact(settings.num_parameters)} parameters${dims ? `: ${visibleText(dims, 160)}` : ""}`) : []),
     ...settings.changes.flatMap(text => fact("change", isolated(text)))));
   if (!settings.options.length) return place.append(element("p", { class: "note", text: "The options are not in these logs: a release before this one wrote them." }));
-  place.append(element("h3", { text: "Options that differ from their defaults" }), optionsTable("options that were changed", changed));
-  place.append(element("details", {}, element("summary", { text: `All ${formatNumber(settings.options.length)} options` }), optionsTable("all options", settings.options),
+  place.append(element("h3", { text: "Options that differ from their defaults" }), optionList(changed));
+  place.append(element("details", {}, element("summary", { text: `All ${formatNumber(settings.options.length)} options` }), optionList(settings.options),
     Object.keys(model).length ? element("div", {}, element("h3", { text: "The model's" }),
       element("dl", { class: "facts" }, ...Object.entries(model).flatMap(([name, value]) => fact(isolated(name, 64), isolated(value))))) : null));
 }
 
-function optionsTable(caption, options) {
-  const table = new DataTable([
-    { key: "name", title: "option", kind: "text", isRowHeading: true, value: it => it.name, show: it => element("code", {}, isolated(it.name, 130)) },
-    { key: "value", title: "value", kind: "wrap", value: it => it.value, show: it => isolated(it.value) },
-    ...(options.some(it => it.differs) ? [{ key: "differs", title: "other than that", kind: "wrap", value: it => it.differs || null, show: it => it.differs ? isolated(it.differs) : "" }] : []),
-  ], { caption, rowKey: it => it.name, empty: "all of them are at their defaults", maxRows: 2000 });
-  table.update(options);
-  return table.node;
+function optionList(options) {
+  if (!options.length) return element("p", { class: "note", text: "None does." });
+  return element("dl", { class: "options" }, ...options.map(it => element("div", {},
+    element("dt", {}, element("code", {}, isolated(it.name, 130))),
+    element("dd", {}, isolated(it.value), it.differs ? element("span", { class: "note" }, " (", isolated(it.differs), ")") : null))));
 }
 
 function showMachines() {
@@ -195,7 +193,7 @@ function showNodes() {
     ...(some("rounds_failed") ? [number("rounds_failed", "failed")] : []),
     { key: "sent", title: "sent", value: it => it.sent_bytes, show: (it, value) => formatBytes(value) },
     ...(some("withdrawals") ? [number("withdrawals", "withdrawals")] : []),
-  ], { caption: "nodes", rowKey: it => it.name, maxRows: 512 });
+  ], { caption: "table of nodes", rowKey: it => it.name, maxRows: 512 });
   table.update(report.nodes);
   place.append(table.node);
 }
@@ -265,7 +263,7 @@ function showCheckpoints() {
     { key: "at", title: "when", kind: "text", value: it => it.checkpoints.last_at, show: (it, value) => timeElement(value) },
     { key: "gap", title: "longest gap", value: it => it.checkpoints.longest_gap_s, show: (it, value) => formatDuration(value) },
     { key: "cost", title: "cost", hint: "of the training thread's time", value: it => it.checkpoints.seconds, show: (it, value) => formatDuration(value) },
-  ], { caption: "checkpoints", rowKey: it => it.name, maxRows: 512 });
+  ], { caption: "checkpoints of nodes", rowKey: it => it.name, maxRows: 512 });
   table.update(known);
   place.append(table.node);
 }
@@ -293,8 +291,12 @@ function showSamples() {
   const older = report.samples.slice(0, -6).reverse();
   const shown = it => element("div", { class: "sample" },
     element("p", { class: "note" }, "step ", formatNumber(it.step), ", ", isolated(it.node, 64)),
-    element("blockquote", {}, element("strong", {}, isolated(it.prompt, 2000)), isolated(it.text || NO_TEXT, 2000)));
+    element("blockquote", {}, element("strong", {}, ...linesOf(it.prompt)), ...linesOf(it.text || NO_TEXT)));
   place.append(...latest.map(shown), older.length ? element("details", {}, element("summary", { text: `${formatNumber(older.length)} older ones` }), ...older.map(shown)) : "");
+}
+
+function linesOf(text) {
+  return text.split("\n").slice(0, 60).flatMap((line, index) => [index ? element("br") : null, isolated(line, 2000)]);
 }
 
 function showLog() {
@@ -306,7 +308,7 @@ function showLog() {
 
 function showMeasured() {
   const place = body("measured");
-  place.append(element("dl", { class: "facts" }, ...report.figures.flatMap(it => fact(it.name, `${shownFigure(it)}${it.unit === "of 1" ? "" : ` ${it.unit}`}: ${it.how}`))));
+  place.append(element("dl", { class: "facts" }, ...report.figures.flatMap(it => fact(it.name, `${shownFigure(it)}${it.unit === "of 1" || it.unit === "bytes" ? "" : ` ${it.unit}`}: ${it.how}`))));
   place.append(element("ul", {}, ...[...report.notes, ...report.left_out.map(text => `Not shown: ${text}`)].map(text => element("li", {}, isolated(text, 500)))));
   const table = new DataTable([
     { key: "path", title: "log", kind: "wrap", isRowHeading: true, value: it => it.path, show: it => isolated(it.path) },
