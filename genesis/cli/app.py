@@ -21,7 +21,7 @@ from typing import Annotated, cast
 import typer
 
 from genesis import __version__
-from genesis.cli import export, import_tokens, inspect, populate, serve, sources, status, verify
+from genesis.cli import export, import_tokens, inspect, populate, report, serve, sources, status, verify
 from genesis.errors import GenesisError, InterruptedRunError, UnknownSourceError, UsageError
 from genesis.verbosity import add_verbosity, set_up_logging
 from manifests import ContractError
@@ -58,6 +58,7 @@ app.command("learn")(populate.learn_command)
 app.command("status")(status.status_command)
 app.command("verify")(verify.verify_command)
 app.command("serve")(serve.serve_command)
+app.command("report")(report.report_command)
 app.command("keygen")(verify.keygen_command)
 app.command("import")(import_tokens.import_command)
 app.add_typer(sources.app, name="sources")

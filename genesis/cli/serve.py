@@ -7,18 +7,18 @@ import json
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genesis.cli.common import StopSignal, StoreOption, count
+from genesis.cli.common import SourcesOption, StopSignal, StoreOption, count, load_sources
 from genesis.errors import UsageError
 from genesis.hangup import drop_closed_terminals, stop_signals
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from genesis.serve import StoreServer, StoreSummary
+    from genesis.store_page import StorePageHandler
 
 logger = logging.getLogger("genesis")
 
@@ -41,9 +41,17 @@ def serve_command(
     grace_s: Annotated[
         float, typer.Option("--grace-s", min=0.0, help="Seconds that answers under way have to end when stopped.")
     ] = 10.0,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Show the store to browsers at / (docs/store-page.md).")
+    ] = True,
+    verify_report: Annotated[
+        Path | None,
+        typer.Option("--verify-report", help="What 'genesis verify --json' printed, for the page to show."),
+    ] = None,
+    sources_file: SourcesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what is served where as one JSON object.")] = False,
 ) -> int:
-    """Serve a store's folder over HTTP, read-only, with /healthz and /metrics (docs/serve.md)."""
+    """Serve a store's folder over HTTP, read-only, with its page, /healthz and /metrics (docs/serve.md)."""
     from genesis.serve import ManifestReader, ServeLimits, StoreServer, address_of, check_folder, listen
     from genesis.store import folder_of
 
@@ -56,12 +64,22 @@ def serve_command(
         stall_timeout_s=stall_timeout_s,
         grace_s=grace_s,
     )
-    check_folder(folder)
+    folder = check_folder(folder)
+    handler = _page(folder, verify_report, sources_file) if page else None
+    if verify_report is not None and handler is None:
+        raise UsageError("expected --verify-report with the page that shows it, found --no-page too")
     listener = listen(host, port)
     announcement = _announcement(folder, address_of(listener, host), ManifestReader(folder).read(), as_json=as_json)
     stop = StopSignal()
-    asyncio.run(_run(StoreServer(folder, listener, limits), stop, announcement))
+    asyncio.run(_run(StoreServer(folder, listener, limits, handler), stop, announcement))
     return stop.exit_code
+
+
+def _page(folder: Path, verify_report: Path | None, sources_file: Path | None) -> StorePageHandler:
+    from genesis.store_page import read_verify_report, store_page
+
+    report = read_verify_report(verify_report) if verify_report is not None else None
+    return store_page(folder, load_sources(sources_file), report)
 
 
 async def _run(server: StoreServer, stop: StopSignal, announcement: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from genesis.pages.bundle import bundle
 from genesis.pages.page import Asset, Page, page_routes
-from genesis.pages.pdf import print_pdf
+from genesis.pages.pdf import find_browser, print_pdf
 from genesis.pages.single_file import PAGE_DATA_LIMIT_BYTES, data_script, single_file
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Page",
     "bundle",
     "data_script",
+    "find_browser",
     "page_routes",
     "print_pdf",
     "single_file",

@@ -12,12 +12,12 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -45,13 +45,29 @@ _RETRY_AFTER = {**_NO_STORE, "retry-after": "2"}
 _FORBIDDEN = {errno.EACCES, errno.EPERM}
 
 
-class StoreApp:
-    """Answers GET and HEAD for the objects of one folder, ``/healthz`` and ``/metrics``."""
+class PageHandler(Protocol):
+    """What answers requests for the store's page (`genesis.store_page`); it bounds the work that these cost itself."""
 
-    def __init__(self, root: Path, metrics: ServeMetrics, threads: ThreadPoolExecutor) -> None:
+    def kind_of(self, raw_path: bytes) -> str | None:
+        """The label of a request for the page; None: it is for something else."""
+
+    async def answer(self, raw_path: bytes, query: bytes, headers: Mapping[str, str], host: str) -> Response:
+        """The answer to a GET or HEAD of which `kind_of` gave a label."""
+
+    def close(self) -> None:
+        """Ends its threads."""
+
+
+class StoreApp:
+    """Answers GET and HEAD for the objects of one folder, its page if it has one, ``/healthz`` and ``/metrics``."""
+
+    def __init__(
+        self, root: Path, metrics: ServeMetrics, threads: ThreadPoolExecutor, page: PageHandler | None = None
+    ) -> None:
         self._root = root
         self._metrics = metrics
         self._threads = threads
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, counted however it ends."""
@@ -74,6 +90,11 @@ class StoreApp:
             await exchange.respond(Response(page, headers={**_NO_STORE, "content-type": METRICS_MEDIA_TYPE}))
         elif exchange.connection.is_over_limit:
             await exchange.refuse(503, "too many connections; try again", _RETRY_AFTER)
+        elif self._page is not None and (kind := self._page.kind_of(exchange.raw_path)) is not None:
+            exchange.kind = kind
+            await exchange.respond(
+                await self._page.answer(exchange.raw_path, exchange.query, exchange.headers, exchange.host)
+            )
         elif (wanted := public_object(exchange.raw_path)) is None:
             await exchange.refuse(404, "expected the key of a store's object, such as /manifest.json", _NO_STORE)
         else:

@@ -64,6 +64,9 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, metrics: ServeMetrics) -> None:
         self.method: str = scope["method"]
         self.raw_path: bytes = scope["raw_path"]
+        self.query: bytes = scope["query_string"]
+        self.host: str = (scope.get("client") or ("",))[0]
+        """The client's address."""
         self.connection: ServeConnection = scope["state"][CONNECTION]
         self.kind = "none"
         """What is asked for, as a label."""

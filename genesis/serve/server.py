@@ -19,7 +19,7 @@ from pathlib import Path
 import uvicorn
 
 from genesis.errors import StoreAccessError, UsageError
-from genesis.serve.app import StoreApp
+from genesis.serve.app import PageHandler, StoreApp
 from genesis.serve.connections import (
     BoundedConnection,
     ServeLimits,
@@ -56,8 +56,11 @@ def check_folder(folder: Path) -> Path:
 class StoreServer:
     """One folder behind one listening socket."""
 
-    def __init__(self, folder: Path, listener: socket.socket, limits: ServeLimits) -> None:
+    def __init__(
+        self, folder: Path, listener: socket.socket, limits: ServeLimits, page: PageHandler | None = None
+    ) -> None:
         self._folder = folder
+        self._page = page
         self._listener = listener
         self._limits = limits
         self._server: _Server | None = None
@@ -68,7 +71,8 @@ class StoreServer:
         limits = fit_descriptors(self._limits)
         metrics = ServeMetrics(self._folder)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="genesis-serve") as threads:
-            server = self._server = _Server(_configuration(StoreApp(self._folder, metrics, threads), limits, metrics))
+            app = StoreApp(self._folder, metrics, threads, self._page)
+            server = self._server = _Server(_configuration(app, limits, metrics))
             server.should_exit = self._cut_at < float("inf")  # Told to stop before it began.
             sweeping = asyncio.create_task(self._sweep(server))
             try:
@@ -77,6 +81,8 @@ class StoreServer:
                 sweeping.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await sweeping
+                if self._page is not None:
+                    self._page.close()
 
     def stop(self, *, at_once: bool = False) -> None:
         """Makes `run` return: after the answers under way, within ``grace_s``, or ``at_once``."""

@@ -70,6 +70,13 @@ class VerifyReport(BaseModel):
     notes: tuple[str, ...]
     """What is no fault but worth knowing: orphans, what could not be looked at."""
     seconds: float
+    created_at: str | None = None
+    """Of the store, by its manifest: what tells it from another at the same address."""
+    finished_at: str | None = None
+    verified_shards: tuple[tuple[int, int], ...] | None = None
+    """Which shards were read whole and found sound: first and last of each run of ids, ascending."""
+    damaged_shards: tuple[tuple[int, int], ...] | None = None
+    """Which were read, or looked for, and were not sound; likewise."""
 
 
 def _ignore(problem: Problem) -> None:

@@ -14,7 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
+import numpy as np
+import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from genesis.errors import UsageError
@@ -23,7 +26,7 @@ from genesis.verification.index import CheckedManifest, IndexWalk, check_checkpo
 from genesis.verification.report import Counts, Findings, Problem, VerifyReport
 from genesis.verification.shards import Listing, ShardCheck, ShardVerdict, check_shard, read_listing
 from genesis.verification.vocabularies import check_vocabularies
-from manifests import Manifest
+from manifests import Manifest, format_time
 
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) *%")
 _NUMBER = re.compile(r"[0-9]+")
@@ -119,6 +122,8 @@ class _Verification:
     sampled: int = 0
     verified: int = 0
     documents: int = 0
+    sound: npt.NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, np.int8))
+    """int8[shards]: 1 of a shard that is sound, −1 of one that is not, 0 of one that was not read."""
     _unreachable: int = field(default=0)
 
     def run(self, manifest: Manifest) -> None:
@@ -127,6 +132,7 @@ class _Verification:
         known = manifest.total_shards if manifest.index else 0
         self.chosen = self.sample.choose(known, self.seed) if known else None
         to_read = known if self.chosen is None else len(self.chosen)
+        self.sound = np.zeros(known, np.int8)
         walk = IndexWalk(self.store, manifest, goes_on_after(checkpoints), self.findings)
         self._read_shards(walk.checks(), listing, to_read)
         self.segments = walk.segments
@@ -156,11 +162,14 @@ class _Verification:
 
     def _check_listed(self, check: ShardCheck, listing: Listing) -> None:
         for key, what in listing.problems(check.entry):
+            self.sound[check.entry.id] = -1
             self.findings.problem(key, what)
 
     def _take(self, verdict: ShardVerdict, to_read: int) -> None:
         self.sampled += 1
         self.verified += verdict.sound
+        if verdict.unreachable is None:
+            self.sound[verdict.shard_id] = 1 if verdict.sound else -1
         self.documents += verdict.num_eos if verdict.sound else 0
         self._unreachable = self._unreachable + 1 if verdict.unreachable else 0
         if self.on_progress is not None:
@@ -198,4 +207,14 @@ def _report(url: str, checked: CheckedManifest, verification: _Verification, sec
         problems=tuple(findings.problems),
         notes=tuple(findings.notes),
         seconds=round(seconds, 3),
+        created_at=manifest.created_at if manifest else None,
+        finished_at=format_time(datetime.now(UTC)),
+        verified_shards=_runs(verification.sound == 1),
+        damaged_shards=_runs(verification.sound == -1),
     )
+
+
+def _runs(chosen: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """First and last place of each run of true values."""
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)
+    return tuple((first, end - 1) for first, end in edges.tolist())

@@ -41,10 +41,12 @@ _REPORT_FIELDS = (
     *("round_index", "members", "dropped", "completeness", "sent_bytes", "received_bytes", "rule"),
     *("num_passes", "weights", "validation", "note"),
 )
+_PHASE_FIELDS = ("agree_s", "reduce_s", "vote_s")
 _ACTIVE = re.compile(r"events-((?:[\w~-]|%[0-9A-F]{2})+)\.jsonl")
 _MAX_NAME_BYTES = 200
 _MAX_TEXT = 4_096
 _MAX_DEPTH = 8
+_MAX_LINE_BYTES = 4 << 20  # Of a line that is read; those written here are far shorter.
 _COALESCE_S = 0.01
 """Events within this time are written together: at most 100 writes a second however short the steps are."""
 _MAX_WAITING = 100_000  # Events that may wait for a slow disk, some 50 MB; more are lost, and counted.
@@ -122,6 +124,8 @@ class EventLog:
 
         def fields_of() -> dict[str, object]:
             found = {name: getattr(report, name) for name in _REPORT_FIELDS}
+            phases = zip(_PHASE_FIELDS, report.phases, strict=True)
+            found |= {name: round(seconds, 6) for name, seconds in phases}
             return found | {"outer_step": outer_step, "state_digest": state_digest, "seconds": round(report.seconds, 6)}
 
         self._put("round", fields_of)
@@ -362,12 +366,18 @@ def read_events(path: Path) -> Iterator[Event]:
         with path.open("rb") as file:
             yield from _events(file, path)
         return
-    active = (_ACTIVE.fullmatch(file.name) for file in path.iterdir())
-    for node_id in sorted(unquote(match[1]) for match in active if match):
-        yield from _node_events(path, node_id)
+    for node_id in logged_nodes(path):
+        yield from read_node_events(path, node_id)
 
 
-def _node_events(directory: Path, node_id: str) -> Iterator[Event]:
+def logged_nodes(directory: Path) -> list[str]:
+    """Returns the names of the nodes whose logs are in a directory, in order."""
+    active = (_ACTIVE.fullmatch(file.name) for file in directory.iterdir())
+    return sorted(unquote(match[1]) for match in active if match)
+
+
+def read_node_events(directory: Path, node_id: str) -> Iterator[Event]:
+    """Yields the events of a node of `logged_nodes`, from its oldest file on."""
     path = active_path(directory, node_id)
     with path.open("rb") as active:  # Opened first: if it is rotated meanwhile, it is still read once, and last.
         for older in _rotated_paths(directory, node_id):
@@ -382,16 +392,27 @@ def _node_events(directory: Path, node_id: str) -> Iterator[Event]:
 
 def _events(file: BinaryIO, path: Path) -> Iterator[Event]:
     num_strange = 0
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        event = _event(line)
+    for line in _lines(file):
+        event = _event(line) if line else None
         if event is None:
             num_strange += 1
         else:
             yield event
     if num_strange:
         logger.warning("%s: expected one event a line, found %d lines that are none; left them out", path, num_strange)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the whole lines; an empty one in place of each that is too long to be an event, and was not held."""
+    while line := file.readline(_MAX_LINE_BYTES):
+        if line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(_MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+            pass
+        if not rest:  # Cut off in the middle of a line.
+            return
+        yield b""
 
 
 def _event(line: bytes) -> Event | None:

@@ -57,6 +57,7 @@ class Sources:
     relayed_bytes: Callable[[], tuple[int, int]] = field(default=lambda: (0, 0))
     """Among them, those by way of relays."""
     lost_events: Callable[[], int] = field(default=lambda: 0)  # `EventLog.lost_events`.
+    withdrawals: Callable[[], int] = field(default=lambda: 0)  # `WorkDone.withdrawals`.
     further: Callable[[], Iterable[tuple[str, str, float]]] = field(default=tuple)
     """Name, help and value of additional gauges; names without the prefix ``genesis_training_``."""
 
@@ -64,10 +65,13 @@ class Sources:
 class TrainingMetrics(Collector):
     """The counters of one node; what other parts count is collected when a page is requested."""
 
-    def __init__(self, sources: Sources, *, node_id: str, run_id: str = "") -> None:
+    def __init__(
+        self, sources: Sources, *, node_id: str, run_id: str = "", role: str = "node", stage: str = ""
+    ) -> None:
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"namespace": "genesis_training", "registry": self._registry}
-        Info("node", "Whose figures these are.", **own).info({"node_id": node_id, "run_id": run_id})
+        whose = {"node_id": node_id, "run_id": run_id, "role": role, "stage": stage}
+        Info("node", "Whose figures these are.", **own).info(whose)
         self._steps = Counter("steps", "Inner steps since the start, skipped ones included.", **own)
         self._skipped = Counter("skipped_steps", "Steps not applied: loss or gradient not finite.", **own)
         self._tokens = Counter("tokens", "Tokens trained on since the start.", **own)
@@ -89,6 +93,8 @@ class TrainingMetrics(Collector):
         self._round_seconds = Histogram("round_seconds", text, buckets=_ROUND_SECONDS, **own)
         self._round_bytes = Counter("round_bytes", "Bytes of rounds with a result.", ["direction"], **own)
         text = "Share of the contributions agreed upon that the latest result has."
+        text = "Seconds of rounds with a result, by phase: agree (on who takes part), reduce (the tensors), vote."
+        self._round_phases = Counter("round_phase_seconds", text, ["phase"], **own)
         self._completeness = Gauge("round_completeness_ratio", text, **own)
         self._members = Gauge("round_members", "Members of the latest round.", **own)
         self._dropped = Counter("dropped_members", "Members left out of rounds, by reason.", ["reason"], **own)
@@ -97,6 +103,8 @@ class TrainingMetrics(Collector):
         text = "Seconds the training thread gave to checkpoints."
         self._checkpoint_seconds = Counter("checkpoint_seconds", text, **own)
         self._held_out: LossFacts | None = None
+        self._step_at: float | None = None  # Seconds since 1970, as the next.
+        self._saved_at: float | None = None
         self._reasons: set[str] = set()
         self._refusal_reasons: set[str] = set()
         self._sources = sources
@@ -105,6 +113,7 @@ class TrainingMetrics(Collector):
 
     def step(self, step: StepFacts, *, loader_wait_s: float = 0.0) -> None:
         """Counts an inner step."""
+        self._step_at = time.time()
         self._steps.inc()
         self._tokens.inc(step.num_tokens)
         self._step_index.set(step.step)
@@ -125,6 +134,8 @@ class TrainingMetrics(Collector):
         self._round_seconds.observe(report.seconds)
         self._round_bytes.labels("sent").inc(report.sent_bytes)
         self._round_bytes.labels("received").inc(report.received_bytes)
+        for phase, seconds in zip(("agree", "reduce", "vote"), report.phases, strict=True):
+            self._round_phases.labels(phase).inc(max(0.0, seconds))
         self._completeness.set(report.completeness)
         self._members.set(len(report.members))
         for _, why in report.dropped:
@@ -136,6 +147,8 @@ class TrainingMetrics(Collector):
 
     def checkpoint(self, outcome: CheckpointOutcome, seconds: float) -> None:
         """Counts a checkpoint that was due; ``seconds`` is what it cost the training thread."""
+        if outcome == "saved":
+            self._saved_at = time.time()
         self._checkpoints.labels(outcome).inc()
         self._checkpoint_seconds.inc(max(0.0, seconds))
 
@@ -176,8 +189,10 @@ class TrainingMetrics(Collector):
         yield CounterMetricFamily(
             "genesis_training_lost_events", "Events that could not be logged.", self._sources.lost_events()
         )
+        text = "Times this node took itself out, to take up the others' state."
+        yield CounterMetricFamily("genesis_training_withdrawals", text, self._sources.withdrawals())
         status = self._sources.status()
-        own = (*_gauges(status), *_held_out_gauges(self._held_out))
+        own = (*_gauges(status), *_held_out_gauges(self._held_out), *self._moments())
         for name, text, value in (*own, *self._sources.further()):
             if value is not None:
                 yield GaugeMetricFamily(f"genesis_training_{name}", text, value)
@@ -188,6 +203,12 @@ class TrainingMetrics(Collector):
             for phase, share in status.speed.time_shares.items():
                 shares.add_metric([phase], share)
             yield shares
+
+    def _moments(self) -> Iterator[tuple[str, str, float | None]]:
+        """Yields when something happened last, for rules to take from the time; left out before the first."""
+        yield "last_step_timestamp_seconds", "When the latest step ended, seconds since 1970.", self._step_at
+        text = "When the latest checkpoint was taken, seconds since 1970."
+        yield "last_checkpoint_timestamp_seconds", text, self._saved_at
 
 
 def _bounded(reason: str, known: set[str]) -> str:

@@ -6,7 +6,8 @@ It shows what anybody in the run could see and changes nothing. By default only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Final
+from datetime import datetime
+from typing import Annotated, Any, Final, get_args
 
 from fastapi import FastAPI, HTTPException, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -14,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from trainer.monitor.app import add_guards
 from trainer.monitor.config import ApiConfig
 from trainer.monitor.pages.routes import PageSource, add_page
-from trainer.monitor.run_view import RunView
+from trainer.monitor.run_view import AlarmKind, Health, RunView
 
 RUN_PATH: Final = "/api/run"
 
@@ -77,10 +78,40 @@ def _metrics(view: RunView) -> bytes:
     ):
         if value is not None:
             gauge(name, text).set(value)
-    replicas = gauge("stage_replicas", "Workers that serve a stage.", ("stage",))
-    for stage in view.stages:
-        replicas.labels(stage.stage).set(stage.num_replicas)
+    gauge("looked_at_timestamp_seconds", "When the run was looked at, seconds since 1970.").set(
+        datetime.fromisoformat(view.time).timestamp()
+    )
+    by_health = gauge("nodes_by_health", "Nodes by what the monitor makes of them.", ("health",))
+    for health in get_args(Health):
+        by_health.labels(health).set(sum(node.health == health for node in view.nodes))
+    _stage_metrics(view, gauge)
+    if view.account is not None:
+        account = gauge("micro_batches", "Of the account: leased is done + lost + open.", ("state",))
+        for state in ("leased", "done", "lost", "open"):
+            account.labels(state).set(getattr(view.account.micro_batches, state))
     alarms = gauge("alarms", "Alarms that stand, by kind.", ("kind",))
-    for kind in {alarm.kind for alarm in view.alarms}:
+    for kind in get_args(AlarmKind):  # Those that do not stand as 0: a rule can tell them from a monitor that is gone.
         alarms.labels(kind).set(sum(alarm.kind == kind for alarm in view.alarms))
     return generate_latest(registry)
+
+
+def _stage_metrics(view: RunView, gauge: Callable[..., Gauge]) -> None:
+    """Figures by stage; of a run of whole models the stage is empty."""
+    of_stages = [
+        (gauge("stage_replicas", "Workers that serve a stage.", ("stage",)), lambda stage: stage.num_replicas),
+        (gauge("stage_version", "Optimizer steps of its newest weights.", ("stage",)), lambda stage: stage.version),
+        (gauge("stage_rows_per_second", "Of its workers together.", ("stage",)), lambda stage: stage.rows_per_s),
+        (gauge("stage_busy_ratio", "Mean share of time its workers compute.", ("stage",)), lambda stage: stage.busy),
+    ]
+    for stage in view.stages:
+        for metric, value_of in of_stages:
+            if (value := value_of(stage)) is not None:
+                metric.labels(stage.stage).set(value)
+    ages: dict[str, float] = {}
+    known = {"", *(stage.stage for stage in view.stages)}  # A stranger may announce any.
+    for node in view.nodes:
+        if node.checkpoint_age_s is not None and node.role != "driver" and node.stage in known:
+            ages[node.stage] = min(node.checkpoint_age_s, ages.get(node.stage, node.checkpoint_age_s))
+    age = gauge("checkpoint_age_seconds", "Age of the newest checkpoint.", ("stage",))
+    for name, seconds in ages.items():
+        age.labels(name).set(seconds)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 Axis = Literal["step", "tokens", "time"]
+CurveKind = Literal["loss", "speed", "nodes", "gradient_norm", "held_out", "seconds"]
+"""The figure; the last three are of reports."""
 Numbers = NDArray[np.float64]
 
 MAX_POINTS: Final = 2_000
@@ -41,12 +43,13 @@ class Curve(_Part):
     """A figure over the course; lists of one length, without points where there is none."""
 
     name: str
-    what: Literal["loss", "speed", "nodes"]
+    what: CurveKind
     who: Literal["run", "self", "node"] = Field(description="run: over all nodes; self: the one that answers.")
     x: tuple[float, ...]
     y: tuple[float, ...] = Field(description="Mean of what fell into each part of the range.")
     low: tuple[float, ...] | None = Field(None, description="The lowest of it.")
     high: tuple[float, ...] | None = None
+    breaks: tuple[int, ...] = Field((), description="Points before which the line is broken: nothing was recorded.")
 
 
 class RoundMark(_Part):
@@ -70,7 +73,7 @@ class CourseView(_Part):
 
 def curve(
     name: str,
-    what: Literal["loss", "speed", "nodes"],
+    what: CurveKind,
     who: Literal["run", "self", "node"],
     x: Numbers,
     y: Numbers,

@@ -70,7 +70,9 @@ def _merged(parts: Sequence[Bucket]) -> Bucket:
 class StepCourse:
     """The buckets of all levels; for one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_saved: bool = True) -> None:
+        """``is_saved`` False: `save` is never called, and nothing is kept for it."""
+        self._is_saved = is_saved
         self._levels: list[deque[Bucket]] = [deque(maxlen=KEPT) for _ in range(_LEVELS)]
         self._open: list[list[Bucket]] = [[] for _ in range(_LEVELS)]
         """Of each level the buckets that are not in one of the level above yet."""
@@ -120,7 +122,8 @@ class StepCourse:
 
     def _put(self, level: int, bucket: Bucket) -> None:
         self._levels[level].append(bucket)
-        self._unsaved.append((level, bucket))
+        if self._is_saved:
+            self._unsaved.append((level, bucket))
         if level + 1 < _LEVELS:
             waiting = self._open[level]
             waiting.append(bucket)

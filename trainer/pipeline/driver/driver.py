@@ -20,7 +20,7 @@ from trainer.pipeline.driver.router import MicroBatchInFlight, RoutingContext
 from trainer.pipeline.driver.routes import ChainRoute, HubRoute
 from trainer.pipeline.driver.stage_caller import LinkForm, StageCaller
 from trainer.pipeline.driver.watching import StallDetector, StepBarrier
-from trainer.pipeline.driver.workers import StageDirectory
+from trainer.pipeline.driver.workers import StageDirectory, StageWorker
 from trainer.pipeline.protocol.work import MicroBatch, Settlement, Work
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class PipelineDriver:
     target_tokens: int = 0
     on_result: Callable[[MicroBatchResult], None] | None = None
     on_step: Callable[[StepLoss], None] | None = None
+    on_ban: Callable[[StageWorker, float, str], None] | None = None
     audit_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +56,9 @@ class PipelineDriver:
         if config.synchronous and self.target_tokens < 1:
             raise TrainerUsageError("driver.synchronous: expected the tokens of a step to be known, found 0")
         self._pools = {stage: StagePool(stage, config) for stage in self.stages}
+        if self.on_ban is not None:
+            for pool in self._pools.values():
+                pool.on_ban = self.on_ban
         self._failures: Counter[str] = Counter()
         caller, liveness = StageCaller(self.endpoint, self.stages, form, config), LivenessProbe(self.directory)
         self._auditor = Auditor(self._pools, caller, form, config.audit_every, self._failures, self.audit_seed)

@@ -46,6 +46,8 @@ class StagePool:
 
     def __init__(self, stage: str, config: DriverConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = stage
+        self.on_ban: Callable[[StageWorker, float, str], None] = lambda _worker, _seconds, _reason: None
+        """Told of each ban that begins: for how long, and why."""
         self._clock = clock
         self.balancer = Balancer(config.max_in_flight_per_worker)
         self._bans, self._host_bans = Bans(config), Bans(config)
@@ -194,6 +196,7 @@ class StagePool:
             until_s = self._bans.malformed(key, now=now)
             if not was_caught:
                 logger.error("%s answers what no honest worker answers: no work for %.0f s", worker, until_s - now)
+                self.on_ban(worker, until_s - now, f"answers what no honest worker answers ({verdict.reason})")
         elif blame != "none":
             was_banned = self._bans.is_banned(key, now)
             if blame == "ban":
@@ -205,6 +208,7 @@ class StagePool:
                 self._blamed[key] = worker.incarnation
                 if not was_banned:
                     logger.warning("%s: no work for %.0f s (%s)", worker, until_s - now, verdict.reason)
+                    self.on_ban(worker, until_s - now, verdict.reason)
         if blame in ("ban", "firm-ban", "long-ban"):
             self.balancer.distrust(key)
             if key not in self._have_counted:

@@ -19,7 +19,7 @@ from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.cli import authority, commands, evaluating, monitoring, profile, run_file, train
+from trainer.run.cli import authority, commands, evaluating, monitoring, profile, reporting, run_file, train
 
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
 _CLICK_ERROR: type[Exception] = next(
@@ -44,6 +44,7 @@ app.command("export")(commands.export_command)
 app.command("eval")(evaluating.eval_command)
 app.command("rollback")(commands.rollback_command)
 app.command("plot")(commands.plot_command)
+app.command("report")(reporting.report_command)
 app.command("profile")(profile.profile_command)
 app.command("monitor")(monitoring.monitor_command)
 app.command("dashboard")(monitoring.dashboard_command)

@@ -309,6 +309,15 @@ def _build(
     first_step = saved.training_rounds if saved is not None else 0
     curves = _curves(resolved, curve_id, first_step) if ranks.rank == 0 else None
     watch = Watch(resolved, network, stop.ask, speed=meter, curves=curves)
+    watch.about = {
+        "peer_id": network.peer_id if network is not None else "",
+        "first_step": first_step,
+        "num_parameters": num_parameters(shape),
+        "flops_per_token": flops_per_token(shape, resolved.inner.seq_len),
+        "num_devices": place.size,
+        "peak": {"device": peak.device, "kind": peak.kind, "flops_per_s": peak.flops_per_s},
+        "model": shape.to_dict(),
+    }
     if network is not None:
         from trainer.run.node.reporting import NodeFigures
 

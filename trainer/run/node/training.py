@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
 
 from loader import GenesisDataset, LoaderError
 from trainer.checkpoint.node import Checkpointer
@@ -49,10 +51,12 @@ from trainer.run.config import RunConfig
 from trainer.run.node.data import StoreWatch
 from trainer.run.node.health import Health
 from trainer.run.node.replica import Replica
+from trainer.run.node.start_facts import start_facts
 from trainer.run.node.stopping import StopRequest
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
+    from trainer.network.discovery.node_report import Role
     from trainer.network.discovery.run_change import RunChange
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
@@ -68,6 +72,7 @@ _COMPARED_STEPS = 50
 """Steps between two looks at the others' losses, and about as many are in a smoothed one."""
 _BEGIN_WAIT_S = 120.0
 """So long a newcomer waits for others that say they have trained to hand out their state."""
+_MAX_SHARDS = 1_000  # Named in an event.
 FIRST_STATE_S = 6 * 3600.0  # Some hundred inner steps of a large model on a slow machine.
 
 
@@ -90,7 +95,9 @@ class TrainingDisplay(Protocol):
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
 
-    ``speed`` measures the node's own training; drivers of a pipeline have none. ``role`` says whose page is at ``/``.
+    ``speed`` measures the node's own training; drivers of a pipeline have none. ``role`` says whose page is at ``/``. The
+    log has a ``start`` event with what the process was started with, and an ``end`` event with why it ended: a life
+    without one was killed.
     """
 
     def __init__(
@@ -102,7 +109,12 @@ class Watch:
         speed: SpeedMeter | None = None,
         curves: CurveLog | None = None,
         role: Role = "node",
+        *,
+        stage: str = "",
     ) -> None:
+        self.about: dict[str, object] = {}
+        """What else the log's ``start`` event says of this process, to be set before it is entered."""
+        self._config, self._role, self._stage = config, role, stage
         inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
@@ -114,9 +126,10 @@ class Watch:
             rpc_bytes=lambda: (counters.sent_bytes, counters.received_bytes) if counters is not None else (0, 0),
             relayed_bytes=lambda: network.endpoint.relayed_bytes if network is not None else (0, 0),
             lost_events=lambda: log.lost_events if log is not None else 0,
-            further=further,
+            withdrawals=lambda: self.work.done().withdrawals,
+            further=lambda: (*further(), *_device_memory()),
         )
-        metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
+        metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id, role=role, stage=stage)
         self.curves = curves
         self.work = WorkTally()
         self._history = (
@@ -169,6 +182,8 @@ class Watch:
 
     def set_shards(self, shards: tuple[int, ...]) -> None:
         """Records which shards the node reads."""
+        if shards != self._shards:
+            self.observer.event("shards", shards=shards[:_MAX_SHARDS], num_shards=len(shards))
         self._shards = shards
         self.tracker.set_shards(shards)
 
@@ -212,6 +227,7 @@ class Watch:
     def __enter__(self) -> Self:
         if self.log is not None:
             self.log.start()
+            self.observer.event("start", **start_facts(self._config, self._role, self._stage), **self.about)
         if self.curves is not None:
             with undisturbed_rng():
                 self.curves.start()
@@ -222,7 +238,9 @@ class Watch:
             logger.info("Global LLM Status at %s/", self.server.url)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        self.observer.event("end", outcome="ended" if error is None else "failed", reason=reason)
         if self.curves is not None:
             self.curves.close()
         if self.log is not None:
@@ -237,6 +255,15 @@ def _history_path(config: RunConfig) -> Path:
     """The file of the page's history: beside the node's log, or else its checkpoints."""
     directory = Path(config.log.directory or Path(config.state_dir) / "pages")
     return history_path(directory.expanduser(), config.node_id)
+
+
+def _device_memory() -> Iterator[tuple[str, str, float]]:
+    """Yields name, help and value of the memory of the GPU that this process computes on, if it does."""
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        yield "device_memory_bytes", "Memory of the GPU.", total
+        yield "device_memory_used_bytes", "Of it, in use by any process.", total - free
+        yield "device_memory_peak_bytes", "Most that this process's tensors took.", torch.cuda.max_memory_allocated()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -484,8 +511,8 @@ class Node:
         if own_state_is_void and not any(said.state_digest for said in network.alike()):
             return
         logger.warning("this node takes itself out, and takes up the others' state: %s", reason)
-        self.health.withdraw(reason)
         self.watch.observer.event("withdrew", reason=reason)
+        self.health.withdraw(reason)
         if own_state_is_void:
             network.let_go()
         self._catch_up(wait_s=wait_s, is_new=self.replica.gradients is not None and not own_state_is_void)

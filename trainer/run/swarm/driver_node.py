@@ -30,6 +30,7 @@ from trainer.outer.sparta import frontier_of
 from trainer.pipeline.driver.driver import PipelineDriver
 from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
+from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.ledger import (
     KeeperSeat,
     LedgerClient,
@@ -121,6 +122,7 @@ class DriverNode:
         self._inner = config.inner
         self.view = DriverView(config, shape, self._peers)
         self._watch = Watch(config, None, stop.ask, self.view.figures, role="driver")
+        self._watch.about = {"peer_id": self._endpoint.peer_id, "model": shape.model.to_dict()}
         self._peers.figures = NodeFigures(self._watch, "driver", makes_checkpoints=False)
 
     async def run(self) -> None:
@@ -185,6 +187,7 @@ class DriverNode:
                 target_tokens=target_tokens_of(config),
                 on_result=self._ended,
                 on_step=self._stepped,
+                on_ban=self._banned,
             )
             self.view.begin(self._driver, lambda: self._service, self._endpoint, work)
             await self.view.refresh()
@@ -411,6 +414,10 @@ class DriverNode:
         if end.fate != "done":
             event = {"fate": end.fate, "stage": end.stage, "reason": end.reason}
             self._watch.observer.event("micro_batch", micro_batch=result.micro_batch, **event)
+
+    def _banned(self, worker: StageWorker, seconds: float, reason: str) -> None:
+        fields = {"worker": worker.uid, "peer_id": worker.key, "stage": worker.stage, "seconds": round(seconds, 1)}
+        self._watch.observer.event("ban", **fields, reason=reason)
 
     def _stepped(self, step: StepLoss) -> None:
         """Numbers steps as the run's: other drivers' and earlier ones included, as far as the keeper has told."""

@@ -120,6 +120,17 @@ class DriverView:
         yield "driver_handed_back", "Micro-batches given back uncounted.", status.handed_back
         yield "driver_failed_requests", "Requests to workers that failed.", sum(status.failures.values())
         yield "driver_stalled_seconds", "Waited for stages without a worker.", sum(status.stalls.values())
+        yield (
+            "driver_banned_workers",
+            "Workers that get no work from this driver now.",
+            sum(len(stage.banned) for stage in status.stages),
+        )
+        yield "driver_held", "Micro-batches leased to this driver that it has not begun.", self._snapshot.num_ahead
+        yield (
+            "driver_keeper_away_seconds",
+            "How long the account's keeper has not answered.",
+            (self._snapshot.keeper_away_s),
+        )
         if self._account is not None:
             account = self._account[0].micro_batches
             yield "account_leased", "Micro-batches leased, by all drivers.", account.leased

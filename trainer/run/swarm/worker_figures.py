@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Final
 
 from trainer.compression.activations import LinkMeter
 from trainer.model.sizing import stage_flops_per_token
@@ -17,6 +18,9 @@ from trainer.run.node.reporting import OwnFigures
 from trainer.run.node.training import Watch
 from trainer.run.swarm.building import BuiltStage, WorkerSaving
 from trainer.run.swarm.shape import SwarmShape
+
+
+_STATUSES: Final = ("joining", "serving", "leaving")
 
 
 def stage_report(
@@ -59,6 +63,7 @@ def stage_metrics(worker: StageWorker, meter: LinkMeter) -> Iterator[tuple[str, 
     yield "stage_rows_per_second", "While there was work.", figures.rows_per_s
     yield "stage_busy", "Share of the last while in which it computed.", figures.busy
     yield "stage_cached_bytes", "Of forward passes whose backward pass is to come.", replica.cached_bytes
+    yield "stage_status", "0 joining, 1 serving, 2 leaving.", _STATUSES.index(worker.service.status)
     yield "link_raw_bytes", "Activations and gradients sent, before the codec.", link.raw_bytes
     yield "link_wire_bytes", "What was sent for them.", link.wire_bytes
     yield "link_ratio", "Of these two.", link.ratio

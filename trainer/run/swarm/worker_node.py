@@ -180,7 +180,14 @@ class WorkerNode:
             said.peer_id: said.peer() for said in self._peers.workers_heard(stage)
         }
         self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, network.peer_id[:16])
-        self._watch = Watch(config, network, stop.ask, partial(stage_metrics, self._worker, self._meter), role="worker")
+        figures = partial(stage_metrics, self._worker, self._meter)
+        self._watch = Watch(config, network, stop.ask, figures, role="worker", stage=built.name)
+        self._watch.about = {
+            "peer_id": network.peer_id,
+            "num_parameters": sum(parameter.numel() for parameter in built.module.parameters()),
+            "model": shape.model.to_dict(),
+        }
+        self._saves_seen = (0, 0)  # Saved, and failed, as far as they were logged.
         if run is not None:
             run.round_index = lambda: self._synchroniser.place()[0]
         self._health = Health(config.health, noted=self._watch.work.withdrew)
@@ -191,9 +198,9 @@ class WorkerNode:
 
     def run(self) -> None:
         """Serves until it is asked to stop; raises `TrainerError` if it cannot begin, or not go on."""
-        self._set_status("joining")
         with self._watch, self._saving.checkpoints:
             try:
+                self._set_status("joining")
                 with as_usage_errors():
                     self._is_resumed = self._saving.resume()
                     self._startup_check.has_first_weights = not self._is_resumed
@@ -392,6 +399,7 @@ class WorkerNode:
         while not self._is_over():
             if reason := self._unfit_because():
                 logger.warning("lost touch with the other workers of %s: %s", self._built.name, reason)
+                self._watch.observer.event("withdrew", reason=reason)
                 self._health.withdraw(reason)
                 self._rejoin()
             elif self._moves_now():
@@ -400,7 +408,18 @@ class WorkerNode:
                 self._rejoin()
             self._startup_check.compare()
             self._hand_out_state()
+            self._log_saves()
             time.sleep(_LOOK_S)
+
+    def _log_saves(self) -> None:
+        """Reports the checkpoints that the thread which writes them has ended since the last look."""
+        checkpoints = self._saving.checkpoints
+        saved, failed = self._saves_seen
+        self._saves_seen = (checkpoints.saved, checkpoints.failed)
+        for _ in range(checkpoints.saved - saved):
+            self._watch.observer.checkpoint("saved", step=checkpoints.last_version, seconds=0.0)
+        for _ in range(checkpoints.failed - failed):
+            self._watch.observer.checkpoint("failed", step=self._built.replica.version, seconds=0.0)
 
     def _unfit_because(self) -> str:
         """Returns why the worker has to take up the others' state; empty: it has not, or there are no others."""
@@ -548,6 +567,7 @@ class WorkerNode:
                 sleep=time.sleep,
             )
         finally:
+            self._log_saves()
             # Announces how much of its work outlives it; what the others have heard of does not count as perished.
             self._network.announce()
             time.sleep(min(_MAX_FAREWELL_S, 1.0 + 1.5 * self._config.discovery.poll_interval_s))
@@ -578,6 +598,8 @@ class WorkerNode:
         self._worker.service.status = status
         self._worker.service.accepts = _ACCEPTS[status]
         self._worker.stepper.joining = status == "joining"
+        version = self._built.replica.version
+        self._watch.observer.event("stage_status", stage=self._built.name, status=status, version=version)
         if self._uid is not None:
             self._network.announce()
 

@@ -46,6 +46,24 @@ function faded(hex, share) {
   return `rgba(${red},${green},${blue},${share})`;
 }
 
+const DIGITS = { loss: 3, held_out: 3, gradient_norm: 3, seconds: 2 };
+const MAX_COLOURED = 200;
+const colourIndices = new Map();
+
+/** The same colour for a name in all charts; the first one for the run as a whole, and for who answers. */
+function colourIndex(curve) {
+  if (curve.who !== "node") return 0;
+  if (!colourIndices.has(curve.name) && colourIndices.size < MAX_COLOURED) colourIndices.set(curve.name, 1 + colourIndices.size);
+  return colourIndices.get(curve.name) ?? 1;
+}
+
+/** Values with a hole before each of these points, where the line is broken. */
+function broken(values, breaks) {
+  if (!breaks?.length) return values;
+  const holes = new Set(breaks);
+  return values.flatMap((value, index) => holes.has(index) ? [null, value] : [value]);
+}
+
 function seriesColour(index) {
   return colour(`--series-${1 + (index % 8)}`);
 }
@@ -61,16 +79,16 @@ function shownX(by, x) {
 
 function tracesOf(curve, by, index, isMain) {
   const own = seriesColour(index);
-  const x = placed(by, curve.x);
+  const x = placed(by, curve.breaks?.length ? broken(curve.x, curve.breaks).map((at, index, all) => at ?? all[index + 1]) : curve.x);
   const name = plainLabel(curve.name);
   const traces = [];
   if (curve.low) {
     const band = { x, mode: "lines", line: { width: 0, shape: "linear" }, hoverinfo: "skip", showlegend: false, legendgroup: name };
-    traces.push({ ...band, y: curve.low });
-    traces.push({ ...band, y: curve.high, fill: "tonexty", fillcolor: faded(own, 0.16) });
+    traces.push({ ...band, y: broken(curve.low, curve.breaks) });
+    traces.push({ ...band, y: broken(curve.high, curve.breaks), fill: "tonexty", fillcolor: faded(own, 0.16) });
   }
   traces.push({
-    x, y: curve.y, name, legendgroup: name, mode: curve.x.length === 1 ? "markers" : "lines",
+    x, y: broken(curve.y, curve.breaks), name, legendgroup: name, mode: curve.x.length === 1 ? "markers" : "lines",
     line: { color: own, width: isMain ? 2.2 : 1.2, dash: index >= 8 ? "dot" : "solid" }, marker: { color: own, size: 7 },
     hovertemplate: "%{y:.5~g}<extra>%{fullData.name}</extra>",
   });
@@ -137,8 +155,8 @@ export class CourseChart {
     if (!isReady || this.course !== course || curves.length === 0) return isReady;
     const order = { run: 0, self: 1, node: 2 };
     const sorted = [...curves].sort((a, b) => order[b.who] - order[a.who]);
-    const traces = sorted.flatMap((curve, index) =>
-      tracesOf(curve, course.by, curve.who === "run" ? 0 : sorted.length - index, curve.who !== "node" || curves.length === 1));
+    for (const curve of curves) colourIndex(curve);  // In the order of their names, whichever is drawn first.
+    const traces = sorted.flatMap(curve => tracesOf(curve, course.by, colourIndex(curve), curve.who !== "node" || curves.length === 1));
     await window.Plotly.react(this.canvas, traces, layoutOf(course, { isLogScale: this.isLogScale, yTitle: this.unit, range }), CONFIG);
     if (!this.isDrawn) this.#listen();
     this.isDrawn = true;
@@ -164,13 +182,13 @@ export class CourseChart {
     }
     const [first, last] = [main.y[0], main.y[main.y.length - 1]];
     const lowest = Math.min(...(main.low ?? main.y));
-    setText(this.summary, `${visibleText(main.name, MAX_NAME)}: ${formatNumber(first, this.what === "loss" ? 3 : 0)} at ${NAMES[course.by]} `
-      + `${shownX(course.by, main.x[0])}, ${formatNumber(last, this.what === "loss" ? 3 : 0)} at ${shownX(course.by, main.x[main.x.length - 1])}; `
-      + `lowest ${formatNumber(lowest, this.what === "loss" ? 3 : 0)}. ${this.what === "loss" && main.low ? "Shaded: from lowest to highest." : ""}`);
+    setText(this.summary, `${visibleText(main.name, MAX_NAME)}: ${formatNumber(first, DIGITS[this.what] ?? 0)} at ${NAMES[course.by]} `
+      + `${shownX(course.by, main.x[0])}, ${formatNumber(last, DIGITS[this.what] ?? 0)} at ${shownX(course.by, main.x[main.x.length - 1])}; `
+      + `lowest ${formatNumber(lowest, DIGITS[this.what] ?? 0)}. ${DIGITS[this.what] && main.low ? "Shaded: from lowest to highest." : ""}`);
     this.details.hidden = false;
     const count = Math.min(TABLE_ROWS, main.x.length);
     const picked = [...Array(count).keys()].map(index => Math.round(index * (main.x.length - 1) / Math.max(1, count - 1)));
-    const digits = this.what === "loss" ? 4 : 0;
+    const digits = DIGITS[this.what] ? 4 : 0;
     show(this.table, element("caption", { class: "visually-hidden", text: this.title }),
       element("thead", {}, element("tr", {}, ...[NAMES[course.by], "mean", "lowest", "highest"].map(text => element("th", { scope: "col", text })))),
       element("tbody", {}, ...picked.map(at => element("tr", {}, element("th", { scope: "row", text: shownX(course.by, main.x[at]) }),
