@@ -1,4 +1,4 @@
-"""The store's page and its report in a real browser: figures, updates, keys, hostile documents, other hosts, axe-core."""
+"""The store's page and its report in a real browser: figures, updates, keys, hostile documents, axe-core."""
 
 from __future__ import annotations
 
