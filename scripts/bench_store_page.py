@@ -5,7 +5,7 @@
 Makes a store of which the manifest, the index (600 segments of 1,000 shards each, 210 MB) and the first shard are real,
 serves it, and prints: the time from the request of the page to the last of what its first view needs (document, style,
 modules, figures, grid); the same once the index is read, and how long that took; the time of an object's answer while
-the index is being read, as a ratio to an idle server's; and the server's memory with the page and without (`--no-page`).
+the index is being read, as a ratio to an idle server's; and the memory of a server with the page and without.
 Then, of the shard of 2,500,000 ids, a document's first answer (the shard is held against the index) as a ratio to one
 sha256 of the same file, and a further answer.
 """
