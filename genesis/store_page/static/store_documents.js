@@ -21,7 +21,7 @@ const shardInput = element("input", { type: "number", min: "0", step: "1", value
 const placeInput = element("input", { type: "number", min: "0", step: "1", value: "0", required: true, inputmode: "numeric" });
 const byShard = element("form", { class: "controls" },
   element("label", {}, "shard ", shardInput), element("label", {}, "its document ", placeInput), element("button", { type: "submit", text: "Read" }));
-const sampleInput = element("select", {});
+const sampleInput = element("select", { "aria-label": "sampled document" });
 const samples = element("div", { class: "controls" }, element("label", {}, "document ", sampleInput));
 const colours = element("input", { type: "checkbox", checked: true });
 const status = element("p", { class: "note", role: "status" });

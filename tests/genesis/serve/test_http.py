@@ -59,7 +59,12 @@ def _lasting(response):
 NOT_PUBLIC: dict[str, list[bytes]] = {
     "private": [f"/{name}".encode() for name in PRIVATE],
     "links": [b"/shard_8.pt", b"/shard_9.pt", b"/tiktoken/escape.json"],
-    "a folder, a pipe that must not be waited for, nothing": [b"/shard_10.pt", b"/shard_11.pt", b"/shard_12.pt", b"/index/"],
+    "a folder, a pipe that must not be waited for, nothing": [
+        b"/shard_10.pt",
+        b"/shard_11.pt",
+        b"/shard_12.pt",
+        b"/index/",
+    ],
     "absolute": [b"//manifest.json", b"//etc/passwd", b"/etc/passwd", b"http://localhost/checkpoints.json"],
     "other forms": [b"file:///etc/passwd", b"*", b"\\..\\checkpoints.json", b"/manifest.json/", b"/./checkpoints.json"],
     "climbing": [b"/../checkpoints.json", b"/../store-outside/shard_8.pt", b"/index/../checkpoints.json"],

@@ -36,11 +36,11 @@ def small_store(tmp_path: Path) -> FolderStore:
 
 @pytest.fixture(scope="session")
 def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that try to be markup, that turn text around, and one of 10 MB."""
+    """Documents that try to be markup, that turn text around, and one that is longer than a shard."""
     folder = tmp_path_factory.mktemp("hostile")
-    long = "long <b>" + "x\u202e<script>" * 900_000
+    long = "long <b>" + "x\u202e<script>" * 60_000
     texts = [*HOSTILE, *[text * 3 for text in HOSTILE], long, *HOSTILE]
-    _populate(folder, "hostile", texts, shard_tokens=400_000, merges=60)
+    _populate(folder, "hostile", texts, shard_tokens=20_000, merges=60)
     return folder / "store"
 
 
