@@ -48,7 +48,15 @@ class RpcError(TrainerError):
 
 
 class PeerUnavailableError(RpcError):
-    """A peer cannot be reached, fell silent, or did not answer in time."""
+    """A peer cannot be reached, fell silent, or did not answer in time.
+
+    ``cause`` says which, where connecting to its address has failed: ``refused``, ``timeout``, ``no_route``, ``name``
+    (no such host), ``tls`` (something else listens there); empty: not known, or a failure behind that.
+    """
+
+    def __init__(self, text: str, cause: str = "") -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class RefusedError(RpcError):
