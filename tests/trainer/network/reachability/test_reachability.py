@@ -1,4 +1,4 @@
-"""A node connects to who asks for it and to nobody else, says what it found there, and is had by no address for more."""
+"""A node connects to who asks for it and to nobody else, and says what it found there; addresses have rations."""
 
 from __future__ import annotations
 
