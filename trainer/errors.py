@@ -119,5 +119,13 @@ class AdmissionError(TrainerError):
     """The run's authority does not answer and this node has no valid credential, or it was revoked."""
 
 
+class AdmissionRefusedError(TrainerUsageError):
+    """The run's authority refuses this node, which trying again does not change; ``reason`` is its one word."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 class DiscoveryError(TrainerError):
     """Peers cannot be looked up or announced to."""

@@ -109,10 +109,10 @@ def _cure_of(error: Exception, url: str) -> str:
         return "check the address and its prefix, or fill it: genesis populate"
     if isinstance(error, StoreAccessError):
         if url.startswith("s3://"):
-            return (
-                "check AWS_PROFILE or AWS_ACCESS_KEY_ID and its secret, the region, and that they may read the bucket"
-            )
-        return "make the store public, or readable for this user"
+            return "check AWS_PROFILE or AWS_ACCESS_KEY_ID, its secret, the region, and that they may read the bucket"
+        if "://" in url and not url.startswith("file:"):
+            return "make the store public, or give the address at which it is"
+        return "check the path, and that this user may read it"
     if isinstance(error, StoreUnavailableError):
         host = urlsplit(url).hostname
         return f"check the address, name service and proxy (https_proxy), and that {host or 'the server'} runs"

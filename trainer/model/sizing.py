@@ -22,6 +22,8 @@ from trainer.model.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 TRAINING_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments.
+SHARED_BYTES_PER_PARAMETER = 32
+"""On a CPU, where the anchor, momentum and reference of DiLoCo lie in the same memory."""
 _MEMORY_TIER_BYTES = 500_000_000
 _STATE_PERCENT = 70
 

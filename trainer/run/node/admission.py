@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 from genesis import __version__
 from genesis.store.durable import TemporaryFile
 from genesis.store.limits import RetryPolicy
-from trainer.errors import AdmissionError, PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.errors import AdmissionError, AdmissionRefusedError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.reachability import register_probe
 from trainer.network.rpc import Endpoint, Identity, Message
 from trainer.network.rpc.admission import Admission
@@ -132,7 +132,8 @@ class AdmissionClient:
         try:
             return await self._joined(address, _JOINING, timeout_s, stop)
         except RefusedError as error:
-            raise TrainerUsageError(f"the run's authority refuses this node ({error.reason}): {error}") from None
+            text = f"the run's authority refuses this node ({error.reason}): {error}"
+            raise AdmissionRefusedError(error.reason, text) from None
         except PeerUnavailableError as error:
             if not self.admission.authorities:
                 self._take_stored(trusts_issuer=True)
