@@ -94,7 +94,7 @@ class Checkup:
         self, show: Callable[[Finding], None] = lambda _: None, errors: tuple[type[Exception], ...] = ()
     ) -> None:
         self._show = show
-        self._errors = (*errors, OSError)
+        self._errors: tuple[type[Exception], ...] = (*errors, OSError)
         self._findings: list[Finding] = []
 
     def add(self, findings: Finding | Iterable[Finding]) -> None:

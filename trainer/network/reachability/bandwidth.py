@@ -1,7 +1,7 @@
 """How fast payloads travel to a peer and back: a bounded measurement of some seconds.
 
 Calls of one frame each, larger and more at once as long as they take little time: so that a link of 1 Mbit/s is asked
-for some 300 KB, and a fast one for at most 16 MiB each way. What is found is a lower bound of what many peers together
+for some 300 KB, and a fast one for at most 8 MiB each way. What is found is a lower bound of what many peers together
 could move, and what one connection, which a round has to each member, does.
 """
 
@@ -20,7 +20,7 @@ from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer, Reason
 
 _FIRST_BYTES: Final = 32 << 10
-_MOST_BYTES: Final = 16 << 20
+_MOST_BYTES: Final = 8 << 20
 _MOST_AT_ONCE: Final = 4
 _QUICK_S: Final = 0.25
 """A batch of calls that takes less than this says little: the next one is twice as large."""

@@ -88,6 +88,11 @@ class Endpoint:
         return f"[{host}]:{self._port}" if ":" in host and not host.startswith("[") else f"{host}:{self._port}"
 
     @property
+    def port(self) -> int:
+        """The TCP port it listens on; 0 before `start`."""
+        return self._port
+
+    @property
     def peer(self) -> Peer:
         """How to call this node."""
         return Peer(self.peer_id, self.address, self.certificate)

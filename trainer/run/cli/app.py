@@ -84,7 +84,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _failed_start(code: int, arguments: Sequence[str]) -> int:
-    """Names the doctor where a node could not start or go on; the options are not repeated, as they may hold a token."""
+    """Names the doctor where a node could not start or go on; its options are not repeated: they may hold a token."""
     first = next(iter(arguments), "")
     if first == "worker" or first.startswith("-"):
         options = "the same options" if first != "worker" else "the same options behind 'worker' (and --stage)"

@@ -43,6 +43,7 @@ class Place:
     announced_ip: str  # The host looked up; empty: it has no address.
     listens_at: str  # Interface.
     local_host: str  # Of this machine, on its default route.
+    local_port: int  # On which it listens.
     seen_host: str = ""  # Where a peer sees calls come from; an IPv6 /64 as such.
     is_seen_here: bool = False  # Whether that is an address of this machine.
     peer_kind: HostKind | None = None  # What kind of address the peers have.
@@ -90,9 +91,17 @@ def looked_up(host: str) -> str:
 
 
 def place_of(
-    endpoint_address: str, config: RpcConfig, local_host: str, greeting: Greeting | None, peer_host: str
+    endpoint_address: str,
+    config: RpcConfig,
+    local_host: str,
+    local_port: int,
+    greeting: Greeting | None,
+    peer_host: str,
 ) -> Place:
-    """Returns where a node is, as its endpoint and one peer see it; ``peer_host``: of any peer, empty without one."""
+    """Returns where a node is, as its endpoint and one peer see it.
+
+    ``local_port`` is the one it listens on; ``peer_host`` that of any peer, empty without one.
+    """
     announced_host, _ = split_address(endpoint_address)
     seen = greeting.seen_host if greeting is not None else ""
     of_peer = looked_up(peer_host) if peer_host else ""
@@ -101,6 +110,7 @@ def place_of(
         announced_ip=looked_up(announced_host),
         listens_at=config.host,
         local_host=local_host,
+        local_port=local_port,
         seen_host=seen,
         is_seen_here=is_of_this_machine(seen.partition("/")[0]) if "/" not in seen and seen else False,
         peer_kind=host_kind(of_peer) if of_peer else None,
@@ -171,6 +181,11 @@ def _cure(place: Place, reply: DialBackReply, taken: str) -> str:
     port = place.port
     if taken:
         return f"end what listens there (ss -ltnp 'sport = :{port}' names it), or choose another --port"
+    if port != place.local_port and place.is_seen_here:
+        return (
+            f"give --public-address {place.seen_host}:{place.local_port}, or --port {port}: it listens on port "
+            f"{place.local_port} and announces another"
+        )
     if reply.outcome in ("another", "tls"):
         return (
             f"choose another --port, or forward port {port} to this machine ({place.local_host}): it leads to another "
@@ -179,8 +194,8 @@ def _cure(place: Place, reply: DialBackReply, taken: str) -> str:
     if not place.is_seen_here and "/" not in place.seen_host:
         wrong = "" if place.is_where_seen else f"; check the address too: it announces {place.announced}"
         return (
-            f"the router: forward TCP port {port} of {place.seen_host} to {place.local_host}:{port}, and open it in "
-            f"this machine's firewall{wrong}"
+            f"the router: forward TCP port {port} of {place.seen_host} to {place.local_host}:{place.local_port}, and "
+            f"open it in this machine's firewall{wrong}"
         )
     if reply.outcome == "refused":
         if host_kind(place.listens_at) == "loopback":

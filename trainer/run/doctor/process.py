@@ -207,8 +207,9 @@ class _Network:
         async with self._endpoint(client) as (endpoint, failure):
             taken = failure
             if client is not None and not await self._is_admitted(client, endpoint):
-                for check in ("reachable", "bandwidth", "terms"):
-                    self._checkup.add(Finding.skipped(_GROUPS[check], check, "the others answer members only"))
+                why = "the others answer members only"
+                self._checkup.add(Finding.skipped("network", check, why) for check in ("reachable", "bandwidth"))
+                self._checkup.add(Finding.skipped("run", "terms", why))
                 return
             if self._config.discovery.uses_dht:
                 await self._find_by_dht(endpoint)
@@ -350,6 +351,7 @@ class _Network:
             endpoint.address,
             rpc,
             reachable_host(rpc.host),
+            rpc.port if taken is not None else endpoint.port,
             able[0] if able else None,
             split_address(first)[0] if first else "",
         )
@@ -392,6 +394,3 @@ class _Network:
         num_members = 1 + max(1, len(self._greetings))
         moved = link.round_bytes(config, model.share, num_members)
         self._checkup.add(link.round_finding(config, moved, found, num_members))
-
-
-_GROUPS: Final = {"reachable": "network", "bandwidth": "network", "terms": "run"}
