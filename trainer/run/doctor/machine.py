@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -60,10 +61,19 @@ def device_finding(name: str) -> Finding:
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     flops_per_s = measured_flops_per_s(device, dtype)
     found = (
-        f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}, {size_text(free_bytes)} of "
-        f"{size_text(total_bytes)} free, {flops_per_s / 1e12:.1f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
+        f"torch {torch.__version__}, driver {_driver_version()}, {torch.cuda.get_device_name(device)}, "
+        f"{size_text(free_bytes)} of {size_text(total_bytes)} free, {flops_per_s / 1e12:.1f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
     )
     return Finding.ok("machine", "device", found, flops_per_s=flops_per_s, free_bytes=float(free_bytes))
+
+
+def _driver_version() -> str:
+    """Returns what the kernel's module says, such as 550.54.15."""
+    try:
+        found = re.search(r"Kernel Module\D*([0-9][0-9.]+)", _DRIVER_FILE.read_text())
+    except OSError:
+        found = None
+    return found[1] if found is not None else "unknown"
 
 
 def _gpu_cure(has_driver: bool) -> str:

@@ -107,7 +107,7 @@ def examine(subject: Subject, checkup: Checkup, *, has_run_option: bool) -> None
         checkup.add(Finding.failed("machine", "key", problem_of(error), cure))
         return
     if not config.discovery.initial_peers and not config.rpc.port and not config.admission.is_required:
-        checkup.add(Finding.skipped("network", "peers", "neither --initial-peers nor --port: this node trains alone"))
+        checkup.add(Finding.skipped("network", "peers", "neither --initial-peers nor --port: nobody else is asked"))
         return
     asyncio.run(_Network(subject, checkup, model, identity).look())
 
@@ -169,8 +169,8 @@ def _look_at_room(subject: Subject, checkup: Checkup, model: Model) -> None:
             checkup.add(Finding.skipped("machine", "memory", "the device is not there"))
     manifest = None if model.seen is None else model.seen.manifest
     needs = machine.disk_needs(config, model.share, manifest)
-    if subject.role == "driver":
-        needs = [each for each in needs if each[0] == "shards"]
+    left_out = {"driver": {"checkpoints", "states"}, "worker": {"shards"}}.get(subject.role, set())
+    needs = [each for each in needs if each[0] not in left_out]
     checkup.take("machine", "disk-space", lambda: space_findings(needs), "name folders that there can be")
     folders: dict[int, tuple[str, Path]] = {}
     for name, folder, *_ in needs:
