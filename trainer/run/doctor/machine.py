@@ -62,7 +62,7 @@ def device_finding(name: str) -> Finding:
     flops_per_s = measured_flops_per_s(device, dtype)
     found = (
         f"torch {torch.__version__}, driver {_driver_version()}, {torch.cuda.get_device_name(device)}, "
-        f"{size_text(free_bytes)} of {size_text(total_bytes)} free, {flops_per_s / 1e12:.1f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
+        f"{size_text(free_bytes)} of {size_text(total_bytes)} free, {flops_per_s / 1e12:.1f} TFLOP/s in {dtype}"
     )
     return Finding.ok("machine", "device", found, flops_per_s=flops_per_s, free_bytes=float(free_bytes))
 
