@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,7 +19,7 @@ import pytest
 
 from genesis.doctor import Checkup, DoctorReport, Finding
 from tests.support.authority import running_authority
-from tests.support.doctored_node import LOCAL, SlowLink, config_of, peer
+from tests.support.doctored_node import LOCAL, SlowLink, config_of, options, peer
 from tests.support.mounts import mounted
 from tests.support.signed_runs import OWNER
 from tests.support.small_store import copy_small_store, text_store
@@ -28,6 +31,8 @@ from trainer.run.doctor.process import ERRORS, examine
 from trainer.run.doctor.subject import Subject
 from trainer.run.node.identity import identity_of
 from trainer.run.signed import RunFile
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def closed_port() -> int:
@@ -308,6 +313,21 @@ def test_little_shared_memory_is_found_where_ranks_need_it(tmp_path: Path, monke
         found = shared_memory_finding(folder)
     assert found.status == "failed"
     assert "--shm-size" in found.cure
+
+
+@pytest.mark.slow
+def test_peers_that_refuse_a_machine_of_another_time_say_so(case: Case) -> None:
+    """The whole process lives five minutes in the past: whatever it signs is too old for the others."""
+    (case.folder / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() - 300\n")
+    file = case.folder / "options.json"
+    file.write_text(json.dumps(options(case.folder, discovery__initial_peers=[case.peer_address])))
+    line = [sys.executable, "-m", "trainer", "doctor", "--config", str(file), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(case.folder)}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    found = failed(DoctorReport.model_validate_json(done.stdout))
+    assert done.returncode == 1, done.stderr
+    assert "300" in found["clock"].found and "behind" in found["clock"].found
+    assert "NTP" in found["clock"].cure
 
 
 # -- authority ---------------------------------------------------------------------------------------------------------
