@@ -48,7 +48,15 @@ class RpcError(TrainerError):
 
 
 class PeerUnavailableError(RpcError):
-    """A peer cannot be reached, fell silent, or did not answer in time."""
+    """A peer cannot be reached, fell silent, or did not answer in time.
+
+    ``cause`` says which, where connecting to its address has failed: ``refused``, ``timeout``, ``no_route``, ``name``
+    (no such host), ``tls`` (something else listens there); empty: not known, or a failure behind that.
+    """
+
+    def __init__(self, text: str, cause: str = "") -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class RefusedError(RpcError):
@@ -109,6 +117,14 @@ class StateTransferError(TrainerError):
 
 class AdmissionError(TrainerError):
     """The run's authority does not answer and this node has no valid credential, or it was revoked."""
+
+
+class AdmissionRefusedError(TrainerUsageError):
+    """The run's authority refuses this node, which trying again does not change; ``reason`` is its one word."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class DiscoveryError(TrainerError):

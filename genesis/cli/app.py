@@ -21,8 +21,8 @@ from typing import Annotated, cast
 import typer
 
 from genesis import __version__
-from genesis.cli import export, import_tokens, inspect, populate, report, serve, sources, status, verify
-from genesis.errors import GenesisError, InterruptedRunError, UnknownSourceError, UsageError
+from genesis.cli import doctor, export, import_tokens, inspect, populate, report, serve, sources, status, verify
+from genesis.errors import GenesisError, InterruptedRunError, StoreError, UnknownSourceError, UsageError
 from genesis.verbosity import add_verbosity, set_up_logging
 from manifests import ContractError
 
@@ -33,6 +33,9 @@ _CLICK_ERROR: type[Exception] = next(
 
 _LOGGED = ("genesis", "loader", "manifests")
 """Packages whose logging the command line sets."""
+
+_WRITING = frozenset({"populate", "learn", "import"})
+"""Commands that fail on a store for reasons that `genesis doctor` looks for."""
 
 app = typer.Typer(
     name="genesis",
@@ -59,6 +62,7 @@ app.command("status")(status.status_command)
 app.command("verify")(verify.verify_command)
 app.command("serve")(serve.serve_command)
 app.command("report")(report.report_command)
+app.command("doctor")(doctor.doctor_command)
 app.command("keygen")(verify.keygen_command)
 app.command("import")(import_tokens.import_command)
 app.add_typer(sources.app, name="sources")
@@ -84,7 +88,10 @@ def run(arguments: Sequence[str]) -> int:
     except InterruptedRunError as error:
         return _fail(str(error), 130)
     except (GenesisError, ContractError) as error:
-        return _fail(str(error), 1)
+        code = _fail(str(error), 1)
+        if isinstance(error, StoreError) and _WRITING.intersection(arguments):
+            _say("'genesis doctor --store URL', with the same store, says what stands in the way")
+        return code
     except OSError as error:
         # Whatever is still buffered would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,9 +108,13 @@ def _show(error: typer.BadParameter) -> int:
 
 def _fail(message: str, code: int) -> int:
     logging.getLogger("genesis").debug("failed", exc_info=True)
+    _say(message)
+    return code
+
+
+def _say(message: str) -> None:
     with suppress(OSError):  # Nobody may be there to read it: a closed terminal, a full disk.
         typer.echo(f"genesis: {message}", err=True)
-    return code
 
 
 GROUP = "genesis.commands"

@@ -13,15 +13,13 @@ from typing import Any
 
 from genesis.serve.server import listen
 from tests.support.rpc_node import RUN_ID, fast_config, register_test_methods
+from trainer.network.reachability import PROBE_METHOD, Probe, ProbeReply
 from trainer.network.rpc import Endpoint, Identity, Reply, Request
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.credential import Credential, Role
 from trainer.run.authority.app import serve
 from trainer.run.authority.messages import (
-    PROBE_METHOD,
     JoinRequest,
-    Probe,
-    ProbeReply,
     invitation_key,
     new_invitation,
     sign_join,

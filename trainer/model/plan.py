@@ -45,6 +45,15 @@ class StagePlan:
         """How many there are."""
         return len(self.names)
 
+    def num_parameters(self, name: str) -> int:
+        """Counts the trained parameters of a stage. Raises `TrainerUsageError`: the run has none of that name."""
+        index, config = self.index(name), self.config
+        layers = self.ranges[index]
+        constant = 2 * config.dim * sum(map(config.is_constrained, layers)) if config.reorder_norm else 0
+        table = config.vocab_size * config.dim
+        ends = (table if index == 0 else 0) + (table + config.dim if index == self.num_stages - 1 else 0)
+        return len(layers) * layer_parameters(config) - constant + ends
+
     def around(self, name: str) -> tuple[str, ...]:
         """Returns a stage and those next to it, head first. Raises `TrainerUsageError`: the run has no such stage."""
         index = self.index(name)

@@ -39,7 +39,12 @@ WINDOW_BYTES = 8 << 20
 """How much of a stream gRPC takes in before its reader asks for it (640 Mbit/s at 0.1 s there and back). Fixed, since
 gRPC's own guess has no bound: on a busy machine it let 79 MiB pile up before a reader that had stopped."""
 
-_REFUSED = os.strerror(errno.ECONNREFUSED).lower()
+_CAUSES = {
+    errno.ECONNREFUSED: "refused",
+    errno.ETIMEDOUT: "timeout",
+    errno.ENETUNREACH: "no_route",
+    errno.EHOSTUNREACH: "no_route",
+}
 _ERRNO = re.compile(r"\[Errno ([0-9]+)\]")
 
 ClientCall: TypeAlias = "aio.StreamStreamCall[bytes, bytes]"
@@ -279,24 +284,27 @@ async def fetch_certificate(host: str, port: int, timeout_s: float) -> bytes:
     except (OSError, UnicodeError) as error:
         if writer is not None:
             reason = str(error) or f"no answer in {timeout_s:g} s"
-            raise PeerUnavailableError(f"{host}:{port} shows no TLS certificate ({reason})") from None
-        reason = _why_unreachable(error, timeout_s)
-        if reason == _REFUSED:
-            raise PeerUnavailableError(f"{host}:{port} refuses connections: nothing listens there (any more)") from None
-        raise PeerUnavailableError(f"{host}:{port} cannot be reached: {reason}") from None
+            raise PeerUnavailableError(f"{host}:{port} shows no TLS certificate ({reason})", "tls") from None
+        reason, cause = _why_unreachable(error, timeout_s)
+        if cause == "refused":
+            text = f"{host}:{port} refuses connections: nothing listens there (any more)"
+            raise PeerUnavailableError(text, cause) from None
+        raise PeerUnavailableError(f"{host}:{port} cannot be reached: {reason}", cause) from None
     finally:
         if writer is not None:
             writer.transport.abort()
     return ssl.DER_cert_to_PEM_cert(der).encode()
 
 
-def _why_unreachable(error: OSError | UnicodeError, timeout_s: float) -> str:
+def _why_unreachable(error: OSError | UnicodeError, timeout_s: float) -> tuple[str, str]:
+    """Returns why connecting has failed, for people and as `PeerUnavailableError.cause`."""
     if isinstance(error, TimeoutError):
-        return f"no answer in {timeout_s:g} s"
+        return f"no answer in {timeout_s:g} s", "timeout"
     if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
-        return "its name cannot be looked up now"
+        return "its name cannot be looked up now", "name"
     if isinstance(error, UnicodeError | socket.gaierror):  # The former: no name at all, such as one of 70 letters.
-        return "no such host"
+        return "no such host", "name"
     # Of a host with several addresses asyncio makes one error, which has the others' texts only.
     numbers = {error.errno} if error.errno is not None else {int(number) for number in _ERRNO.findall(str(error))}
-    return ", ".join(os.strerror(number).lower() for number in sorted(numbers)) or str(error)
+    text = ", ".join(os.strerror(number).lower() for number in sorted(numbers)) or str(error)
+    return text, next((cause for number, cause in _CAUSES.items() if number in numbers), "")

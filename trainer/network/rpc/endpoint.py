@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _IDLE_MS = 600_000  # Connections without calls are closed after this; their owners reconnect when they call.
 _UNGUARDED_IDLE_MS = 60_000
 """The same where the platform does not let the guard see connections (`trainer.network.rpc.connections`)."""
-_SPARE_DESCRIPTORS = 768
+SPARE_DESCRIPTORS = 768
 """For everything in this process but connections from others: connections to others, to the API (336), files, pipes."""
 _STOP_TIMEOUT_S = 5.0  # How long cancelled handlers may take to clean up.
 _LAST_WRITE_TIMEOUT_S = 1.0  # A write ends with its call, which was cancelled before.
@@ -112,7 +112,7 @@ class Endpoint:
         public = self._config.public_address
         if has_port(public):
             return public
-        host = public or _reachable_host(self._config.host)
+        host = public or reachable_host(self._config.host)
         return f"[{host}]:{self._port}" if ":" in host and not host.startswith("[") else f"{host}:{self._port}"
 
     @property
@@ -388,9 +388,9 @@ class Endpoint:
 
     def _fitting_connections(self) -> int:
         """As many as configured, or as the process may hold open."""
-        needed = self._config.max_connections + _SPARE_DESCRIPTORS
+        needed = self._config.max_connections + SPARE_DESCRIPTORS
         granted = raise_open_files(needed)
-        fitting = max(1, min(self._config.max_connections, max(granted - _SPARE_DESCRIPTORS, granted // 2)))
+        fitting = max(1, min(self._config.max_connections, max(granted - SPARE_DESCRIPTORS, granted // 2)))
         if fitting < self._config.max_connections:
             text = (
                 "expected to hold %d files open, found a limit of %d: at most %d connections; raise it by 'ulimit -n'"
@@ -415,7 +415,7 @@ class Endpoint:
         return port
 
 
-def _reachable_host(listen_host: str) -> str:
+def reachable_host(listen_host: str) -> str:
     """The address others see when this node listens on every interface: that of the default route."""
     if listen_host not in ("0.0.0.0", "::", ""):
         return listen_host

@@ -38,13 +38,13 @@ class TokenBuckets:
         """Returns the seconds until `take` would find a token; 0: it would now."""
         return max(0.0, 1.0 - self._left(key, self._clock())) / self._per_s
 
-    def take(self, key: str) -> bool:
-        """Takes one of ``key``'s tokens; returns whether there was one."""
+    def take(self, key: str, amount: float = 1.0) -> bool:
+        """Takes so many of ``key``'s tokens; returns whether they were there, and takes none if not."""
         now_s = self._clock()
         tokens = self._left(key, now_s)
-        if tokens < 1.0:
+        if tokens < amount:
             return False
-        self._tokens[key] = (tokens - 1.0, now_s)
+        self._tokens[key] = (tokens - amount, now_s)
         if len(self._tokens) > self._prune_at:
             self._tokens = {key: kept for key, kept in self._tokens.items() if self._left(key, now_s) < self._capacity}
             self._prune_at = max(_MIN_PRUNED, 2 * len(self._tokens))

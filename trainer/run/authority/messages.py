@@ -39,8 +39,6 @@ from trainer.network.rpc.messages import Message, Reason
 JOIN_PATH: Final = "/v1/join"
 CHECK_PATH: Final = "/v1/check"
 INFO_PATH: Final = "/v1/authority"
-PROBE_METHOD: Final = "admission/probe"
-"""What a node that wants to join must answer at the address it has announced."""
 MAX_REQUEST_BYTES: Final = 8 << 10
 INVITATION_PREFIX: Final = "invite-"
 
@@ -138,18 +136,6 @@ class Refusal(Message):
     text: Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
     revoked: RevokedPeers | None = None
     """The newest list, where the reason is that the sender is revoked: nobody has to believe that without one."""
-
-
-class Probe(Message):
-    """Asks whether a key is at an address."""
-
-    challenge: _Nonce
-
-
-class ProbeReply(Message):
-    """The challenge again; the frame around it is signed by the key."""
-
-    challenge: _Nonce
 
 
 def new_invitation() -> str:

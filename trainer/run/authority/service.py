@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from trainer.errors import RefusedError, TrainerUsageError
+from trainer.network.reachability import DialBack
 from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RevokedPeers
 from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import Reason
 from trainer.network.rpc.token_buckets import TokenBuckets
-from trainer.run.authority.dial_back import DialBack
 from trainer.run.authority.messages import (
     AuthorityInfo,
     CheckInReply,

@@ -19,7 +19,7 @@ from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.cli import authority, commands, evaluating, monitoring, profile, reporting, run_file, train
+from trainer.run.cli import authority, commands, doctor, evaluating, monitoring, profile, reporting, run_file, train
 
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
 _CLICK_ERROR: type[Exception] = next(
@@ -46,6 +46,7 @@ app.command("rollback")(commands.rollback_command)
 app.command("plot")(commands.plot_command)
 app.command("report")(reporting.report_command)
 app.command("profile")(profile.profile_command)
+app.command("doctor")(doctor.doctor_command)
 app.command("monitor")(monitoring.monitor_command)
 app.command("dashboard")(monitoring.dashboard_command)
 app.add_typer(commands.swarm_app, name="swarm")
@@ -67,12 +68,12 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         result = _INTERRUPTED
     except (TrainerUsageError, LoaderUsageError) as error:
-        return _fail(str(error), 2)
+        return _failed_start(_fail(str(error), 2), arguments)
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
-        return _fail(str(error), 1)
+        return _failed_start(_fail(str(error), 1), arguments)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"cannot go on: {where}{error.strerror or error}", 1)
+        return _failed_start(_fail(f"cannot go on: {where}{error.strerror or error}", 1), arguments)
     if result == _INTERRUPTED:  # typer since 0.16 returns it for an interrupt, and raised Abort before.
         return _fail("interrupted; nothing was saved since the last checkpoint", _INTERRUPTED)
     return result if isinstance(result, int) else 0
@@ -81,6 +82,15 @@ def run(arguments: Sequence[str]) -> int:
 def _fail(message: str, code: int) -> int:
     logging.getLogger("trainer").debug("failed", exc_info=True)
     typer.echo(f"trainer: {message}", err=True)
+    return code
+
+
+def _failed_start(code: int, arguments: Sequence[str]) -> int:
+    """Names the doctor where a node could not start or go on; its options are not repeated: they may hold a token."""
+    first = next(iter(arguments), "")
+    if first == "worker" or first.startswith("-"):
+        options = "the same options" if first != "worker" else "the same options behind 'worker' (and --stage)"
+        typer.echo(f"trainer: 'python -m trainer doctor' with {options} says what stands in the way", err=True)
     return code
 
 

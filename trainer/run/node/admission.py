@@ -26,8 +26,9 @@ from pydantic import Field, ValidationError
 from genesis import __version__
 from genesis.store.durable import TemporaryFile
 from genesis.store.limits import RetryPolicy
-from trainer.errors import AdmissionError, PeerUnavailableError, RefusedError, TrainerUsageError
-from trainer.network.rpc import Endpoint, Identity, Message, Reply, Request
+from trainer.errors import AdmissionError, AdmissionRefusedError, PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.network.reachability import register_probe
+from trainer.network.rpc import Endpoint, Identity, Message
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.credential import Credential, RevokedPeers, Role
 from trainer.network.rpc.dialing import is_private_host
@@ -35,14 +36,11 @@ from trainer.run.authority.messages import (
     CHECK_PATH,
     INFO_PATH,
     JOIN_PATH,
-    PROBE_METHOD,
     AuthorityInfo,
     CheckIn,
     CheckInReply,
     JoinReply,
     JoinRequest,
-    Probe,
-    ProbeReply,
     invitation_key,
     package_digest,
     sign_check_in,
@@ -112,11 +110,7 @@ class AdmissionClient:
 
     def register(self, endpoint: Endpoint) -> None:
         """Lets an endpoint answer the authority that dials back, and peers that ask for or tell of revocations."""
-
-        async def answer_probe(request: Request[Probe]) -> Reply[ProbeReply]:
-            return Reply(ProbeReply(challenge=request.body.challenge))
-
-        endpoint.register(PROBE_METHOD, Probe, answer_probe)
+        register_probe(endpoint)
         self._news.register(endpoint)
 
     async def join(self, address: str, stop: Callable[[], bool] = lambda: False) -> Credential:
@@ -138,7 +132,8 @@ class AdmissionClient:
         try:
             return await self._joined(address, _JOINING, timeout_s, stop)
         except RefusedError as error:
-            raise TrainerUsageError(f"the run's authority refuses this node ({error.reason}): {error}") from None
+            text = f"the run's authority refuses this node ({error.reason}): {error}"
+            raise AdmissionRefusedError(error.reason, text) from None
         except PeerUnavailableError as error:
             if not self.admission.authorities:
                 self._take_stored(trusts_issuer=True)

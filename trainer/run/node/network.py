@@ -20,6 +20,7 @@ from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.relay import RelayedReach
+from trainer.network.reachability import ReachabilityService
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
@@ -205,6 +206,7 @@ class Network(Generic[S]):
         self._run = run
         self._records = run.connect(self.endpoint, self._known_peers, self._discovery) if run is not None else None
         self._donor = StateDonor(self.endpoint, self._snapshots, config.state)
+        self._reachability = ReachabilityService(self.endpoint, tls=config.rpc.tls)
         self.collective = PeerCollective(
             self.endpoint,
             self.loop,
@@ -277,7 +279,9 @@ class Network(Generic[S]):
             if time.monotonic() >= deadline_s:
                 named = ", ".join(self._config.discovery.initial_peers)
                 logger.warning(
-                    "none of %s answers yet; training begins alone, and joins the others when they are found", named
+                    "none of %s answers yet; training begins alone, and joins the others when they are found "
+                    "(python -m trainer doctor, with the same options, says why they are not)",
+                    named,
                 )
                 return
             time.sleep(0.1)
@@ -406,6 +410,7 @@ class Network(Generic[S]):
     async def _start(self) -> None:
         self._donor.start()
         register_terms(self.endpoint, self._terms)
+        self._reachability.register()
         if self._admission is not None:
             self._admission.register(self.endpoint)
         reporter = self._reporter()
@@ -438,6 +443,7 @@ class Network(Generic[S]):
             await self._admission.stop()
         await self._discovery.close()
         self._donor.close()
+        await self._reachability.close()
         await self.endpoint.stop()
 
     def _known_peers(self) -> list[Peer]:

@@ -52,6 +52,7 @@ from trainer.inner.memory import largest_preset, shortage
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import Parallel, RankPlace, choose_parallel, rows_memory_bytes
 from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
+from trainer.model.sizing import SHARED_BYTES_PER_PARAMETER, TRAINING_BYTES_PER_PARAMETER
 from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
@@ -72,8 +73,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BYTES_PER_PARAMETER_ALONE = 16
-_BYTES_PER_PARAMETER_SHARED = 32  # On a CPU the anchor, momentum and reference of DiLoCo lie in the same memory.
 _WEIGHT_BYTES = 4
 _NO_POSITION = -1
 _ALONE = RankPlace()
@@ -422,7 +421,7 @@ def _curves(config: RunConfig, curve_id: str, first_step: int) -> CurveLog | Non
 def _warn_of_shortage(
     config: RunConfig, shape: ModelConfig, memory_bytes: Callable[[], int], *, shared_memory: bool
 ) -> None:
-    each = _BYTES_PER_PARAMETER_SHARED - _BYTES_PER_PARAMETER_ALONE if shared_memory else 0
+    each = SHARED_BYTES_PER_PARAMETER - TRAINING_BYTES_PER_PARAMETER if shared_memory else 0
     try:
         found = shortage(shape, config.inner, memory_bytes(), each * num_parameters(shape))
     except TrainerUsageError:
@@ -549,7 +548,7 @@ def _largest_shape(
     num_shards = 1 if wanted_parallel(config) == "ddp" else place.local_size
     if shared_memory:
         return choose_architecture(
-            num_shards * memory_bytes, vocab_rows, bytes_per_parameter=_BYTES_PER_PARAMETER_SHARED
+            num_shards * memory_bytes, vocab_rows, bytes_per_parameter=SHARED_BYTES_PER_PARAMETER
         )
     overlaps = config.strategy == "diloco" and config.diloco.overlap_steps > 0 and place.size == 1
     beside = -(-_WEIGHT_BYTES // config.diloco.num_fragments) if overlaps else 0  # Snapshot and merge of a round.

@@ -24,6 +24,7 @@ from trainer.errors import LedgerError, TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.relay import RelayedReach
+from trainer.network.reachability import ReachabilityService
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.outer.sparta import frontier_of
@@ -138,6 +139,9 @@ class DriverNode:
             elif keeps_account(config, self._endpoint.peer_id):
                 self._open_account(lanes, spec)
             self._peers.register()
+            reachability = ReachabilityService(self._endpoint, tls=config.rpc.tls)
+            reachability.register()
+            stack.push_async_callback(reachability.close)
             records = self._connected_run()
             if self._admission is not None:
                 self._admission.register(self._endpoint)
