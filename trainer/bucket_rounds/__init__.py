@@ -16,7 +16,6 @@ Four members of 125M parameters in int8 fetch 0.4 GB a round each.
 
 from __future__ import annotations
 
-from trainer.bucket_rounds.collective import BucketCollective
 from trainer.bucket_rounds.config import BucketConfig
 
-__all__ = ["BucketCollective", "BucketConfig"]
+__all__ = ["BucketConfig"]
