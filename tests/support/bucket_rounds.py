@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
+from typing_extensions import Buffer
 
-from genesis.store.base import Store
+from genesis.store.base import CachePolicy, ObjectInfo, Store, StoredObject
 from genesis.store.folder import FolderStore
 from trainer.aggregation import RuleConfig
 from trainer.bucket_rounds.collective import BucketCollective
@@ -27,6 +30,8 @@ from trainer.bucket_rounds.rules import RoundRules
 from trainer.compression.vectors import codec_named
 from trainer.network.rpc import Identity
 from trainer.outer.engine.collective import Contribution, RoundResult
+
+T = TypeVar("T")
 
 NUM_VALUES = 3000
 FAST = BucketConfig(
@@ -120,6 +125,27 @@ class Replica:
         self.results.append(result)
         return result
 
+    def keep(self) -> None:
+        """What a node does behind a round: says what it holds, stores it where it is asked to, removes what is old."""
+        self.keeping.record(self.agreements[-1], self.digest(), self.packed)
+        self.keeping.remove_old(self.agreements[-1])
+
+    def packed(self) -> tuple[dict[str, JsonValue], dict[str, Tensor]]:
+        return {"round_index": self.round_index}, {"anchor": self.anchor, "reference": self.reference}
+
+    def take_part_and_keep(self) -> RoundResult:
+        result = self.take_part()
+        self.keep()
+        return result
+
+    def reborn(self, store: Store) -> Replica:
+        """The same member in a new process, which goes on from what was saved after its last whole round."""
+        place = Place(store)
+        again = Replica(replace(self.settings, place=place), self.num_values, lie=self.lie)
+        again.anchor, again.reference, again.residual = self.anchor, self.reference, self.residual
+        again.round_index, again.digests = self.round_index, dict(self.digests)
+        return again
+
     def adopt(self, other: Replica) -> None:
         self.anchor, self.reference = other.anchor.clone(), other.reference.clone()
         self.round_index, self.residual = other.round_index, None
@@ -127,6 +153,93 @@ class Replica:
 
 def folder(path: Path) -> Store:
     return FolderStore(path)
+
+
+class KilledError(BaseException):
+    """What ends a member as SIGKILL ends a process: no code of it runs any more, but for what leaves the thread."""
+
+
+class Interposed:
+    """A store in which something happens before or after a call: ``before`` and ``after`` get its name and key."""
+
+    def __init__(
+        self,
+        store: Store,
+        before: Callable[[str, str], None] = lambda _name, _key: None,
+        after: Callable[[str, str], None] = lambda _name, _key: None,
+    ) -> None:
+        self._store = store
+        self._before = before
+        self._after = after
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def received_bytes(self) -> int:
+        return self._store.received_bytes
+
+    @property
+    def conditional_writes(self) -> bool:
+        return self._store.conditional_writes
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> StoredObject:
+        return self._around("get", key, lambda: self._store.get(key, max_bytes=max_bytes))
+
+    def get_if_changed(self, key: str, etag: str, *, max_bytes: int | None = None) -> StoredObject | None:
+        return self._around("get", key, lambda: self._store.get_if_changed(key, etag, max_bytes=max_bytes))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._around("head", key, lambda: self._store.head(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return iter(self._around("list", prefix, lambda: [*self._store.list(prefix)]))
+
+    def put(
+        self, key: str, body: Buffer, *, cache: CachePolicy, if_absent: bool = False, if_match: str | None = None
+    ) -> str:
+        return self._around(
+            "put", key, lambda: self._store.put(key, body, cache=cache, if_absent=if_absent, if_match=if_match)
+        )
+
+    def delete(self, key: str) -> None:
+        self._around("delete", key, lambda: self._store.delete(key))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _around(self, name: str, key: str, call: Callable[[], T]) -> T:
+        self._before(name, key)
+        result = call()
+        self._after(name, key)
+        return result
+
+
+class Killing:
+    """Raises `KilledError` at the so-many-th call of a store, before it or after it, and at every one from then on."""
+
+    def __init__(self, number: int, *, after: bool) -> None:
+        self._left = number
+        self._after = after
+        self._dead = False
+        self._guard = threading.Lock()
+
+    def over(self, store: Store) -> Interposed:
+        return Interposed(store, self._before_call, self._after_call)
+
+    def _before_call(self, _name: str, _key: str) -> None:
+        with self._guard:
+            self._left -= 1
+            if self._dead or (self._left <= 0 and not self._after):
+                self._dead = True
+                raise KilledError
+
+    def _after_call(self, _name: str, _key: str) -> None:
+        with self._guard:
+            if self._dead or self._left <= 0:
+                self._dead = True
+                raise KilledError
 
 
 def together(calls: Mapping[str, Callable[[], object]], timeout_s: float = 120.0) -> dict[str, object]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Final
 
 from genesis.errors import GenesisError
 from trainer.bucket_rounds.documents import Agreement
@@ -19,6 +21,9 @@ from trainer.errors import RoundFailedError, StateBehindError, TrainerError
 from trainer.outer.engine.collective import Contribution, RoundResult
 
 logger = logging.getLogger(__name__)
+
+_MISSES: Final = 3
+"""Rounds in which a node was waited for in vain, after which it is not waited for until it has come."""
 
 
 class BucketCollective:
@@ -44,6 +49,8 @@ class BucketCollective:
         self._watcher: threading.Thread | None = None
         self._wake = threading.Event()
         self._is_closed = False
+        self._awaited: set[str] = set()
+        self._num_missed: Counter[str] = Counter()
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False  # Whether the last round failed because the others hold another state.
@@ -60,7 +67,12 @@ class BucketCollective:
         try:
             before = self._agreement_before(round_index)
             current = BucketRound(
-                self._settings, contribution, before, self._clock, lambda: self._is_snapshot_due(round_index)
+                self._settings,
+                contribution,
+                before,
+                self._clock,
+                lambda: self._is_snapshot_due(round_index),
+                lambda: self._present(before),
             )
             result = current.run()
         except StateBehindError:
@@ -74,6 +86,7 @@ class BucketCollective:
             raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
         self._last = current.agreement
         if current.agreement is not None:
+            self._note_absent(current.agreement)
             self.agreed_vocabulary_rows = current.agreement.vocabulary_rows
             self._committed(current.agreement)
         self.move_to(round_index + 1)
@@ -116,6 +129,25 @@ class BucketCollective:
                 logger.warning("round %d: %s; trying again", round_index, error)
             time.sleep(settings.config.poll_interval_s)
         raise RoundFailedError(f"round {round_index}: left before it began, since this node is to stop")
+
+    def _present(self, before: Agreement | None) -> set[str]:
+        """Returns who holds the state that the last round led to, and so trains towards this one."""
+        if before is None:
+            return set()
+        settings = self._settings
+        listed = settings.place.round(before.round_index).states
+        found = {member for member in listed[: 2 * settings.config.max_members] if self._num_missed[member] < _MISSES}
+        allowed = set(settings.config.members)
+        self._awaited = found & allowed if allowed else found
+        return self._awaited
+
+    def _note_absent(self, agreement: Agreement) -> None:
+        """Counts who was waited for in vain: whoever says again and again that it comes is not believed for ever."""
+        for member in agreement.keys:
+            self._num_missed.pop(member, None)
+        for member in self._awaited - set(agreement.keys):
+            self._num_missed[member] += 1
+        self._awaited = set()
 
     def _watch(self) -> None:
         """Looks for others that wait; whatever goes wrong is left to the round."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -51,6 +51,7 @@ from trainer.bucket_rounds.rules import (
     check_members,
     check_outline,
     chosen,
+    closing_after_s,
     progress_of,
     proposal_at,
     proposed,
@@ -144,7 +145,11 @@ class _Read:
 
 
 class BucketRound:
-    """One round of one node; for one thread. ``is_snapshot_due`` is asked where this node closes it."""
+    """One round of one node; for one thread.
+
+    Where this node closes it, it asks ``is_snapshot_due``, and for whom it waits besides those of the round before
+    (``awaited``).
+    """
 
     def __init__(
         self,
@@ -153,12 +158,14 @@ class BucketRound:
         before: Agreement | None,
         clock: StoreClock,
         is_snapshot_due: Callable[[], bool] = lambda: False,
+        awaited: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._settings = settings
         self._place = settings.place
         self._contribution = contribution
         self._clock = clock
         self._is_snapshot_due = is_snapshot_due
+        self._awaited = awaited
         self._form = settings.form_of(contribution.vector.numel())
         self._facts = RoundFacts(
             contribution.round_index, contribution.state_digest, self._form.name, self._form.num_values, before
@@ -446,7 +453,7 @@ class BucketRound:
         found = chosen(fitting, facts, settings.rules) if fitting else []
         excluded = {proposer for proposer in self._void.values() if proposer}
         due_at = proposal_at(found, facts, settings.own_id, settings.rules, excluded) if found else None
-        if due_at is None or self._clock.now < due_at:
+        if due_at is None or self._clock.now < due_at or self._waits_for_others([each.member for each in found]):
             return False
         agreement = proposed(found, facts, self._attempt, settings.rules, has_snapshot=self._is_snapshot_due()).signed(
             settings.identity
@@ -454,6 +461,21 @@ class BucketRound:
         self._place.put_once(agreement_key(facts.round_index, self._attempt), agreement.wire())
         crash_point("bucket-agreement-put")
         return True
+
+    def _waits_for_others(self, members: Sequence[str]) -> bool:
+        """Whether somebody is still to come, and this node has not waited long enough for that.
+
+        Counted from when this node began to wait, whatever lies in the bucket from before a break of the whole run.
+        """
+        rules = self._settings.rules
+        if rules.quorum and len(members) >= rules.quorum:
+            return False
+        before = () if self._facts.before is None else self._facts.before.keys
+        patience_s = max(rules.gather_timeout_s, closing_after_s(members, before, rules))
+        if time.monotonic() >= self._began_s + patience_s:
+            return False
+        missing = {*before, *self._awaited()} - set(members)
+        return bool(missing) or not before
 
     def _check_time(self) -> None:
         settings, round_index = self._settings, self._facts.round_index

@@ -294,7 +294,7 @@ class BucketNetwork:
             return
         try:
             agreement = self._agreement_of(num_rounds - 1)
-            if agreement is not None and self.peer_id in agreement.keys:
+            if agreement is not None:
                 self._keeping.record(agreement, digest, lambda: self._form.pack(shared))
                 self._keeping.remove_old(agreement)
         except GenesisError as error:
