@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from typing_extensions import Buffer
 
+from genesis.errors import StoreUnavailableError
 from genesis.store.base import CachePolicy, ObjectInfo, Store, StoredObject
 from genesis.store.folder import FolderStore
 from trainer.aggregation import RuleConfig
@@ -229,6 +230,10 @@ class Killing:
         return Interposed(store, self._before_call, self._after_call)
 
     def _before_call(self, _name: str, _key: str) -> None:
+        if threading.current_thread().name == "bucket-watch":  # Whose end nobody waits for.
+            if self._dead:
+                raise StoreUnavailableError("the process is gone")
+            return
         with self._guard:
             self._left -= 1
             if self._dead or (self._left <= 0 and not self._after):
@@ -236,6 +241,8 @@ class Killing:
                 raise KilledError
 
     def _after_call(self, _name: str, _key: str) -> None:
+        if threading.current_thread().name == "bucket-watch":
+            return
         with self._guard:
             if self._dead or self._left <= 0:
                 self._dead = True
