@@ -82,13 +82,14 @@ class _WithOthers:
         self._payload = payload
         self._url = url
         self.others_s = 0.0  # What the others took of the training thread's time, since it was last set to 0.
+        self.others_processor_s = 0.0
 
     def reduce(self, contribution: Any) -> Any:
         """See `Collective`."""
         from trainer.bucket_rounds.documents import Claims, ContributionHeader, contribution_body, payload_digest
         from trainer.bucket_rounds.place import contribution_key
 
-        began_s = time.perf_counter()
+        began_s, processor_s = time.perf_counter(), time.process_time()
         for number, settings in enumerate(self._others):
             payload = bytearray(self._payload)
             payload[-1] = number + 1
@@ -107,6 +108,7 @@ class _WithOthers:
             key = contribution_key(contribution.round_index, settings.own_id, sha256)
             settings.place.put_once(key, contribution_body(header, payload))
         self.others_s += time.perf_counter() - began_s
+        self.others_processor_s += time.process_time() - processor_s
         return self._collective.reduce(contribution)
 
     def requested(self) -> bool:
@@ -155,6 +157,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     trainer = DiLoCoTrainer(model, config, collective)
     trainer.state_digest()
     stalls: list[float] = []
+    processor: list[float] = []
     reports = []
     stall_s = 0.0
     while len(stalls) <= _ROUNDS:
@@ -163,6 +166,9 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
             for parameter in model.parameters():
                 parameter.add_(1e-4)
         collective.others_s = collective.others_s if overlap_steps else 0.0
+        collective.others_processor_s = 0.0 if stall_s == 0.0 else collective.others_processor_s
+        if stall_s == 0.0:
+            began_s = time.process_time()
         found: list[Any] = []
         stall_s += seconds_of(lambda found=found: found.append(trainer.after_inner_step(500)))
         if found[0] is None:
@@ -171,6 +177,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
             raise RuntimeError(f"expected a round through the bucket, found none: {found[0].error}")
         reports.append(found[0].report)
         stalls.append(stall_s - (0.0 if overlap_steps else collective.others_s))
+        processor.append(time.process_time() - began_s - collective.others_processor_s)
         trainer.state_digest()
         stall_s = 0.0
         for key in own.place.removable(trainer.round_index):
@@ -179,6 +186,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     last = reports[-1]
     return {
         f"{name}_s": stalls[1:],
+        f"{name}_processor_s": processor[1:],
         "sent_bytes": last.sent_bytes,
         "received_bytes": last.received_bytes,
         "members": len(last.members),
@@ -201,6 +209,7 @@ def as_text(report: dict[str, Any]) -> str:
                 f"    a round stalls training {stall_s:.3f} s with overlap {overlap}: {stall_s / copy_s:.1f} copies "
                 f"(asked: at most {ASKED_S[overlap]} s)"
             )
+        lines.append(f"    processor time of a whole round, overlap off: {median(found['off_processor_s']):.2f} s")
         compute_s = _INNER_STEPS * report["step_s"]
         for down_mbit, up_mbit, asked in _LINKS:
             moved_s = 8e-6 * (found["sent_bytes"] / up_mbit + found["received_bytes"] / down_mbit)
