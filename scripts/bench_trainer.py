@@ -11,6 +11,7 @@
     python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
     python scripts/bench_trainer.py powersgd       # bytes and processor time of a factored round; torch's hook; loss
     python scripts/bench_trainer.py outer          # what an outer step stalls training, overlap off and on, in copies
+    python scripts/bench_trainer.py bucket         # the same for a round through a bucket, and what links make of it
     python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -25,6 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_parts import parts_parser, run_parts
+from scripts.trainer_bench.bucket import add_options as add_bucket_options
+from scripts.trainer_bench.bucket import bench_bucket
 from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
@@ -46,6 +49,7 @@ BENCHES = {
     "liars": bench_liars,
     "powersgd": bench_powersgd,
     "outer": bench_outer,
+    "bucket": bench_bucket,
     "gpu": bench_gpu,
 }
 
@@ -84,6 +88,7 @@ def main() -> None:
     parser.add_argument("--powersgd-train-preset", default="15m", help="model that is trained, for powersgd")
     parser.add_argument("--powersgd-train-ranks", type=int, nargs="+", default=[64, 8], help="for powersgd")
     parser.add_argument("--powersgd-steps", type=int, default=200, help="of each training; 0: none, for powersgd")
+    add_bucket_options(parser)
     run_parts(parser, BENCHES)
 
 

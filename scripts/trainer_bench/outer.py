@@ -48,20 +48,21 @@ def outer_stalls(preset_name: str, device: Any) -> dict[str, Any]:
         torch.nn.init.constant_(parameter, 0.01)
     num_values = sum(parameter.numel() for parameter in model.parameters())
     report: dict[str, Any] = {"preset": preset_name, "device": str(device), "num_values": num_values}
-    report |= {"threads": torch.get_num_threads(), "load": [load_average()], "copy_s": _copies_s(num_values)}
+    report |= {"threads": torch.get_num_threads(), "load": [load_average()], "copy_s": copies_s(num_values)}
     report["off_s"] = _stalls_s(model, device, overlap_steps=0, pause_s=0.0)
     pause_s = 3.0 * median(report["off_s"]) / _OVERLAP_STEPS + 0.01
     report["on_s"] = _stalls_s(model, device, overlap_steps=_OVERLAP_STEPS, pause_s=pause_s)
-    report["copy_s"] += _copies_s(num_values)
+    report["copy_s"] += copies_s(num_values)
     report["load"].append(load_average())
     return report
 
 
-def _copies_s(num_values: int) -> list[float]:
+def copies_s(num_values: int) -> list[float]:
+    """Returns the seconds of some copies of a vector of so many values, in host memory."""
     import torch
 
     source, target = torch.ones(num_values), torch.zeros(num_values)
-    return [_seconds(lambda: target.copy_(source)) for _ in range(_COPIES)]
+    return [seconds_of(lambda: target.copy_(source)) for _ in range(_COPIES)]
 
 
 def _stalls_s(model: Any, device: Any, *, overlap_steps: int, pause_s: float) -> list[float]:
@@ -76,7 +77,7 @@ def _stalls_s(model: Any, device: Any, *, overlap_steps: int, pause_s: float) ->
     while len(found) <= _ROUNDS:
         time.sleep(pause_s)
         before = trainer.round_index
-        stall_s += _seconds(trainer.after_inner_step, device)
+        stall_s += seconds_of(trainer.after_inner_step, device)
         if trainer.round_index > before:
             found.append(stall_s)
             trainer.state_digest()
@@ -84,7 +85,8 @@ def _stalls_s(model: Any, device: Any, *, overlap_steps: int, pause_s: float) ->
     return found[1:]
 
 
-def _seconds(call: Callable[[], object], device: Any = None) -> float:
+def seconds_of(call: Callable[[], object], device: Any = None) -> float:
+    """Returns the seconds of a call, with what it has queued on a GPU."""
     import torch
 
     on_cuda = device is not None and device.type == "cuda"

@@ -107,7 +107,7 @@ async def fetch_state(
             part.open()
             with closing(part):
                 await _fetch_parts(endpoint, donors, digest, part, expectation, config or StateConfig())
-                return await asyncio.to_thread(_finish, part, expectation)
+                return await asyncio.to_thread(finish_fetch, part, expectation)
     except TimeoutError:
         raise StateTransferError(
             f"the state {digest[:16]}… was not fetched from {len(donors)} donors within {timeout_s:g} s; "
@@ -192,7 +192,7 @@ async def _first_valid(
     raise StateTransferError(f"no donor sent {what}: {'; '.join(problems) or 'there are no donors'}")
 
 
-def _finish(part: PartFile, expectation: Expectation) -> Snapshot:
+def finish_fetch(part: PartFile, expectation: Expectation) -> Snapshot:
     """Reads everything back from the disk, refuses NaN and infinities, and makes it a snapshot."""
     snapshot = part.load()
     try:

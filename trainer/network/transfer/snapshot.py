@@ -73,8 +73,13 @@ class Snapshot:
 
 def describe(meta: Meta, tensors: Mapping[str, torch.Tensor]) -> Descriptor:
     """Returns the descriptor, and so the digest, that `write_snapshot` would return, without writing."""
+    return describe_chunks(meta, tensors)[0]
+
+
+def describe_chunks(meta: Meta, tensors: Mapping[str, torch.Tensor]) -> tuple[Descriptor, bytes]:
+    """Returns what `describe` does, and the SHA-256 digests of all chunks, one after the other: the pages."""
     digests = b"".join(hashlib.sha256(chunk).digest() for chunk in chunks_of(tensors))
-    return make_descriptor(meta, specs_of(tensors), _page_digests(digests))
+    return make_descriptor(meta, specs_of(tensors), _page_digests(digests)), digests
 
 
 def write_snapshot(

@@ -31,6 +31,7 @@ _PATHS = {
     "init_from": "model.init_from",
     "initial_peers": "discovery.initial_peers",
     "port": "rpc.port",
+    "rounds": "bucket.url",
     "public_address": "rpc.public_address",
     "relay": "relay.through",
     "routing": "swarm.driver.routing",
@@ -109,6 +110,12 @@ def train_command(
     port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
     relay: _Relay = None,
+    rounds: Annotated[
+        str | None,
+        typer.Option(
+            help="s3://bucket/prefix, or a folder all nodes share: rounds go through it, with no port and no peers."
+        ),
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
     strategy: Annotated[str | None, typer.Option(help="diloco, grad, or ddp with the torch engine.")] = None,
     parallel: Annotated[
@@ -165,7 +172,7 @@ def train_command(
     json: Annotated[bool, typer.Option("--json", help="Steps and rounds as JSON lines on standard output.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Trains as one node: alone, or with --initial-peers together with whoever else is there."""
+    """Trains as one node: alone, or with --initial-peers or --rounds together with whoever else is there."""
     if version:
         from genesis import __version__
 

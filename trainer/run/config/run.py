@@ -16,6 +16,7 @@ from typing import Any, Literal
 from loader.stream.assignment import Assignment
 from loader.stream.plateau import PlateauKind
 from trainer.aggregation import RuleConfig
+from trainer.bucket_rounds.config import BucketConfig
 from trainer.checkpoint.stages.config import StagewiseConfig
 from trainer.collective import CollectiveConfig
 from trainer.compression.powersgd import DEFAULT_RANK
@@ -298,6 +299,7 @@ class RunConfig:
     grad: GradConfig = field(default_factory=GradConfig)
     rule: RuleConfig = field(default_factory=RuleConfig)
     collective: CollectiveConfig = field(default_factory=CollectiveConfig)
+    bucket: BucketConfig = field(default_factory=BucketConfig)
     rpc: RpcConfig = field(default_factory=RpcConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -347,6 +349,8 @@ class RunConfig:
                 "pipeline swarm: expected neither max_tokens nor log.to, found one of them; its steps have "
                 "swarm.stage.target_tokens tokens each: give max_steps, and log_dir for events"
             )
+        if self.bucket.is_used:
+            self._check_bucket()
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.through):
@@ -388,6 +392,39 @@ class RunConfig:
             raise TrainerUsageError(
                 f"grad.ahead_s: expected at most a quarter of collective.stall_timeout_s ({longest_s:g} s), in which a "
                 f"silent member counts as dead, found {self.grad.ahead_s:g}"
+            )
+
+    def _check_bucket(self) -> None:
+        found = [
+            *([f"engine {self.engine}"] if self.engine != "p2p" else []),
+            *([f"pipeline {self.pipeline}"] if self.pipeline != "none" else []),
+            *(["a port (rpc.port)"] if self.rpc.port else []),
+            *(["peers (discovery.initial_peers)"] if self.discovery.initial_peers else []),
+        ]
+        if found:
+            raise TrainerUsageError(
+                f"--rounds: expected a node that holds a whole model and has neither port nor peers, found "
+                f"{', '.join(found)}; rounds go through the bucket or from node to node, not both"
+            )
+        if self.strategy != "diloco":
+            raise TrainerUsageError(
+                f"--rounds: expected strategy diloco, found {self.strategy}: it averages before each step, and a round "
+                "through a bucket takes seconds"
+            )
+        if self.powersgd_rank:
+            raise TrainerUsageError(
+                "--rounds: expected collective.powersgd_rank 0, since its second factor depends on the first round's "
+                f"result, found {self.powersgd_rank}"
+            )
+        if self.admission.is_required:
+            raise TrainerUsageError(
+                "--rounds: expected no authority (admission.authorities, admission.urls), which admits whom it has "
+                "reached at a port of their own, found one; name the nodes that may take part (bucket.members)"
+            )
+        if self.rule.validation == "off" and not self.bucket.members:
+            raise TrainerUsageError(
+                "--rounds: expected rule.validation log or enforce where anybody who can write to the bucket may take "
+                "part, found off; name the nodes (bucket.members), or leave validation on"
             )
 
     @property

@@ -19,9 +19,9 @@ from typing import Generic, Protocol, TypeVar
 from trainer.collective import PeerCollective, Terms
 from trainer.errors import IncompatiblePeerError, MalformedAnswerError, StateTransferError, TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
-from trainer.network.relay import RelayedReach
 from trainer.network.reachability import ReachabilityService
-from trainer.network.rpc import Endpoint, Identity, Peer
+from trainer.network.relay import RelayedReach
+from trainer.network.rpc import Counters, Endpoint, Identity, Peer
 from trainer.network.rpc.envelope import peer_boundary
 from trainer.network.transfer import StateDonor, choose_state, fetch_descriptor, fetch_state, write_snapshot
 from trainer.run.config import RunConfig
@@ -230,6 +230,16 @@ class Network(Generic[S]):
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop in which everything that talks to others runs."""
         return self._loop.loop
+
+    @property
+    def relayed_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received by way of relays, among those of `counters`."""
+        return self.endpoint.relayed_bytes
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes to and from others, and refusals."""
+        return self.endpoint.counters
 
     @property
     def announcements(self) -> tuple[Announcement, ...]:

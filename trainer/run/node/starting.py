@@ -66,6 +66,7 @@ from trainer.run.node.training import Node, TrainingDisplay, Watch
 
 if TYPE_CHECKING:
     from loader.session import Session
+    from trainer.run.node.bucket_network import BucketNetwork
     from trainer.run.node.network import Network
     from trainer.run.node.node_ranks import NodeRanks
     from trainer.run.node.state_form import StateForm
@@ -298,16 +299,18 @@ def _build(
             kind=kind,
             awaits_checkpoint=saved is not None,
         )
-    if network is not None and replica.gradients is not None:
+    peers, bucket = _kinds_of(network)
+    if peers is not None and replica.gradients is not None:
         from trainer.run.node.gradients import NodeProgress, target_tokens_of_node
 
-        replica.gradients.progress = NodeProgress(network, replica.gradients, target_tokens_of_node(resolved))
+        replica.gradients.progress = NodeProgress(peers, replica.gradients, target_tokens_of_node(resolved))
     peak = peak_of(device, resolved.inner.precision)
     meter = SpeedMeter(flops_per_token(shape, resolved.inner.seq_len), peak, num_devices=place.size)
     curve_id = _curve_id(resolved, ranks, saved)
     first_step = saved.training_rounds if saved is not None else 0
     curves = _curves(resolved, curve_id, first_step) if ranks.rank == 0 else None
-    watch = Watch(resolved, network, stop.ask, speed=meter, curves=curves)
+    gauges = tuple if bucket is None else bucket.gauges
+    watch = Watch(resolved, network, stop.ask, gauges, speed=meter, curves=curves)
     watch.about = {
         "peer_id": network.peer_id if network is not None else "",
         "first_step": first_step,
@@ -317,10 +320,10 @@ def _build(
         "peak": {"device": peak.device, "kind": peak.kind, "flops_per_s": peak.flops_per_s},
         "model": shape.to_dict(),
     }
-    if network is not None:
+    if peers is not None:
         from trainer.run.node.reporting import NodeFigures
 
-        network.figures = NodeFigures(watch, "node", flops_per_token(shape, resolved.inner.seq_len))
+        peers.figures = NodeFigures(watch, "node", flops_per_token(shape, resolved.inner.seq_len))
     if saved is not None:
         replica.load(saved)
         dataset.load_state_dict(saved.loader["stream"])
@@ -461,12 +464,13 @@ def _collective(
     stop: StopRequest,
     stack: ExitStack,
     run: SignedRun | None,
-) -> tuple[Collective, Network[Any] | None]:
+) -> tuple[Collective, Network[Any] | BucketNetwork | None]:
     if ranks.in_cluster:
         collective = cluster_collective(config)
         stack.callback(collective.close)
         return collective, None
-    if not config.discovery.initial_peers and not config.rpc.port and not config.relay.through:
+    meets_others = config.discovery.initial_peers or config.rpc.port or config.relay.through or config.bucket.is_used
+    if not meets_others:
         return LocalCollective(config.node_id), None
 
     # These bring grpc, which a node alone does not need.
@@ -479,8 +483,22 @@ def _collective(
     if config.strategy == "grad":
         fit = grad_fit(shape, config.powersgd_rank)
     terms = terms_of(config, shape, store.vocabulary)
+    if config.bucket.is_used:
+        from trainer.run.node.bucket_network import BucketNetwork
+
+        bucket = BucketNetwork(config, identity_of(config), terms, store.rows, fit, stopping=stop)
+        return bucket.collective, bucket
     network = Network(config, identity_of(config), terms, store.rows, fit, stopping=stop, run=run)
     return network.collective, network
+
+
+def _kinds_of(network: Network[Any] | BucketNetwork | None) -> tuple[Network[Any] | None, BucketNetwork | None]:
+    """Returns it as what it is: a network of peers, or a bucket."""
+    if network is None:
+        return None, None
+    from trainer.run.node.bucket_network import BucketNetwork
+
+    return (None, network) if isinstance(network, BucketNetwork) else (network, None)
 
 
 def wanted_parallel(config: RunConfig) -> Parallel:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
     from trainer.network.discovery.node_report import Role
     from trainer.network.discovery.run_change import RunChange
+    from trainer.run.node.bucket_network import BucketNetwork
     from trainer.run.node.identity import NodeStats
     from trainer.run.node.network import Network
     from trainer.run.node.starting import Ranks
@@ -92,6 +93,12 @@ class TrainingDisplay(Protocol):
         """Shows a measurement of the model."""
 
 
+def _moved_bytes(network: Network[Any] | BucketNetwork | None) -> tuple[int, int]:
+    """Returns the bytes that went to others, and that came from them."""
+    counters = None if network is None else network.counters
+    return (0, 0) if counters is None else (counters.sent_bytes, counters.received_bytes)
+
+
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
 
@@ -103,7 +110,7 @@ class Watch:
     def __init__(
         self,
         config: RunConfig,
-        network: Network[Any] | None,
+        network: Network[Any] | BucketNetwork | None,
         stop: Callable[[], None],
         further: Callable[[], Iterable[tuple[str, str, float]]] = tuple,
         speed: SpeedMeter | None = None,
@@ -119,12 +126,12 @@ class Watch:
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
-        log, counters = self.log, network.endpoint.counters if network is not None else None
+        log = self.log
         sources = Sources(
             status=self.tracker.status,
-            refused=lambda: dict(counters.refused) if counters is not None else {},
-            rpc_bytes=lambda: (counters.sent_bytes, counters.received_bytes) if counters is not None else (0, 0),
-            relayed_bytes=lambda: network.endpoint.relayed_bytes if network is not None else (0, 0),
+            refused=lambda: dict(network.counters.refused) if network is not None else {},
+            rpc_bytes=lambda: _moved_bytes(network),
+            relayed_bytes=lambda: network.relayed_bytes if network is not None else (0, 0),
             lost_events=lambda: log.lost_events if log is not None else 0,
             withdrawals=lambda: self.work.done().withdrawals,
             further=lambda: (*further(), *_device_memory()),
@@ -278,7 +285,7 @@ class Node:
     store: StoreWatch
     checkpointer: Checkpointer
     watch: Watch
-    network: Network[Any] | None
+    network: Network[Any] | BucketNetwork | None
     display: TrainingDisplay
     stop: StopRequest
     evaluator: Evaluator
@@ -567,7 +574,7 @@ class Node:
         self.network.collective.move_to(self.replica.sharing.round_index)
         self._record_state()
 
-    def _await_state(self, network: Network[Any]) -> None:
+    def _await_state(self, network: Network[Any] | BucketNetwork) -> None:
         """Takes up the others' state, which they hand out after their first outer step; raises `TrainerError`."""
         if not network.alike():
             raise TrainerError(

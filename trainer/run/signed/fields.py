@@ -68,6 +68,11 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "round": "min_members invite_after_s gather_timeout_s stall_timeout_s round_timeout_s max_passes "
         "max_weight_ratio",
     },
+    "bucket": {
+        "own": "poll_interval_s watch_interval_s prices",
+        "offered": "url",
+        "fixed": "members max_members quorum propose_after_s few_members_after_s snapshot_rounds keep_rounds",
+    },
     "rpc": {
         "own": "host port public_address allowed_peers heartbeat_s stall_timeout_s connect_timeout_s request_timeout_s "
         "max_clock_skew_s max_call_s stop_grace_s max_calls max_calls_per_peer max_streams max_streams_per_peer "

@@ -23,8 +23,8 @@ from loader.session import Session
 from trainer.errors import LedgerError, TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.network.discovery.record_exchange import RecordExchange
-from trainer.network.relay import RelayedReach
 from trainer.network.reachability import ReachabilityService
+from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.outer.sparta import frontier_of

@@ -1,0 +1,173 @@
+"""`BucketCollective`: rounds through an object store, as the training thread sees them.
+
+A round runs in the thread that calls `reduce`: training's own, or with overlap the round's beside it. While the node
+trains, a thread of its own looks at the bucket every few seconds, for others that wait for this node.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from genesis.errors import GenesisError
+from trainer.bucket_rounds.documents import Agreement
+from trainer.bucket_rounds.history import accepted_agreement
+from trainer.bucket_rounds.round import BucketRound, BucketSettings, StoreClock
+from trainer.errors import RoundFailedError, StateBehindError, TrainerError
+from trainer.outer.engine.collective import Contribution, RoundResult
+
+logger = logging.getLogger(__name__)
+
+_MISSES: Final = 3
+"""Rounds in which a node was waited for in vain, after which it is not waited for until it has come."""
+
+
+class BucketCollective:
+    """Rounds with whoever else trains over the same bucket.
+
+    ``is_snapshot_due`` is asked before this node closes a round, for its number: whether newcomers need the state after
+    it. ``committed`` is called, in the round's thread, with the agreement of each round that has a result.
+    """
+
+    def __init__(
+        self,
+        settings: BucketSettings,
+        is_snapshot_due: Callable[[int], bool] = lambda _round_index: False,
+        committed: Callable[[Agreement], object] = lambda _agreement: None,
+    ) -> None:
+        self._settings = settings
+        self._is_snapshot_due = is_snapshot_due
+        self._committed = committed
+        self._clock = StoreClock()
+        self._last: Agreement | None = None
+        self._next_round = -1  # Towards which this node trains; -1: none.
+        self._is_requested = False
+        self._watcher: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._awaited: set[str] = set()
+        self._num_missed: Counter[str] = Counter()
+        self.agreed_vocabulary_rows = 0
+        """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
+        self.behind = False  # Whether the last round failed because the others hold another state.
+
+    @property
+    def clock(self) -> StoreClock:
+        """What time it is by the store."""
+        return self._clock
+
+    def reduce(self, contribution: Contribution) -> RoundResult:
+        """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
+        round_index = contribution.round_index
+        self._next_round, self._is_requested, self.behind = -1, False, False
+        try:
+            before = self._agreement_before(round_index)
+            current = BucketRound(
+                self._settings,
+                contribution,
+                before,
+                self._clock,
+                lambda: self._is_snapshot_due(round_index),
+                lambda: self._present(before),
+            )
+            result = current.run()
+        except StateBehindError:
+            self.behind = True
+            raise
+        except TrainerError:
+            raise
+        except Exception as error:
+            # Nothing that lies in a bucket may end this node: an unforeseen error costs a round.
+            logger.exception("round %d", round_index)
+            raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
+        self._last = current.agreement
+        if current.agreement is not None:
+            self._note_absent(current.agreement)
+            self.agreed_vocabulary_rows = current.agreement.vocabulary_rows
+            self._committed(current.agreement)
+        self.move_to(round_index + 1)
+        return result
+
+    def requested(self) -> bool:
+        """Returns whether others wait for this node, or have gone on without it."""
+        return self._is_requested
+
+    def move_to(self, next_round: int) -> None:
+        """Notes that the node trains towards this round."""
+        self._next_round, self._is_requested = next_round, False
+        if self._watcher is None and not self._is_closed:
+            self._watcher = threading.Thread(target=self._watch, name="bucket-watch", daemon=True)
+            self._watcher.start()
+
+    def catch_up(self) -> None:
+        """Notes that the node is fetching the others' state, until `move_to`."""
+        self._next_round, self._is_requested = -1, False
+
+    def close(self) -> None:
+        """Ends the looking; a second call does nothing."""
+        self._is_closed = True
+        self._wake.set()
+
+    def _agreement_before(self, round_index: int) -> Agreement | None:
+        """Returns the agreement of the round before; raises RoundFailedError while the bucket cannot be read."""
+        if not round_index:
+            return None
+        if self._last is not None and self._last.round_index == round_index - 1:
+            return self._last
+        settings = self._settings
+        deadline_s = time.monotonic() + settings.round_timeout_s
+        while not settings.stopping():
+            try:
+                return accepted_agreement(settings.place, settings.rules, round_index - 1)
+            except GenesisError as error:
+                if time.monotonic() > deadline_s:
+                    raise RoundFailedError(f"round {round_index}: {error}") from error
+                logger.warning("round %d: %s; trying again", round_index, error)
+            time.sleep(settings.config.poll_interval_s)
+        raise RoundFailedError(f"round {round_index}: left before it began, since this node is to stop")
+
+    def _present(self, before: Agreement | None) -> set[str]:
+        """Returns who holds the state that the last round led to, and so trains towards this one."""
+        if before is None:
+            return set()
+        settings = self._settings
+        listed = settings.place.round(before.round_index).states
+        found = {member for member in listed[: 2 * settings.config.max_members] if self._num_missed[member] < _MISSES}
+        allowed = set(settings.config.members)
+        self._awaited = found & allowed if allowed else found
+        return self._awaited
+
+    def _note_absent(self, agreement: Agreement) -> None:
+        """Counts who was waited for in vain: whoever says again and again that it comes is not believed for ever."""
+        for member in agreement.keys:
+            self._num_missed.pop(member, None)
+        for member in self._awaited - set(agreement.keys):
+            self._num_missed[member] += 1
+        self._awaited = set()
+
+    def _watch(self) -> None:
+        """Looks for others that wait; whatever goes wrong is left to the round."""
+        while not self._wake.wait(self._settings.config.watch_interval_s):
+            round_index = self._next_round
+            if round_index < 0 or self._is_requested:
+                continue
+            try:
+                found = self._is_awaited(round_index)
+            except GenesisError as error:
+                logger.debug("looking for others: %s", error)
+                continue
+            if found and self._next_round == round_index:
+                self._is_requested = True
+
+    def _is_awaited(self, round_index: int) -> bool:
+        settings = self._settings
+        listing = settings.place.round(round_index)
+        self._clock.observe(listing.newest_at)
+        if listing.agreements:
+            return True
+        others = [each.put_at for each in listing.contributions if each.member != settings.own_id]
+        return bool(others) and self._clock.now >= min(others) + settings.invite_after_s

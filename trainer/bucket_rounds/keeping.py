@@ -1,0 +1,147 @@
+"""What a node does for a bucket besides rounds: says what it holds, stores states for newcomers, removes what is old.
+
+All of it runs behind the round, in a thread of its own, and costs the run nothing if it fails: whoever closes the next
+round looks again. Contributions are kept from the newest whole snapshot on, so that whoever takes that up can follow;
+of snapshots the newest two. Agreements stay, some KB a round: they are what keeps a round from being made twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from genesis.errors import GenesisError
+from genesis.populate.crashpoint import crash_point
+from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, StateRecord, Wish, credential_field
+from trainer.bucket_rounds.history import accepted_agreement, vouched_state
+from trainer.bucket_rounds.place import state_key, wish_key
+from trainer.bucket_rounds.round import BucketSettings, StoreClock
+from trainer.bucket_rounds.rules import place_in_order
+from trainer.bucket_rounds.snapshots import put_snapshot
+from trainer.errors import MalformedAnswerError
+from trainer.network.transfer.descriptor import Meta
+from trainer.network.transfer.snapshot import describe_chunks
+
+logger = logging.getLogger(__name__)
+
+_KEPT_SNAPSHOTS: Final = 2
+_WISH_LIFE_S: Final = 3600.0
+_MOST_WISHES: Final = 16
+_MOST_JUDGED: Final = 8  # Rounds of which there seem to be snapshots.
+
+Packed = tuple[Meta, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """One node's part in keeping a bucket in order; its methods block, and raise what the store does."""
+
+    settings: BucketSettings
+    clock: StoreClock
+    _vouched: dict[int, StateRecord] = field(default_factory=dict, init=False)
+
+    def is_snapshot_due(self, round_index: int) -> bool:
+        """Returns whether the state after a round is to be stored; False if that cannot be found out."""
+        place, config = self.settings.place, self.settings.config
+        try:
+            newest = max(self.snapshots(round_index), default=-1)
+            if round_index - newest >= config.snapshot_rounds:
+                return True
+            return newest < round_index - 1 and any(map(self._is_wished, place.wishes(_MOST_WISHES)))
+        except GenesisError as error:
+            logger.info("whether newcomers wait is not known: %s", error)
+            return False
+
+    def record(self, agreement: Agreement, state_digest: str, pack: Callable[[], Packed | None]) -> None:
+        """Says what this node holds after a round; where a snapshot is asked for and it is its turn, stores that."""
+        settings = self.settings
+        packed = pack() if agreement.has_snapshot else None
+        described = None if packed is None else describe_chunks(*packed)
+        record = StateRecord(
+            run_id=settings.run_id,
+            member=settings.own_id,
+            round_index=agreement.round_index,
+            agreement=agreement.digest,
+            state_digest=state_digest,
+            snapshot="" if described is None else described[0].digest,
+        ).signed(settings.identity)
+        settings.place.put_once(state_key(agreement.round_index, settings.own_id), record.wire())
+        crash_point("bucket-state-put")
+        order = place_in_order(settings.rules, agreement.round_index, agreement.keys, ())
+        if packed is not None and described is not None and order[0] == settings.own_id:
+            put_snapshot(settings.place, agreement.round_index, *described, packed[1])
+            logger.info("stored the state after round %d for newcomers", agreement.round_index)
+
+    def remove_old(self, agreement: Agreement) -> None:
+        """Removes what nobody needs, if this node has closed the round."""
+        if agreement.member != self.settings.own_id:
+            return
+        place, config = self.settings.place, self.settings.config
+        whole = self.snapshots(agreement.round_index, most=_KEPT_SNAPSHOTS)
+        if not whole:
+            return
+        newest = max(whole)
+        for (round_index, digest), keys in place.snapshots().items():
+            if whole.get(round_index) != digest and round_index < newest:
+                for key in sorted(keys, key=lambda it: not it.endswith("/descriptor")):  # Without it, it is not whole.
+                    place.delete(key)
+        for key in place.removable(min(newest, agreement.round_index + 1 - config.keep_rounds)):
+            place.delete(key)
+
+    def snapshots(self, newest_round: int, most: int = 1) -> dict[int, str]:
+        """Returns the digests of the newest whole snapshots that most members vouch for, by round; at most so many.
+
+        Somebody may have put others under such names; of later rounds than ``newest_round`` there are none.
+        """
+        settings, found = self.settings, dict[int, str]()
+        there = {key for key, names in settings.place.snapshots().items() if _is_whole(names)}
+        for round_index in sorted({each for each, _ in there if each <= newest_round}, reverse=True)[:_MOST_JUDGED]:
+            if round_index not in self._vouched:
+                agreement = accepted_agreement(settings.place, settings.rules, round_index)
+                record = None if agreement is None else vouched_state(settings.place, agreement)
+                if record is None or not record.snapshot:
+                    continue
+                self._vouched[round_index] = record
+            if (round_index, self._vouched[round_index].snapshot) in there:
+                found[round_index] = self._vouched[round_index].snapshot
+            if len(found) >= most:
+                break
+        return found
+
+    def vouched(self, round_index: int) -> StateRecord:
+        """Returns what most members said of a round whose snapshot `snapshots` has returned."""
+        return self._vouched[round_index]
+
+    def wish(self) -> None:
+        """Asks for a snapshot."""
+        settings = self.settings
+        wish = Wish(
+            run_id=settings.run_id, member=settings.own_id, credential=credential_field(settings.credential())
+        ).signed(settings.identity)
+        settings.place.replace(wish_key(settings.own_id), wish.wire())
+
+    def withdraw_wish(self) -> None:
+        """Takes that back."""
+        self.settings.place.delete(wish_key(self.settings.own_id))
+
+    def _is_wished(self, listed: tuple[str, float]) -> bool:
+        member, put_at = listed
+        settings = self.settings
+        if put_at < self.clock.now - _WISH_LIFE_S or (
+            settings.config.members and member not in settings.config.members
+        ):
+            return False
+        body = settings.place.get_bounded(wish_key(member), MAX_RECORD_BYTES)
+        try:
+            return body is not None and Wish.parse(body, settings.run_id).member == member
+        except MalformedAnswerError as error:
+            logger.info("the wish of %s is passed over: %s", member[:12], error)
+            return False
+
+
+def _is_whole(keys: list[str]) -> bool:
+    return any(key.endswith("/descriptor") for key in keys)

@@ -1,0 +1,390 @@
+"""A node's side of a run whose rounds go through a bucket: no port, no discovery, no peer's address.
+
+It has the same face as `trainer.run.node.network.Network` to the rest of the node. What others would ask this node for,
+it puts into the bucket after each round, in a thread of its own: what it holds, and when newcomers wait, the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import Field, JsonValue, ValidationError
+
+from genesis.errors import GenesisError
+from genesis.store.limits import RetryPolicy
+from genesis.store.opening import open_store
+from manifests.serialisation import canonical_json
+from trainer.bucket_rounds.collective import BucketCollective
+from trainer.bucket_rounds.documents import Agreement, ContributionHeader
+from trainer.bucket_rounds.forms import DenseForm
+from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
+from trainer.bucket_rounds.keeping import Keeping
+from trainer.bucket_rounds.place import RUN_KEY, Place
+from trainer.bucket_rounds.round import BucketSettings
+from trainer.bucket_rounds.rules import RoundRules
+from trainer.bucket_rounds.snapshots import fetch_snapshot
+from trainer.collective import Terms
+from trainer.compression.vectors import codec_named
+from trainer.errors import IncompatiblePeerError, RefusedError, StateTransferError, TrainerUsageError
+from trainer.network.rpc import Counters, Identity, Message
+from trainer.outer.diloco import SharedState
+from trainer.run.config import RunConfig
+from trainer.run.node.state_form import StateForm
+
+if TYPE_CHECKING:
+    from trainer.network.discovery import Announcement
+    from trainer.outer.grad import GradState
+    from trainer.run.node.network import Listener
+
+logger = logging.getLogger(__name__)
+
+_MAX_RUN_BYTES: Final = 1 << 20
+_SETTLE_S: Final = 600.0
+_LEAVE_S: Final = 20.0
+_CATCH_UP_S: Final = 120.0
+_MOST_UNPUBLISHED: Final = 4
+
+
+class BucketRun(Message):
+    """What all nodes of a run over a bucket have in common."""
+
+    version: Literal[1] = 1
+    run_id: Annotated[str, Field(min_length=1, max_length=128)]
+    terms: dict[str, JsonValue]  # `Terms`.
+    rounds: dict[str, JsonValue]  # `RoundRules`, and who may take part.
+
+
+class BucketNetwork:
+    """One node among others over a bucket.
+
+    ``vocabulary_rows`` and ``form`` are as for `Network`; ``stopping`` says whether the node has been asked to stop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: Identity,
+        terms: Terms,
+        vocabulary_rows: Callable[[], int],
+        form: StateForm[SharedState],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._terms = terms
+        self._form = form
+        self._stopping = stopping
+        self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
+        self._settings = settings_of(config, identity, vocabulary_rows, stopping)
+        self.collective = BucketCollective(self._settings, self._is_snapshot_due, self._note)
+        self._keeping = Keeping(self._settings, self.collective.clock)
+        self._listener: Listener | None = None
+        self._own = (-1, "")  # Rounds committed and digest of the state this node holds.
+        self._agreements: deque[Agreement] = deque(maxlen=_MOST_UNPUBLISHED)
+        self._unpublished: deque[SharedState] = deque(maxlen=_MOST_UNPUBLISHED)
+        self._changed = threading.Condition()
+        self._num_undigested = 0
+        self._worker: threading.Thread | None = None
+        self._is_stopped = False
+
+    @property
+    def peer_id(self) -> str:
+        """This node's key."""
+        return self._settings.own_id
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes to and from the bucket."""
+        cost = self._settings.place.cost
+        return Counters(sent_bytes=cost.sent_bytes, received_bytes=cost.received_bytes)
+
+    @property
+    def relayed_bytes(self) -> tuple[int, int]:
+        """None: whoever reaches the bucket needs no relay."""
+        return (0, 0)
+
+    @property
+    def state_digest(self) -> str:
+        """Digest of the state this node holds, as it was published last."""
+        return self._own[1]
+
+    def gauges(self) -> Iterable[tuple[str, str, float]]:
+        """Returns name, help and value of what the bucket has cost so far."""
+        cost, prices = self._settings.place.cost, self._config.bucket.prices
+        yield "bucket_write_requests", "PUT and LIST requests to the bucket.", cost.num_writes
+        yield "bucket_read_requests", "GET and HEAD requests to the bucket.", cost.num_reads
+        yield "bucket_sent_bytes", "Bytes of objects put into the bucket.", cost.sent_bytes
+        yield "bucket_received_bytes", "Bytes of objects read from the bucket.", cost.received_bytes
+        yield "bucket_cost_dollars", "What these cost at list prices (bucket.prices).", cost.dollars(prices)
+
+    def start(self, listener: Listener) -> None:
+        """Probes the bucket, and compares the run in it with this node's.
+
+        Raises:
+            TrainerUsageError: it cannot be written, or does not honour conditional writes.
+            IncompatiblePeerError: the nodes there train something else.
+        """
+        self._listener = listener
+        self._settings.place.check()
+        try:
+            self._compare_run()
+        except GenesisError as error:
+            raise TrainerUsageError(f"--rounds: expected a bucket that can be read and written: {error}") from error
+        self._worker = threading.Thread(target=self._publish_all, name="bucket-publish", daemon=True)
+        self._worker.start()
+        logger.info("rounds go through %s", self._settings.place.url)
+
+    def stop(self) -> None:
+        """Ends what runs beside training, after what is being put is there; also where `start` was never called."""
+        self.collective.close()
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        if self._worker is not None:
+            self._worker.join(_LEAVE_S)
+        self._settings.place.close()
+
+    def check_fit(self) -> None:
+        """Nothing is found out in the background."""
+
+    def alike(self) -> list[Announcement]:
+        """Returns nobody: nodes over a bucket do not announce themselves."""
+        return []
+
+    def announce(self) -> None:
+        """Does nothing: a round tells who is there."""
+
+    def is_on_its_own(self, num_members: int) -> bool:
+        """Returns False: a round with few members waits for most of those before (`trainer.bucket_rounds.rules`)."""
+        return False
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def publish(self, shared: SharedState | GradState, members: tuple[str, ...] = ()) -> None:
+        """Says in the bucket that this node holds a state, in the background."""
+        if not isinstance(shared, SharedState):
+            raise TrainerUsageError("--rounds: expected the state of strategy diloco, found that of averaged gradients")
+        with self._changed:
+            if len(self._unpublished) < _MOST_UNPUBLISHED:
+                self._num_undigested += 1
+            self._unpublished.append(shared)
+            self._changed.notify_all()
+
+    def settle(self, timeout_s: float = _SETTLE_S) -> None:
+        """Waits until the digest of the state published last is known."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._num_undigested or self._is_stopped, timeout_s):
+                logger.warning("the digest of this node's state is not there after %.0f s", timeout_s)
+
+    def let_go(self) -> None:
+        """Gives up this node's own state: `catch_up` takes any state the others hold."""
+        self.settle()
+        self._own = (self._own[0], "")
+
+    def catch_up(
+        self, *, wait_s: float = _CATCH_UP_S, stop: Callable[[], bool] = lambda: False, is_new: bool = False
+    ) -> SharedState | None:
+        """Fetches the others' state; None: this node holds it, or can come after them by what the bucket has of rounds.
+
+        A node that can do neither asks for a snapshot, and waits for it for as long as a round may take.
+        """
+        self.collective.catch_up()
+        self.settle()
+        deadline_s = time.monotonic() + max(wait_s, self._config.collective.round_timeout_s)
+        has_wished = False
+        try:
+            while not stop():
+                try:
+                    if not self._needs_state():
+                        return None
+                    shared = self._fetched(stop)
+                    if shared is not None:
+                        return shared
+                    if not has_wished:
+                        self._keeping.wish()
+                        has_wished = True
+                        logger.info("waiting for a snapshot of the run's state, which its next round brings")
+                except (GenesisError, StateTransferError, IncompatiblePeerError) as error:
+                    logger.warning("the others' state: %s", error)
+                if time.monotonic() >= deadline_s:
+                    return None
+                time.sleep(max(1.0, self._config.bucket.poll_interval_s))
+            return None
+        finally:
+            if has_wished:
+                self._withdraw_wish()
+
+    def _withdraw_wish(self) -> None:
+        try:
+            self._keeping.withdraw_wish()
+        except GenesisError as error:
+            logger.info("this node's wish for a snapshot stays in the bucket: %s", error)
+
+    def _needs_state(self) -> bool:
+        """Whether this node can neither take part in the next round nor make up for those it has missed."""
+        place, rules = self._settings.place, self._settings.rules
+        newest = newest_agreement(place, rules)
+        own_round, own_digest = self._own
+        if newest is None or own_round > newest.round_index + 1:
+            return False
+        if own_round == newest.round_index + 1:
+            record = vouched_state(place, newest)
+            return not own_digest or (record is not None and record.state_digest != own_digest)
+        agreement = accepted_agreement(place, rules, own_round)
+        if agreement is None or agreement.state_digest != own_digest:
+            return True
+        there = {(each.member, each.payload_sha256) for each in place.round(own_round).contributions}
+        if not {(each.member, each.payload_sha256) for each in agreement.members} <= there:
+            return True
+        logger.info(
+            "%d rounds were made without this node, which makes up for them", newest.round_index + 1 - own_round
+        )
+        return False
+
+    def _fetched(self, stop: Callable[[], bool]) -> SharedState | None:
+        """Returns the newest state that most members of its round vouch for and that is stored; None: there is none."""
+        place, rules = self._settings.place, self._settings.rules
+        newest = newest_agreement(place, rules)
+        if newest is None:
+            return None
+        for round_index, digest in self._keeping.snapshots(newest.round_index).items():
+            vouched = self._keeping.vouched(round_index)
+            if vouched.state_digest == self._own[1]:
+                continue
+            logger.info("fetching the state after round %d", round_index)
+            snapshot = fetch_snapshot(place, round_index, digest, self._snapshots, self._form.expectation, stop)
+            shared = self._form.unpack(snapshot.meta, snapshot.tensors)
+            if shared.digest() != vouched.state_digest:
+                raise StateTransferError(f"the snapshot {digest[:12]} does not hold the state that it was vouched for")
+            return shared
+        return None
+
+    # -- beside training -----------------------------------------------------------------------------------------------
+
+    def _note(self, agreement: Agreement) -> None:
+        self._agreements.append(agreement)
+
+    def _is_snapshot_due(self, round_index: int) -> bool:
+        return self._keeping.is_snapshot_due(round_index)
+
+    def _publish_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unpublished or self._is_stopped)
+                if not self._unpublished:
+                    return
+                shared = self._unpublished.popleft()
+            try:
+                self._publish(shared)
+            except Exception:
+                # An error here must not end the thread: the others would take this node for one that never answers.
+                logger.exception("saying what this node holds")
+
+    def _publish(self, shared: SharedState) -> None:
+        num_rounds = shared.outer_step * self._config.diloco.num_fragments + shared.fragment
+        digest = shared.digest()
+        with self._changed:
+            self._own = (num_rounds, digest)
+            self._num_undigested = len(self._unpublished)
+            self._changed.notify_all()
+        if self._listener is not None:
+            self._listener.state(shared.outer_step, digest)
+        if not num_rounds:
+            return
+        try:
+            agreement = self._agreement_of(num_rounds - 1)
+            if agreement is not None:
+                self._keeping.record(agreement, digest, lambda: self._form.pack(shared))
+                self._keeping.remove_old(agreement)
+        except GenesisError as error:
+            logger.warning("what this node holds after round %d is not in the bucket: %s", num_rounds - 1, error)
+
+    def _agreement_of(self, round_index: int) -> Agreement | None:
+        for agreement in self._agreements:
+            if agreement.round_index == round_index:
+                return agreement
+        return accepted_agreement(self._settings.place, self._settings.rules, round_index)
+
+    def _compare_run(self) -> None:
+        place, config = self._settings.place, self._config
+        rounds = {**asdict(self._settings.rules), "members": sorted(config.bucket.members)}
+        own = BucketRun(run_id=config.run_id, terms=self._terms.model_dump(mode="json"), rounds=rounds)
+        wire = canonical_json(own.model_dump(mode="json"))
+        body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
+        if body is None and place.put_once(RUN_KEY, wire):
+            return
+        body = body or place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
+        try:
+            found = BucketRun.model_validate_json(body or b"")
+            theirs = Terms.model_validate_json(canonical_json(found.terms))
+        except ValidationError:
+            raise IncompatiblePeerError(
+                f"expected the description of a run at {RUN_KEY} in {place.url}, found something else; give --rounds "
+                "a prefix of its own"
+            ) from None
+        if found.run_id != config.run_id:
+            raise IncompatiblePeerError(
+                f"expected run {config.run_id} in {place.url}, found {found.run_id}; give --run-id {found.run_id}, or "
+                "--rounds a prefix of its own"
+            )
+        try:
+            theirs.check(self._terms, f"the run in {place.url}")
+        except RefusedError as error:
+            raise IncompatiblePeerError(str(error)) from None
+        for name in sorted(found.rounds.keys() | rounds.keys()):
+            if found.rounds.get(name) != own.rounds.get(name):
+                raise IncompatiblePeerError(
+                    f"expected rounds with {name} {found.rounds.get(name)}, as the nodes in {place.url} have it, "
+                    f"found {own.rounds.get(name)}"
+                )
+
+
+def settings_of(
+    config: RunConfig, identity: Identity, vocabulary_rows: Callable[[], int], stopping: Callable[[], bool]
+) -> BucketSettings:
+    """Returns what all rounds of a node have in common; nothing is contacted. Raises TrainerUsageError."""
+    options, bucket = config.round_options, config.bucket
+    try:
+        store = open_store(bucket.url, policy=RetryPolicy())
+    except GenesisError as error:
+        raise TrainerUsageError(f"--rounds: {error}") from None
+    codec = codec_named(options.compression)
+    overlaps = config.diloco.overlap_steps > 0
+    return BucketSettings(
+        identity=identity,
+        place=Place(store, bucket.prices),
+        rules=RoundRules(
+            run_id=config.run_id,
+            min_members=options.min_members,
+            max_members=bucket.max_members,
+            quorum=bucket.quorum,
+            gather_timeout_s=options.gather_timeout_s,
+            few_members_after_s=bucket.few_members_after_s,
+            propose_after_s=bucket.propose_after_s,
+            max_weight_ratio=options.max_weight_ratio,
+        ),
+        rule=config.rule,
+        config=bucket,
+        form_of=lambda num_values: DenseForm(codec, num_values),
+        round_timeout_s=options.round_timeout_s,
+        invite_after_s=options.invite_after_s,
+        refusal=_allowed(bucket.members),
+        vocabulary_rows=vocabulary_rows,
+        carried_share=1.0 - config.diloco.merge_alpha if overlaps else 1.0,
+        stopping=stopping,
+    )
+
+
+def _allowed(members: Sequence[str]) -> Callable[[ContributionHeader, float], str]:
+    allowed = frozenset(members)
+
+    def refusal(header: ContributionHeader, _put_at: float) -> str:
+        return "" if not allowed or header.member in allowed else "the run does not name this node (bucket.members)"
+
+    return refusal
