@@ -33,7 +33,7 @@ from trainer.monitor import SwarmAccount
 from trainer.run.swarm.running import LocalSwarm, deal_ports, swarm_specs
 from trainer.run.swarm.tree import Child, ProcessTree, RestartPolicy
 
-ASKED = 0.8
+ASKED = 0.85
 _STAGES = 3
 _WORKERS = 2
 _DRIVERS = 2
