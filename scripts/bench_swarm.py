@@ -29,7 +29,7 @@ from scripts.swarm_bench.call import bench_call
 from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.credentials import bench_credentials
 from scripts.swarm_bench.goodput import bench_goodput
-from scripts.swarm_bench.grad_rounds import bench_grad
+from scripts.swarm_bench.grad_rounds import CODECS, VALIDATIONS, bench_grad
 from scripts.swarm_bench.ledger import bench_ledger
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--goodput-strategy", default="async_sparta", help="or diloco, or grad, for goodput")
     parser.add_argument("--grad-mb", type=float, default=16.0, help="MB of gradients, for grad")
     parser.add_argument("--grad-rounds", type=int, default=7, help="counted rounds of each contestant, for grad")
+    parser.add_argument("--grad-codecs", nargs="+", choices=CODECS, default=CODECS, help="of them, for grad")
+    parser.add_argument("--grad-validations", nargs="+", choices=VALIDATIONS, default=VALIDATIONS, help="for grad")
     parser.add_argument("--goodput-routing", default="hub", help="or chain, for goodput")
     parser.add_argument("--goodput-longest-s", type=float, default=4.0, help="of a stop or a slowing, for goodput")
     parser.add_argument("--goodput-turns", type=int, default=1, help="disturbed phases, for goodput")

@@ -25,7 +25,8 @@ ASKED = 0.6
 _MEMBERS = 4
 _AHEAD_S = 3.0
 """hivemind looks for its group in that time; ours takes some hundredths of it."""
-_CODECS = ("fp32", "fp16")
+CODECS = ("fp32", "fp16")
+VALIDATIONS = ("enforce", "off")
 _AHEAD = "agreed on ahead"
 _MAX_ATTEMPTS = 5
 
@@ -38,8 +39,8 @@ def bench_grad(arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"load": [load_average()], "bytes": 4 * values, "rounds": arguments.grad_rounds}
     with ExitStack() as stack:
         rounds: dict[str, Round] = {}
-        for codec in _CODECS:
-            for validation in ("enforce", "off"):
+        for codec in arguments.grad_codecs:
+            for validation in arguments.grad_validations:
                 ours = stack.enter_context(crew("grad", _MEMBERS, folder=SWARM_MEMBERS))
                 rounds |= _own_rounds(ours, codec, validation, values)
                 report.setdefault("step", ours.each("step", [{}])[0])

@@ -8,7 +8,6 @@ vectors need sums over all slices; every member adds those in one order, so all 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from operator import add
 from typing import TypeAlias
 
 import torch
+from blake3 import blake3
 
 from trainer.aggregation import (
     Moments,
@@ -153,7 +153,7 @@ class TaskResult:
         self._arithmetic = arithmetic
         self._values = values
         self._next_part = task.first_part
-        self._sha256 = hashlib.sha256()
+        self._blake3 = blake3()
 
     @property
     def complete(self) -> bool:
@@ -162,15 +162,15 @@ class TaskResult:
 
     @property
     def digest(self) -> str | None:
-        """SHA-256 of the concatenated encoded parts; None while one is missing."""
-        return self._sha256.hexdigest() if self.complete else None
+        """BLAKE3 of the concatenated encoded parts; None while one is missing."""
+        return self._blake3.hexdigest() if self.complete else None
 
     def add(self, part: int, payload: Payload) -> None:
         """Takes the next part; raises CodecError if it is another, does not decode, or is not finite."""
         if part != self._next_part or self.complete:
             raise CodecError(f"expected part {self._next_part} of task {self._task.key}, found {part}")
         self._arithmetic.decode_result(part, payload, self._values)
-        self._sha256.update(payload)
+        self._blake3.update(payload)
         self._next_part += 1
 
 

@@ -74,7 +74,8 @@ class Reduction:
         """Reduces all parts; returns when each has a result."""
         try:
             for part in self.parts:
-                self._put(self._own_id, part, await asyncio.to_thread(self._arithmetic.encode_own, part))
+                self._put(self._own_id, part, self._arithmetic.encode_own(part))
+                await asyncio.sleep(0)
             if needs_moments(self._arithmetic.rule):
                 await self._reduce_whole_vectors()
             else:
@@ -244,7 +245,7 @@ class ReductionPass:
                     if frame is None:
                         raise CodecError(f"task {task.key}: the results ended before all parts had come")
                     with peer_boundary(f"reducer {task.reducer[:8]}"):
-                        await asyncio.to_thread(result.add, frame.index, frame.payload)
+                        result.add(frame.index, frame.payload)
             finally:
                 sending.cancel()
                 with suppress(asyncio.CancelledError, RpcError):
@@ -252,5 +253,5 @@ class ReductionPass:
 
     async def _send_parts(self, task: Task, stream: Stream) -> None:
         for part in range(task.first_part, task.last_part):
-            await stream.send(part, await asyncio.to_thread(self.arithmetic.encode_own, part))
+            await stream.send(part, self.arithmetic.encode_own(part))
         await stream.end()

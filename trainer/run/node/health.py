@@ -19,6 +19,7 @@ from trainer.errors import UnfitNodeError
 from trainer.run.config.run import HealthConfig
 
 _STEADY_S: Final = 3600.0
+_JOINING_S: Final = 60.0
 _MIN_OTHERS: Final = 2
 """Other nodes by whose losses this node's can be judged."""
 
@@ -51,6 +52,15 @@ class Health:
                 f"itself out {len(self._reasons)} times in a row: {told}. Look at its memory, its link and its clock; "
                 "health.max_withdrawals=0 lets it try for ever"
             )
+
+    def missed_first_round(self, reason: str) -> None:
+        """Notes that the others went on without this node before it was in a round of theirs; raises as `withdraw`.
+
+        Where a round takes a second, the others may have had several before they hear of a newcomer. What it misses
+        within a minute of the last withdrawal is the same attempt to join, and does not count.
+        """
+        if self.clock() - self._last_s >= _JOINING_S:
+            self.withdraw(reason)
 
     def shared(self) -> None:
         """Notes a round that had others' work in it and was committed here."""

@@ -192,6 +192,7 @@ class WorkerNode:
             run.round_index = lambda: self._synchroniser.place()[0]
         self._health = Health(config.health, noted=self._watch.work.withdrew)
         self._nonsense = ""  # Why what it computes is of no use; set in the compute thread.
+        self._has_shared = False  # Whether it was in a committed round with others since it joined last.
         self._reported = WorkerFigures(config, shape, built, self._worker, self._watch, self._saving)
         network.figures = self._reported
         self._moves = StageMoves(config, shape, built.name, network.peer_id) if may_move else None
@@ -400,7 +401,10 @@ class WorkerNode:
             if reason := self._unfit_because():
                 logger.warning("lost touch with the other workers of %s: %s", self._built.name, reason)
                 self._watch.observer.event("withdrew", reason=reason)
-                self._health.withdraw(reason)
+                if self._lost_touch and not self._has_shared and not self._nonsense:
+                    self._health.missed_first_round(reason)
+                else:
+                    self._health.withdraw(reason)
                 self._rejoin()
             elif self._moves_now():
                 return
@@ -458,7 +462,7 @@ class WorkerNode:
 
     def _rejoin(self) -> None:
         self._set_status("joining")
-        self._is_resumed = self._is_current = False
+        self._is_resumed = self._is_current = self._has_shared = False
         self._nonsense = ""
         self._network.collective.move_to(-1)  # Nobody waits in a round for a worker without a state to contribute.
         self._network.let_go()
@@ -514,6 +518,7 @@ class WorkerNode:
             self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest=digest)
             members = result.report.members
             if len(members) > 1 and result.committed:
+                self._has_shared = True
                 self._health.shared()
             remarks = result.report.remarks() if len(members) > 1 else self._remarks
             if remarks and remarks != self._remarks:  # With averaged gradients each step is a round.

@@ -41,6 +41,17 @@ def test_a_round_with_others_or_an_hour_between_makes_it_fit_again() -> None:
         health.withdraw("lag")
 
 
+def test_first_rounds_missed_within_a_minute_are_one_attempt_to_join() -> None:
+    clock = Clock()
+    health = Health(HealthConfig(), clock)
+    for _ in range(11):
+        health.missed_first_round("went on")
+        clock.now_s += 10.0
+    clock.now_s += 10.0
+    with pytest.raises(UnfitNodeError, match="3 times in a row"):
+        health.missed_first_round("went on")
+
+
 def test_it_may_be_told_to_try_for_ever() -> None:
     health = Health(HealthConfig(max_withdrawals=0))
     for _ in range(100):
