@@ -7,8 +7,8 @@ serves it, and prints: the time from the request of the page to the last of what
 modules, figures, grid); the same once the index is read, and how long that took; the time of an object's answer while
 the index is being read, as a ratio to an idle server's; and the memory of a server with the page and without.
 With `--folder` the store is made there, once. "cpu" is the server's processor time, which other work on the machine
-changes least. Then, of the shard of 2,500,000 ids, a document's first answer (the shard is held against the index) as a ratio to one
-sha256 of the same file, and a further answer.
+changes least. Then, of the shard of 2,500,000 ids, a document's first answer (the shard is held against the index) as a
+ratio to one sha256 of the same file, and a further answer.
 """
 
 from __future__ import annotations
