@@ -119,11 +119,17 @@ class StoreView:
             state, problem = "unreadable", str(error)
         else:
             return self._filled(base, status)
-        return base.model_copy(update={"state": state, "problem": problem[:_MAX_TEXT]})
+        return base.model_copy(update={"state": state, "problem": self._told(problem)})
+
+    def _told(self, text: str) -> str:
+        """In one line, bounded, with the store's name instead of its address."""
+        line = " ".join(text.split()).replace(f"{self.store.url}/", "").replace(self.store.url, self.name)
+        return line[:_MAX_TEXT]
 
     def _filled(self, base: StoreOverview, status: StoreStatus) -> StoreOverview:
         report = self._report
         writer = status.writer
+        index = self.table.state()
         return base.model_copy(
             update={
                 "sequence": status.sequence,
@@ -145,10 +151,10 @@ class StoreView:
                 ),
                 "vocabulary": _bounded(status.vocabulary),
                 "vocabulary_steps": self.table.vocabulary_steps(),
-                "index": self.table.state(),
+                "index": index.model_copy(update={"problem": index.problem and self._told(index.problem)}),
                 "verified": report and _record_of(report),
                 "commits": tuple(reversed(self._commits)),
-                "notes": tuple(note[:_MAX_TEXT] for note in status.notes[:20]),
+                "notes": tuple(self._told(note) for note in status.notes[:20]),
             }
         )
 

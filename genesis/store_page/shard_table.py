@@ -56,6 +56,7 @@ class ShardTable:
     _manifest: Manifest | None = None
     _problem: str | None = None
     _reported: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    _steps: tuple[VocabularyStep, ...] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -78,7 +79,7 @@ class ShardTable:
             kept = 0 if other else min(total, len(self._rows))
             rows[:kept] = self._rows[:kept]
             # Array by array, a reader of the old rows goes on with them.
-            self._rows, self._manifest, self._problem = rows, manifest, None
+            self._rows, self._manifest, self._problem, self._steps = rows, manifest, None, None
             known = self._segments[: len(manifest.index)]
             self._segments = known + [""] * (len(manifest.index) - len(known))
             for number, reference in enumerate(manifest.index):
@@ -154,6 +155,7 @@ class ShardTable:
         read["check"] = np.where(same, old["check"], reported)
         self._rows[place] = read
         self._segments[number] = reference.sha256
+        self._steps = None
 
     def report(self, checks: npt.NDArray[np.uint8]) -> None:
         """Takes over what ``genesis verify`` found: uint8[shards at that time], one of the four values each."""
@@ -248,13 +250,15 @@ class ShardTable:
     def vocabulary_steps(self) -> tuple[VocabularyStep, ...]:
         """The sizes that the vocabulary had when shards were written, by what is read so far."""
         with self._lock:
-            rows = self._rows
-            indexed = np.flatnonzero(rows["source"] != _UNKNOWN)
-            sizes, first = np.unique(rows["vocabulary_ids"][indexed], return_index=True)
-            return tuple(
-                VocabularyStep(ids=int(size), first_shard=int(indexed[at]), source=self._name(int(indexed[at])))
-                for size, at in list(zip(sizes, first, strict=True))[:_MAX_STEPS]
-            )
+            if self._steps is None:
+                rows = self._rows
+                indexed = np.flatnonzero(rows["source"] != _UNKNOWN)
+                sizes, first = np.unique(rows["vocabulary_ids"][indexed], return_index=True)
+                self._steps = tuple(
+                    VocabularyStep(ids=int(size), first_shard=int(indexed[at]), source=self._name(int(indexed[at])))
+                    for size, at in zip(sizes[:_MAX_STEPS], first[:_MAX_STEPS], strict=True)
+                )
+            return self._steps
 
     def _name(self, shard_id: int) -> str:
         return self.sources[int(self._rows["source"][shard_id])]

@@ -44,7 +44,7 @@ const sourcesTable = new DataTable([
   { key: "documents", title: "documents", value: row => row.source.documents, show: (row, value) => formatNumber(value) },
   { key: "text", title: "text", hint: "UTF-8 bytes of the documents", value: row => row.source.text_bytes, show: (row, value) => formatBytes(value) },
   {
-    key: "ratio", title: "bytes/token", hint: "of text", value: row => bytesPerToken(row.source),
+    key: "ratio", title: "B/token", hint: "bytes of text a token", value: row => bytesPerToken(row.source),
     show: (row, value) => formatNumber(value, 2),
   },
   { key: "speed", title: "tokens/s", value: row => row.source.tokens_per_s, show: (row, value) => formatCompact(value) },

@@ -11,8 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from genesis.errors import UsageError
 from genesis.pages.page import POLICY
 from genesis.store import FolderStore
+from genesis.store_page import read_verify_report
 from genesis.verification import verify_store
 from manifests import shard_key
 from tests.support.serve_process import ServeProcess, genesis_serve
@@ -124,6 +126,24 @@ def test_neither_folder_nor_host_nor_lease_are_told(server: ServeProcess, folder
     assert server.get("/checkpoints.json").status_code == 404
 
 
+@pytest.mark.parametrize("broken", ["manifest.json", "checkpoints.json", "index", "vocabulary"])
+def test_nor_where_something_is_broken(tmp_path: Path, broken: str) -> None:
+    folder = tmp_path / "a secret place" / "store"
+    folder.parent.mkdir()
+    copy_small_store(folder)
+    for path in [folder / broken] if broken.endswith(".json") else (folder / broken).iterdir():
+        path.write_text("{")
+    with genesis_serve(folder) as serving:
+        for path in API:
+            answer = serving.get(path)
+            assert "secret" not in answer.text
+            assert answer.status_code in (200, 404, 409)
+        store = serving.get("/api/store").json()
+        assert store["state"] == ("damaged" if broken == "manifest.json" else "ready")
+        assert store["problem"] or store["notes"] or broken == "index"
+        wait_until(lambda: broken != "index" or serving.get("/api/store").json()["index"]["problem"], "a line", 30.0)
+
+
 def test_the_page_can_be_left_out(folder: Path) -> None:
     with genesis_serve(folder, "--no-page") as plain:
         for path in ("/", "/index.html", "/static/x/page.css", *API):
@@ -178,9 +198,10 @@ def test_a_damaged_shard_is_said_and_verify_reports_are_shown(tmp_path: Path) ->
         assert serving.get("/api/store").json()["verified"]["ok"] is True
 
 
-@pytest.mark.parametrize("body", ["", "{}", "[]", json.dumps({"format": 1})])
-def test_a_verify_report_that_is_none(tmp_path: Path, folder: Path, body: str) -> None:
+@pytest.mark.parametrize("body", ["", "{}", "[]", json.dumps({"format": 1}), None])
+def test_a_verify_report_that_is_none(tmp_path: Path, body: str | None) -> None:
     path = tmp_path / "verify.json"
-    path.write_text(body)
-    with pytest.raises(RuntimeError, match="ended with 2"), genesis_serve(folder, "--verify-report", str(path)):
-        """It does not start."""
+    if body is not None:
+        path.write_text(body)
+    with pytest.raises(UsageError, match=r"--verify-report .*verify\.json: "):
+        read_verify_report(path)
