@@ -48,9 +48,7 @@ _INCIDENTS_SHOWN: Final = 60
 _LINES_SHOWN: Final = 120
 _SHARDS_SHOWN: Final = 64
 _RATE_STEPS: Final = 50
-_STALL_S: Final = 60.0
 _STALL_STEPS: Final = 20.0
-"""A node whose latest step is older than so many usual ones, and than a minute, is said not to train."""
 _BUCKETS: Final = 8_000
 
 
@@ -63,6 +61,8 @@ class PageFacts:
     role: Role = "node"
     max_steps: int = 0
     max_tokens: int = 0
+    stall_s: float = 60.0
+    """Without a step for so long, and for 20 times the usual step, a node is said not to train."""
 
 
 class NodePage:
@@ -181,7 +181,7 @@ class NodePage:
         age_s = self._tracker.health().last_step_age_s
         steps = self._history.latest_steps(_RATE_STEPS)
         usual_s = (steps[-1].at - steps[0].at) / (len(steps) - 1) if len(steps) > 1 else 0.0
-        if age_s is not None and age_s > max(_STALL_S, _STALL_STEPS * usual_s):
+        if age_s is not None and age_s > max(self._facts.stall_s, _STALL_STEPS * usual_s):
             return "not-verified", (f"no step for {age_s:.0f} s", *reasons)
         if not self._tracker.can_judge:
             if self._facts.role == "worker" and status.loss is None:
