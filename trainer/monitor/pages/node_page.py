@@ -85,8 +85,6 @@ class NodePage:
         self._gauges = gauges
         self.pipeline: PipelineView | None = None
         """A driver's."""
-        self.own_stage: Callable[[], StageStatus | None] = lambda: None
-        """A worker's stage, with those of its workers that it knows."""
         self._lock = threading.Lock()
         self._made: tuple[float, PageView] | None = None
 
@@ -150,7 +148,7 @@ class NodePage:
             gauges=tuple(
                 Gauge(name=name, help=text, value=value) for name, text, value in self._gauges() if math.isfinite(value)
             ),
-            stages=_stages(stages, self.own_stage()),
+            stages=() if stages is None else tuple(map(_stage, stages.stages)),
             flow=None
             if stages is None
             else SwarmFlow(
@@ -264,12 +262,7 @@ def _nodes(status: TrainingStatus) -> tuple[PageNode, ...]:
     )
 
 
-def _stages(stages: SwarmStages | None, own: StageStatus | None) -> tuple[PageStage, ...]:
-    found = stages.stages if stages is not None else (own,) if own is not None else ()
-    return tuple(page_stage(it) for it in found)
-
-
-def page_stage(stage: StageStatus) -> PageStage:
+def _stage(stage: StageStatus) -> PageStage:
     """Returns a stage as the page shows it."""
     workers = tuple(
         it.model_copy(update={"node_id": harmless(it.node_id, NAME), "unsaved_because": harmless(it.unsaved_because)})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from loader import GenesisDataset, LoaderError
 from trainer.checkpoint.node import Checkpointer
-from trainer.errors import CheckpointError, PeerUnavailableError, TrainerError
+from trainer.errors import CheckpointError, PeerUnavailableError, TrainerError, TrainerUsageError
 from trainer.evaluation import Evaluation, Evaluator
 from trainer.inner import Batch, StepResult, undisturbed_rng
 from trainer.model import rows_for
@@ -232,10 +232,15 @@ class Watch:
             self._lines.detach()
 
 
-def _history_path(config: RunConfig) -> Path:
-    """The file of the page's history: beside the node's log, or else its checkpoints."""
+def _history_path(config: RunConfig) -> Path | None:
+    """The file of the page's history, beside the node's log if it has one; None: its name makes no file name."""
     directory = Path(config.log.directory or Path(config.state_dir) / "pages")
-    return history_path(directory.expanduser(), config.node_id)
+    try:
+        return history_path(directory.expanduser(), config.node_id)
+    except TrainerUsageError:
+        if config.log.directory:
+            raise
+        return None
 
 
 @dataclass(slots=True, kw_only=True)
