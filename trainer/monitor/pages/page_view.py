@@ -57,7 +57,7 @@ class PageNode(_Part):
     stage: str = ""
     status: str = ""
     health: str | None = Field(
-        None, description="As a monitor judges: ok, quiet, unreachable, failing, doubtful, gone."
+        default=None, description="As a monitor judges: ok, quiet, unreachable, failing, doubtful, gone."
     )
     step: int | None = Field(default=None, description="Outer steps in its state; of a worker its version.")
     behind: int | None = Field(default=None, description="How far that is behind the newest of its kind.")
