@@ -118,10 +118,9 @@ class Watch:
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id)
         self.curves = curves
         self.work = WorkTally()
-        self._history = (
-            NodeHistory(self.tracker.status, _history_path(config), config.run_id) if config.api.enabled else None
-        )
-        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work, self._history)
+        self._history = history = NodeHistory(self.tracker.status, _history_path(config), config.run_id)
+        kept = history if config.api.enabled else None
+        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work, kept)
         self._speed = speed
         if speed is not None:
             self.tracker.set_speed(speed.status)
@@ -139,7 +138,7 @@ class Watch:
                 max_tokens=config.max_tokens,
             )
             gauges = further if role != "node" else tuple
-            self.page = NodePage(facts, self.tracker, self.work, self._history, self._lines, gauges)
+            self.page = NodePage(facts, self.tracker, self.work, history, self._lines, gauges)
             source = PageSource(self.page.view, self.page.course)
             self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook, page=source)
             self.server = ApiServer(self._app, config.api)
@@ -214,7 +213,7 @@ class Watch:
         if self.curves is not None:
             with undisturbed_rng():
                 self.curves.start()
-        if self.server is not None and self._history is not None:
+        if self.server is not None:
             self._lines.attach()
             self._history.start()
             self.server.start()
@@ -226,7 +225,7 @@ class Watch:
             self.curves.close()
         if self.log is not None:
             self.log.close()
-        if self.server is not None and self._history is not None:
+        if self.server is not None:
             self.server.stop()
             self._history.close()
             self._lines.detach()
