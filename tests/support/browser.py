@@ -39,7 +39,7 @@ _FLAGS = [
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 ]
 _STARTS_WITHIN_MS = 60_000
-_WAITS_MS = 30_000
+_WAITS_MS = 90_000
 _AXE_TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 _OWN_SCHEMES = ("data", "blob", "about")
 
@@ -55,9 +55,9 @@ class WatchedPage:
     foreign: list[str] = field(default_factory=list)
     """Requests to any other place than the page came from."""
 
-    def wait_for(self, selector: str) -> None:
+    def wait_for(self, selector: str, *, timeout_s: float = _WAITS_MS / 1000) -> None:
         """Waits until an element is in the document. A policy without eval forbids playwright's wait_for_function."""
-        self.tab.locator(selector).first.wait_for(state="attached")
+        self.tab.locator(selector).first.wait_for(state="attached", timeout=1000 * timeout_s)
 
     def breaches(self, *, exclude: tuple[str, ...] = ()) -> list[str]:
         """What axe-core finds: its rule and the elements. ``exclude``: CSS selectors of what is not looked at."""

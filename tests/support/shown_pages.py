@@ -46,7 +46,7 @@ def shown_node(
     work = WorkTally()
     history = NodeHistory(tracker.status, path, "run-1", look_s=0.2)
     observer = Observer(tracker, metrics, work=work, history=history)
-    facts = PageFacts(node_id="gpu-7", run_id="run-1", role=role, **limits)
+    facts = PageFacts(node_id="gpu-7", run_id="run-1", role=role, stall_s=1e6, **limits)
     with LogLines() as lines, history:
         page = NodePage(facts, tracker, work, history, lines)
         app = create_app(tracker, metrics, config=config, page=PageSource(page.view, page.course))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from trainer.errors import TrainerUsageError
 
+READ_TOKEN_VARIABLE = "GENESIS_READ_TOKEN"
+"""Of the environment, in which commands that ask an interface find its token for reading."""
 _TOKEN = re.compile(r"[!-~]{16,1024}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 

@@ -53,12 +53,14 @@ class RunProgress(_Part):
     num_nodes: int = Field(description="Whose announcements were heard.")
     num_reached: int = Field(description="Of them, those that answered the monitor.")
     num_reporting: int = Field(description="Of them, those with a report that counts.")
-    total_steps: int | None = Field(None, description="Inner steps of nodes with whole models, summed; their word.")
-    data_shards: int | None = Field(None, description="Different shards that nodes with whole models train on.")
-    convergence: float | None = Field(
-        None, description="Percent of the nodes with whole models that announce the state most of them do."
+    total_steps: int | None = Field(
+        default=None, description="Inner steps of nodes with whole models, summed; their word."
     )
-    budget: Budget | None = Field(None, description="Null: the run has none, or no run file tells of it.")
+    data_shards: int | None = Field(default=None, description="Different shards that nodes with whole models train on.")
+    convergence: float | None = Field(
+        default=None, description="Percent of the nodes with whole models that announce the state most of them do."
+    )
+    budget: Budget | None = Field(default=None, description="Null: the run has none, or no run file tells of it.")
 
 
 class StageSummary(_Part):
@@ -70,7 +72,7 @@ class StageSummary(_Part):
     version: int | None
     rows_per_s: float = Field(description="Summed over its workers that serve.")
     busy: float = Field(description="Mean over them of the share of time in which they compute.")
-    workers: tuple[WorkerStatus, ...] = Field((), description="As they announce themselves; at most 64.")
+    workers: tuple[WorkerStatus, ...] = Field(default=(), description="As they announce themselves; at most 64.")
 
 
 class NodeSummary(_Part):
@@ -100,9 +102,11 @@ class NodeSummary(_Part):
     sent_bytes_per_s: float | None = Field(description="Between its two latest reports; null: there are not two.")
     received_bytes_per_s: float | None
     memory_bytes: int
-    step: int | None = Field(None, description="Outer steps in its state; of a worker the version of its stage.")
-    inner_steps: int | None = Field(None, description="That a node with a whole model says it has trained.")
-    num_shards: int | None = Field(None, description="It says that it trains on.")
+    step: int | None = Field(
+        default=None, description="Outer steps in its state; of a worker the version of its stage."
+    )
+    inner_steps: int | None = Field(default=None, description="That a node with a whole model says it has trained.")
+    num_shards: int | None = Field(default=None, description="It says that it trains on.")
     state_digest: str | None = None
     clock_offset_s: float | None = Field(description="Its clock ahead of the monitor's, measured; null: not measured.")
     checkpoint_age_s: float | None
@@ -156,7 +160,7 @@ class RunView(_Part):
     progress: RunProgress
     stages: tuple[StageSummary, ...] = ()
     nodes: tuple[NodeSummary, ...] = Field(
-        (), description="Those that are there, then the greatest of those that left."
+        default=(), description="Those that are there, then the greatest of those that left."
     )
     rounds: tuple[RoundSummary, ...] = ()
     account: SwarmAccount | None = Field(default=None, description="As the keeper that answered last told it.")

@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
 import uvicorn
@@ -92,10 +93,11 @@ class ApiServer:
         if self._server is None or self._thread is None:
             return
         self._server.should_exit = True
-        self._thread.join(_STOP_WITHIN_S)
-        if self._thread.is_alive():
-            self._server.force_exit = True
+        with _answers_cut_silently():
             self._thread.join(_STOP_WITHIN_S)
+            if self._thread.is_alive():
+                self._server.force_exit = True
+                self._thread.join(_STOP_WITHIN_S)
         if self._listener:
             self._listener.close()
         self._server = self._thread = self._listener = None
@@ -105,6 +107,17 @@ class ApiServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+@contextmanager
+def _answers_cut_silently() -> Iterator[None]:
+    """Uvicorn logs each answer that it cuts as an error with a traceback: at a stop that is no news."""
+    told = logging.getLogger("uvicorn.error")
+    before, told.disabled = told.disabled, True
+    try:
+        yield
+    finally:
+        told.disabled = before
 
 
 class _Server(uvicorn.Server):

@@ -88,7 +88,7 @@ def test_it_stops_with_clients_connected_and_frees_its_port(node):
 
 
 @pytest.mark.slow
-def test_an_answer_that_hangs_is_cut():
+def test_an_answer_that_hangs_is_cut(caplog):
     begun = threading.Event()
 
     async def hanging(scope, receive, send):
@@ -104,6 +104,7 @@ def test_an_answer_that_hangs_is_cut():
         client.settimeout(30)
         assert b"200" not in client.recv(100)
     assert not is_running()
+    assert [it.name for it in caplog.records if it.levelname == "ERROR"] == []
 
 
 def test_half_requests_keep_nobody_out(node):

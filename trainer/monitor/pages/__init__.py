@@ -8,7 +8,7 @@ sees from outside, and what a node knows of itself. What a source cannot know is
     curves  node_history.py (a node's sqlite file), a monitor's history  →  course.py, down-sampled, at /api/page/course
     page    routes.py: HTML with the first figures in it, modules and styles as files of this package
 
-Guarantees: nothing here changes anything, or waits in the training thread (0.3 µs a step); memory and disk are bounded
+Guarantees: nothing here changes anything, or waits in the training thread (1.2 µs a step); memory and disk are bounded
 however long a run is; an answer has at most 2,000 points a curve and strings of bounded length, and never NaN; the
 page runs no script but its own files and plotly's, and asks nobody but where it came from.
 

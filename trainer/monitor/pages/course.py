@@ -47,7 +47,7 @@ class Curve(_Part):
     who: Literal["run", "self", "node"] = Field(description="run: over all nodes; self: the one that answers.")
     x: tuple[float, ...]
     y: tuple[float, ...] = Field(description="Mean of what fell into each part of the range.")
-    low: tuple[float, ...] | None = Field(None, description="The lowest of it.")
+    low: tuple[float, ...] | None = Field(default=None, description="The lowest of it.")
     high: tuple[float, ...] | None = None
     breaks: tuple[int, ...] = Field((), description="Points before which the line is broken: nothing was recorded.")
 
@@ -68,7 +68,7 @@ class CourseView(_Part):
     begin: float | None = Field(description="Of all that is recorded; null: nothing is.")
     end: float | None
     curves: tuple[Curve, ...] = ()
-    rounds: tuple[RoundMark, ...] = Field((), description="The latest in the range, at most 200.")
+    rounds: tuple[RoundMark, ...] = Field(default=(), description="The latest in the range, at most 200.")
 
 
 def curve(

@@ -48,9 +48,7 @@ _INCIDENTS_SHOWN: Final = 60
 _LINES_SHOWN: Final = 120
 _SHARDS_SHOWN: Final = 64
 _RATE_STEPS: Final = 50
-_STALL_S: Final = 60.0
 _STALL_STEPS: Final = 20.0
-"""A node whose latest step is older than so many usual ones, and than a minute, is said not to train."""
 _BUCKETS: Final = 8_000
 
 
@@ -63,6 +61,8 @@ class PageFacts:
     role: Role = "node"
     max_steps: int = 0
     max_tokens: int = 0
+    stall_s: float = 60.0
+    """Without a step for so long, and for 20 times the usual step, a node is said not to train."""
 
 
 class NodePage:
@@ -85,8 +85,6 @@ class NodePage:
         self._gauges = gauges
         self.pipeline: PipelineView | None = None
         """A driver's."""
-        self.own_stage: Callable[[], StageStatus | None] = lambda: None
-        """A worker's stage, with those of its workers that it knows."""
         self._lock = threading.Lock()
         self._made: tuple[float, PageView] | None = None
 
@@ -150,7 +148,7 @@ class NodePage:
             gauges=tuple(
                 Gauge(name=name, help=text, value=value) for name, text, value in self._gauges() if math.isfinite(value)
             ),
-            stages=_stages(stages, self.own_stage()),
+            stages=() if stages is None else tuple(map(_stage, stages.stages)),
             flow=None
             if stages is None
             else SwarmFlow(
@@ -181,7 +179,7 @@ class NodePage:
         age_s = self._tracker.health().last_step_age_s
         steps = self._history.latest_steps(_RATE_STEPS)
         usual_s = (steps[-1].at - steps[0].at) / (len(steps) - 1) if len(steps) > 1 else 0.0
-        if age_s is not None and age_s > max(_STALL_S, _STALL_STEPS * usual_s):
+        if age_s is not None and age_s > max(self._facts.stall_s, _STALL_STEPS * usual_s):
             return "not-verified", (f"no step for {age_s:.0f} s", *reasons)
         if not self._tracker.can_judge:
             if self._facts.role == "worker" and status.loss is None:
@@ -264,12 +262,7 @@ def _nodes(status: TrainingStatus) -> tuple[PageNode, ...]:
     )
 
 
-def _stages(stages: SwarmStages | None, own: StageStatus | None) -> tuple[PageStage, ...]:
-    found = stages.stages if stages is not None else (own,) if own is not None else ()
-    return tuple(page_stage(it) for it in found)
-
-
-def page_stage(stage: StageStatus) -> PageStage:
+def _stage(stage: StageStatus) -> PageStage:
     """Returns a stage as the page shows it."""
     workers = tuple(
         it.model_copy(update={"node_id": harmless(it.node_id, NAME), "unsaved_because": harmless(it.unsaved_because)})

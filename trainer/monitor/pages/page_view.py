@@ -33,14 +33,18 @@ class PageRound(_Part):
     vote_s: float
     num_members: int
     completeness: float = Field(description="Share of the contributions agreed upon that are in the result.")
-    num_reports: int | None = Field(None, description="Members that reported it; null: told by this node alone.")
-    num_failed: int = Field(0, description="Of them, those for which it failed.")
+    num_reports: int | None = Field(
+        default=None, description="Members that reported it; null: told by this node alone."
+    )
+    num_failed: int = Field(default=0, description="Of them, those for which it failed.")
     sent_bytes: int = 0
     received_bytes: int | None = None
     rule: str = ""
-    members: tuple[str, ...] = Field((), description="Names, where they are known.")
-    left_out: tuple[tuple[str, str], ...] = Field((), description="Who was left out, and why, where that is known.")
-    error: str = Field("", description="Why it has no result; empty: it has one.")
+    members: tuple[str, ...] = Field(default=(), description="Names, where they are known.")
+    left_out: tuple[tuple[str, str], ...] = Field(
+        default=(), description="Who was left out, and why, where that is known."
+    )
+    error: str = Field(default="", description="Why it has no result; empty: it has one.")
 
 
 class PageNode(_Part):
@@ -53,21 +57,23 @@ class PageNode(_Part):
     stage: str = ""
     status: str = ""
     health: str | None = Field(
-        None, description="As a monitor judges: ok, quiet, unreachable, failing, doubtful, gone."
+        default=None, description="As a monitor judges: ok, quiet, unreachable, failing, doubtful, gone."
     )
-    step: int | None = Field(None, description="Outer steps in its state; of a worker its version.")
-    behind: int | None = Field(None, description="How far that is behind the newest of its kind.")
+    step: int | None = Field(default=None, description="Outer steps in its state; of a worker its version.")
+    behind: int | None = Field(default=None, description="How far that is behind the newest of its kind.")
     inner_steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
     tokens: int | None = None
-    pflops: float | None = Field(None, description="Claimed, in 10^15 operations, over all its lives that were seen.")
-    confirmed_pflops: float | None = Field(None, description="Of these, what the account confirms.")
+    pflops: float | None = Field(
+        default=None, description="Claimed, in 10^15 operations, over all its lives that were seen."
+    )
+    confirmed_pflops: float | None = Field(default=None, description="Of these, what the account confirms.")
     hours: float | None = None
     rounds_shared: int | None = None
     rounds_failed: int | None = None
     withdrawals: int | None = None
-    clock_offset_s: float | None = Field(None, description="Ahead of the monitor's, measured.")
+    clock_offset_s: float | None = Field(default=None, description="Ahead of the monitor's, measured.")
     memory_bytes: int | None = None
     sent_bytes_per_s: float | None = None
     received_bytes_per_s: float | None = None
@@ -133,10 +139,12 @@ class Gauge(_Part):
 class DataStatus(_Part):
     """Which data is being trained on."""
 
-    num_shards: int | None = Field(None, description="Different shards in use.")
-    own_shards: tuple[int, ...] | None = Field(None, description="This node's, at most 64 of them.")
+    num_shards: int | None = Field(default=None, description="Different shards in use.")
+    own_shards: tuple[int, ...] | None = Field(default=None, description="This node's, at most 64 of them.")
     num_own_shards: int | None = None
-    rotations: int | None = Field(None, description="How often this node's shards have changed since its start.")
+    rotations: int | None = Field(
+        default=None, description="How often this node's shards have changed since its start."
+    )
 
 
 class CheckpointStatus(_Part):
@@ -171,12 +179,12 @@ class PageView(_Part):
     format: int = PAGE_FORMAT
     scope: Literal["run", "node"] = Field(description="run: seen by a monitor; node: by one node.")
     run_id: str
-    node_id: str = Field("", description="Who answers, where a node does.")
-    role: str = Field("", description="Its: node, worker or driver.")
+    node_id: str = Field(default="", description="Who answers, where a node does.")
+    role: str = Field(default="", description="Its: node, worker or driver.")
     time: str
     kind: RunKind
     verdict: Literal["verified", "not-verified", "unknown"] = Field(description="Whether training works.")
-    reasons: tuple[str, ...] = Field((), description="What speaks against it, or what is missing to tell.")
+    reasons: tuple[str, ...] = Field(default=(), description="What speaks against it, or what is missing to tell.")
     loss: float | None
     loss_trend: LossTrend
     step: int | None
@@ -185,9 +193,11 @@ class PageView(_Part):
     tokens_per_s: float | None
     num_nodes: int | None
     num_reached: int | None = None
-    total_steps: int | None = Field(None, description="Inner steps, summed over nodes with whole models.")
-    data_shards: int | None = Field(None, description="Different shards that those train on.")
-    convergence: float | None = Field(None, description="Percent of those that hold the state most of them hold.")
+    total_steps: int | None = Field(default=None, description="Inner steps, summed over nodes with whole models.")
+    data_shards: int | None = Field(default=None, description="Different shards that those train on.")
+    convergence: float | None = Field(
+        default=None, description="Percent of those that hold the state most of them hold."
+    )
     last_round: PageRound | None = None
     budget: Budget | None = None
     own: OwnStatus | None = None
@@ -196,11 +206,11 @@ class PageView(_Part):
     flow: SwarmFlow | None = None
     account: SwarmAccount | None = None
     nodes: tuple[PageNode, ...] = ()
-    rounds: tuple[PageRound, ...] = Field((), description="The latest, the newest first.")
+    rounds: tuple[PageRound, ...] = Field(default=(), description="The latest, the newest first.")
     data: DataStatus | None = None
     checkpoints: tuple[CheckpointStatus, ...] = ()
-    alarms: tuple[AlarmStatus, ...] | None = Field(None, description="Null: nobody here watches for any.")
-    incidents: tuple[Incident, ...] = Field((), description="The latest, the newest first.")
-    log: tuple[LogLine, ...] = Field((), description="The latest lines, the newest first.")
+    alarms: tuple[AlarmStatus, ...] | None = Field(default=None, description="Null: nobody here watches for any.")
+    incidents: tuple[Incident, ...] = Field(default=(), description="The latest, the newest first.")
+    log: tuple[LogLine, ...] = Field(default=(), description="The latest lines, the newest first.")
     dht: DhtSummary | None = None
     unverified: tuple[str, ...] = ()

@@ -145,8 +145,9 @@ class _Monitor:
             seen = await self._unless_stopped(watcher.look())
             if seen is None:
                 return
-            self._view, self._page = await asyncio.to_thread(self._summarised, summary, seen)
-            self._show(self._view)
+            view, page = await asyncio.to_thread(self._summarised, summary, seen)
+            self._view, self._page = view, page
+            self._show(view)
             if self._options.once:
                 return
             while not self._stop() and time.monotonic() - began_s < self._options.interval_s:

@@ -20,7 +20,7 @@ import torch
 
 from loader import GenesisDataset, LoaderError
 from trainer.checkpoint.node import Checkpointer
-from trainer.errors import CheckpointError, PeerUnavailableError, TrainerError
+from trainer.errors import CheckpointError, PeerUnavailableError, TrainerError, TrainerUsageError
 from trainer.evaluation import Evaluation, Evaluator
 from trainer.inner import Batch, StepResult, undisturbed_rng
 from trainer.model import rows_for
@@ -139,10 +139,9 @@ class Watch:
         metrics = TrainingMetrics(sources, node_id=config.node_id, run_id=config.run_id, role=role, stage=stage)
         self.curves = curves
         self.work = WorkTally()
-        self._history = (
-            NodeHistory(self.tracker.status, _history_path(config), config.run_id) if config.api.enabled else None
-        )
-        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work, self._history)
+        self._history = history = NodeHistory(self.tracker.status, _history_path(config), config.run_id)
+        kept = history if config.api.enabled else None
+        self.observer = Observer(self.tracker, metrics, self.log, curves, self.work, kept)
         self._speed = speed
         if speed is not None:
             self.tracker.set_speed(speed.status)
@@ -160,7 +159,7 @@ class Watch:
                 max_tokens=config.max_tokens,
             )
             gauges = further if role != "node" else tuple
-            self.page = NodePage(facts, self.tracker, self.work, self._history, self._lines, gauges)
+            self.page = NodePage(facts, self.tracker, self.work, history, self._lines, gauges)
             source = PageSource(self.page.view, self.page.course)
             self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook, page=source)
             self.server = ApiServer(self._app, config.api)
@@ -238,7 +237,7 @@ class Watch:
         if self.curves is not None:
             with undisturbed_rng():
                 self.curves.start()
-        if self.server is not None and self._history is not None:
+        if self.server is not None:
             self._lines.attach()
             self._history.start()
             self.server.start()
@@ -252,16 +251,21 @@ class Watch:
             self.curves.close()
         if self.log is not None:
             self.log.close()
-        if self.server is not None and self._history is not None:
+        if self.server is not None:
             self.server.stop()
             self._history.close()
             self._lines.detach()
 
 
-def _history_path(config: RunConfig) -> Path:
-    """The file of the page's history: beside the node's log, or else its checkpoints."""
+def _history_path(config: RunConfig) -> Path | None:
+    """The file of the page's history, beside the node's log if it has one; None: its name makes no file name."""
     directory = Path(config.log.directory or Path(config.state_dir) / "pages")
-    return history_path(directory.expanduser(), config.node_id)
+    try:
+        return history_path(directory.expanduser(), config.node_id)
+    except TrainerUsageError:
+        if config.log.directory:
+            raise
+        return None
 
 
 def _device_memory() -> Iterator[tuple[str, str, float]]:

@@ -6,6 +6,7 @@ ports are chosen beforehand; or, as on the internet, through seeds of a DHT. All
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import sys
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from genesis.file_lock import FileLock, FileLockedError
 from trainer.errors import MalformedAnswerError, PeerUnavailableError, RpcError, TrainerError, TrainerUsageError
+from trainer.monitor.config import READ_TOKEN_VARIABLE
 from trainer.monitor.status import ACCOUNT_PATH, STAGES_PATH, SwarmAccount, SwarmStages
 from trainer.run.swarm.tree import Child, ChildSpec, ExitStatus, ProcessTree, RestartPolicy
 
@@ -299,8 +301,13 @@ def ask_account(api_url: str, timeout_s: float = 5.0) -> SwarmAccount | None:
 
 def _ask(api_url: str, path: str, kind: type[AnswerT], timeout_s: float) -> AnswerT | None:
     url = api_url.rstrip("/") + path
+    token = os.environ.get(READ_TOKEN_VARIABLE, "")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        with httpx.Client(trust_env=False, timeout=timeout_s) as client, client.stream("GET", url) as answer:
+        with (
+            httpx.Client(trust_env=False, timeout=timeout_s, headers=headers) as client,
+            client.stream("GET", url) as answer,
+        ):
             content = b""
             for part in answer.iter_bytes():
                 content += part
@@ -312,6 +319,11 @@ def _ask(api_url: str, path: str, kind: type[AnswerT], timeout_s: float) -> Answ
         raise PeerUnavailableError(f"{api_url}: no driver answers ({error or type(error).__name__})") from None
     if answer.status_code == _NOT_YET:
         return None
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise MalformedAnswerError(
+            f"{url}: expected the token for reading, which that driver asks for (api.read_token), found "
+            f"{'another' if token else 'none'}; set {READ_TOKEN_VARIABLE}"
+        )
     if answer.status_code != httpx.codes.OK:
         raise MalformedAnswerError(
             f"{url}: expected a driver's answer, found status {answer.status_code}; is that the API of a driver?"

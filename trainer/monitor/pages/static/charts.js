@@ -111,7 +111,7 @@ function layoutOf(course, { isLogScale, yTitle, range }) {
     font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: text },
     hovermode: "x unified", hoverlabel: { bgcolor: colour("--surface"), bordercolor: line, font: { color: colour("--text") } },
     dragmode: "zoom", showlegend: true,
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: text }, itemsizing: "constant" },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: text }, itemsizing: "constant", traceorder: "reversed" },
     xaxis: {
       ...axis, type: course.by === "time" ? "date" : "linear", nticks: 7, exponentformat: "SI", separatethousands: true,
       title: { text: NAMES[course.by], font: { size: 12 }, standoff: 6 },
