@@ -27,7 +27,7 @@ from trainer.monitor.pages.course import (
     evenly,
 )
 from trainer.monitor.pages.step_course import StepCourse
-from trainer.monitor.report.model import HeldOutPoint, ReportedRound
+from trainer.monitor.report.model import HeldOutPoint, ReportedRound, WatchedPoint
 
 _BUCKETS: Final = 4_096
 _POINTS: Final = 600
@@ -131,10 +131,23 @@ def round_seconds(rounds: Sequence[ReportedRound]) -> CourseView:
     return _view("time", [each for each in found if each is not None], ())
 
 
-def over_time(nodes: Sequence[NodeCourse], trained: Sequence[NodeCourse]) -> CourseView:
-    """Returns loss and speed over time; ``trained`` are the nodes whose tokens add up to the run's."""
+def over_time(nodes: Sequence[NodeCourse]) -> CourseView:
+    """Returns loss and speed over time."""
     shown = _curves([(it.name, it.losses) for it in nodes], "time")
-    return _view("time", (*shown, *_speeds(trained)), _marks(nodes, "time"))
+    return _view("time", (*shown, *_speeds(nodes)), _marks(nodes, "time"))
+
+
+def watched(points: Sequence[WatchedPoint]) -> CourseView:
+    """Returns loss, speed and nodes over time as a monitor saw them."""
+    wanted = CourseRange(by="time", points=_POINTS)
+    at = np.array([datetime.fromisoformat(it.at).timestamp() for it in points])
+    parts: dict[CurveKind, list[float]] = {
+        "loss": [np.nan if it.loss is None else it.loss for it in points],
+        "speed": [it.tokens_per_s for it in points],
+        "nodes": [float(it.nodes) for it in points],
+    }
+    found = (curve("the run", what, "run", at, np.array(values), wanted) for what, values in parts.items())
+    return _view("time", [each for each in found if each is not None], ())
 
 
 _ROUND_PARTS: Final[dict[str, Callable[[ReportedRound], float | None]]] = {
@@ -163,7 +176,9 @@ def _curves(columns: Sequence[tuple[str, StepColumns]], by: Axis, what: CurveKin
 def _gaps(it: StepColumns, by: Axis) -> Numbers:
     """Returns where a curve goes on after steps that this node did not do, or time in which it did not live."""
     if by == "step":
-        return it.steps[1:][it.firsts[1:] > it.steps[:-1] + 1]
+        jumps = it.firsts[1:] - it.steps[:-1]
+        usual = float(np.median(jumps)) if len(jumps) else 1.0  # Of several drivers each has only some of the steps.
+        return it.steps[1:][jumps > max(1.0, 8.0 * usual)]
     if by == "time":
         return it.at[1:][it.at[1:] - it.seconds[1:] > it.at[:-1] + _GAP_S]
     return np.array([])

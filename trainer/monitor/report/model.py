@@ -277,6 +277,7 @@ class RunReport(_Part):
     course_by_time: CourseView = Field(description="Loss and speed; x in seconds since 1970.")
     gradient_norm: CourseView
     held_out_by_step: CourseView
+    watched_by_time: CourseView = Field(description="Loss, speed and nodes, as a monitor saw them.")
     round_seconds: CourseView = Field(description="What rounds took, by phase; x in seconds since 1970.")
     rounds: tuple[ReportedRound, ...] = ()
     incidents: tuple[ReportedIncident, ...] = ()
