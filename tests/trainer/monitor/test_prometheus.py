@@ -227,6 +227,7 @@ def scraped(folder: Path) -> Iterator[tuple[Prometheus, PipelineSwarm]]:
     """Two nodes that train together, two workers, a driver, a monitor and a store, scraped every second."""
     small = {"discovery": {"report_interval_s": 1.0}, "swarm": {"num_stages": 2}}
     with ExitStack() as stack:
+        serve = stack.enter_context(genesis_serve(text_store()))
         swarm = stack.enter_context(PipelineSwarm(folder / "swarm", max_steps=0, **small))
         swarm.begin_driver()
         swarm.begin_workers("head", "tail")
@@ -238,7 +239,6 @@ def scraped(folder: Path) -> Iterator[tuple[Prometheus, PipelineSwarm]]:
         nodes.begin("gpu-1", "gpu-2")
         nodes.wait_for_step(1, timeout_s=2 * WAIT_S)
         ask = stack.enter_context(watching(swarm, folder))
-        serve = stack.enter_context(genesis_serve(text_store()))
         monitor = re.findall(r"shown at http://(127\.0\.0\.1:\d+)", (folder / "monitor.out").read_text())[-1]
         assert "genesis_run_nodes" in ask("/metrics")
         processes = [*nodes.nodes.values(), *swarm.nodes.values()]
