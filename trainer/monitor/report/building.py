@@ -387,7 +387,9 @@ def _figures(nodes: Sequence[NodeReport], watched: Watched | None) -> Iterator[F
     how = f"summed over the {who}; of a step done twice the last counts, steps before a log's first as that one"
     yield Figure(name="tokens", value=float(tokens), unit="tokens", how=how)
     ends = [life.last_step + 1 for node in trained for life in node.lives if life.last_step is not None]
-    yield Figure(name="steps", value=float(max(ends, default=0)), unit="steps", how="of the schedule, as far as any got")
+    yield Figure(
+        name="steps", value=float(max(ends, default=0)), unit="steps", how="of the schedule, as far as any got"
+    )
     speeds = [node.tokens_per_s for node in trained if node.tokens_per_s is not None]
     if speeds:
         how = f"summed over the {who}: each one's tokens over the time from first to last event of its lives"
