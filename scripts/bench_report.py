@@ -28,6 +28,7 @@ _EVERY = 500
 
 
 def write_log(folder: Path, num_steps: int) -> Path:
+    """Writes a node's log of so many steps."""
     rng, path, at = random.Random(1), folder / "events-gpu-1.jsonl", 1.79e9
     with path.open("wb") as file:
         for step in range(num_steps):
@@ -51,6 +52,7 @@ def measured(what: str, path: Path) -> tuple[float, float]:
 
 
 def read(what: str, path: Path) -> None:
+    """Reads, and prints what `measured` returns."""
     began_s = time.process_time()
     if what == "report":
         run_report([path])
@@ -63,6 +65,7 @@ def read(what: str, path: Path) -> None:
 
 
 def main() -> None:
+    """Prints a line a size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--only", nargs=2, metavar=("WHAT", "PATH"), help=argparse.SUPPRESS)

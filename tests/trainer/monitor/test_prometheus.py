@@ -214,7 +214,7 @@ def test_each_rule_fires_when_it_should_and_none_in_a_healthy_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# -- a real run ---------------------------------------------------------------------------------------------------------
+# -- a real run --------------------------------------------------------------------------------------------------------
 
 
 def api_target(node: TrainingNode) -> str:

@@ -164,7 +164,8 @@ WRONG = (None, True, -1, 1e308, 2**80, "NaN", "Infinity", "x", [], {}, [[1]], {"
 FIELDS = "step loss grad_norm num_tokens seconds loader_wait_s round_index members dropped completeness sent_bytes"
 FIELDS += " received_bytes agree_s reduce_s vote_s outcome shards rows by_source bits_per_byte options machine versions"
 FIELDS += " peak model first_step num_devices events outer_step settings skipped num_parameters flops_per_token"
-KINDS = "step round round_failed checkpoint shards store vocabulary held_out sample end start lost ban withdrew adopted run_change"
+KINDS = "step round round_failed checkpoint shards store vocabulary held_out sample end start lost"
+KINDS += " ban withdrew adopted run_change"
 EVENTS = st.tuples(
     st.sampled_from(KINDS.split()), st.dictionaries(st.sampled_from(FIELDS.split()), st.sampled_from(WRONG), max_size=8)
 )

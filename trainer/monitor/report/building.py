@@ -414,8 +414,8 @@ def _notes(nodes: Sequence[NodeReport], watched: Watched | None) -> Iterator[str
         "Every figure is what a node wrote into its own log, on its own clock. Nothing here was measured by anybody "
         "else, except what is named as a monitor's."
     )
-    yield "A loss is the mean over a step's tokens, in nats; a curve's band is the lowest and highest of what a point stands for."
-    yield "Speed is tokens over the time from step to step, rounds and waits included; time between two lives is left out."
+    yield "A loss is the mean over a step's tokens, in nats; a curve's band goes from the lowest to the highest."
+    yield "Speed is tokens over the time from step to step, with rounds and waits, without what lies between two lives."
     if any(not node.role for node in nodes):
         yield (
             "Some logs are of a release that did not log what a process was started with: of these nodes machine, "

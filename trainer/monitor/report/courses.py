@@ -1,7 +1,7 @@
 """A report's curves: of each node while there are few, of all together, brought down to some hundred points.
 
-A node's buckets (`StepCourse`) become arrays once its log is read: 0.5 MB a node, whatever it did. Speed is tokens over the
-time from step to step, rounds and waits included, the time between two lives left out.
+A node's buckets (`StepCourse`) become arrays once its log is read: 0.5 MB a node, whatever it did. Speed is tokens over
+the time from step to step, rounds and waits included, the time between two lives left out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepColumns:
     def of(cls, course: StepCourse) -> StepColumns:
         """Takes what a course has of all steps."""
         buckets = course.between(0, math.inf, _BUCKETS)
-        rows = [
+        rows: list[tuple[float, ...]] = [
             (
                 it.first_step,
                 it.last_step,
@@ -70,7 +70,7 @@ class StepColumns:
             for it in buckets
         ]
         firsts, steps, tokens, at, sums, lows, highs, counts, num_tokens, seconds = np.array(
-            rows or [[0.0] * 10], dtype=np.float64
+            rows or [(0.0,) * 10], dtype=np.float64
         )[: len(rows)].T
         with np.errstate(divide="ignore", invalid="ignore"):
             means = np.where(counts > 0, sums / counts, np.nan)

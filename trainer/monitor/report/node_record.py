@@ -1,8 +1,8 @@
 """One node's log, read event by event: its lives, steps, checkpoints, data, and what it ran on.
 
 Memory is bounded however long the log is: steps go into buckets that are coarser the older they are
-(`trainer.monitor.pages.step_course`, 2 MB a node), all else into sums and short lists. Of a step that was done again after a
-restart the last record counts, exactly within the latest 4,096 steps, and beyond that in proportion.
+(`trainer.monitor.pages.step_course`, 2 MB a node), all else into sums and short lists. Of a step that was done again
+after a restart the last record counts, exactly within the latest 4,096 steps, and beyond that in proportion.
 """
 
 from __future__ import annotations
