@@ -164,7 +164,8 @@ WRONG = (None, True, -1, 1e308, 2**80, "NaN", "Infinity", "x", [], {}, [[1]], {"
 FIELDS = "step loss grad_norm num_tokens seconds loader_wait_s round_index members dropped completeness sent_bytes"
 FIELDS += " received_bytes agree_s reduce_s vote_s outcome shards rows by_source bits_per_byte options machine versions"
 FIELDS += " peak model first_step num_devices events outer_step settings skipped num_parameters flops_per_token"
-KINDS = "step round round_failed checkpoint shards store vocabulary held_out sample end start lost ban withdrew adopted run_change"
+KINDS = "step round round_failed checkpoint shards store vocabulary held_out sample end start lost"
+KINDS += " ban withdrew adopted run_change"
 EVENTS = st.tuples(
     st.sampled_from(KINDS.split()), st.dictionaries(st.sampled_from(FIELDS.split()), st.sampled_from(WRONG), max_size=8)
 )
@@ -207,10 +208,10 @@ def test_nodes_of_several_folders(tmp_path: Path) -> None:
 def test_the_tokens_of_a_swarm_are_the_drivers(tmp_path: Path) -> None:
     Log(tmp_path, "driver-1").event("start", **START | {"role": "driver"}).steps(0, 10)
     for stage in ("head", "tail"):
-        log = Log(tmp_path, stage).event("start", **START | {"role": "worker", "stage": stage})
+        log = Log(tmp_path, stage).event("start", **START | {"role": "worker", "stage": stage, "peer_id": "c" * 64})
         log.event("stage_status", status="serving", stage=stage, version=0).steps(0, 10, lambda _: float("nan"))
     log = Log(tmp_path, "driver-2").event("start", **START | {"role": "driver"}).steps(0, 10)
-    log.event("ban", worker="tail.0.1", stage="tail", seconds=30.0, reason="unavailable")
+    log.event("ban", worker="tail.0.1", peer_id="c" * 64, stage="tail", seconds=30.0, reason="unavailable")
     for number in range(3):
         log.event("micro_batch", fate="lost", stage="tail", reason="unclear", micro_batch=f"0.{number}")
     report = run_report([tmp_path])
@@ -220,7 +221,7 @@ def test_the_tokens_of_a_swarm_are_the_drivers(tmp_path: Path) -> None:
         "driver-1",
         "driver-2",
     }
-    assert incidents(report, "ban")[0].text == "gives tail.0.1 no work for 30 s: unavailable"
+    assert incidents(report, "ban")[0].text == "tail: no work for 30 s as tail.0.1: unavailable"
     assert [it.count for it in incidents(report, "lost-micro-batches")] == [3]
 
 

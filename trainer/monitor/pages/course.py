@@ -49,7 +49,9 @@ class Curve(_Part):
     y: tuple[float, ...] = Field(description="Mean of what fell into each part of the range.")
     low: tuple[float, ...] | None = Field(default=None, description="The lowest of it.")
     high: tuple[float, ...] | None = None
-    breaks: tuple[int, ...] = Field((), description="Points before which the line is broken: nothing was recorded.")
+    breaks: tuple[int, ...] = Field(
+        default=(), description="Points before which the line is broken: nothing was recorded."
+    )
 
 
 class RoundMark(_Part):

@@ -49,6 +49,7 @@ _MAX_OPTIONS: Final = 2_000
 _MAX_PATH: Final = 200
 _FIRST_YEAR_AT: Final = 946_684_800.0  # The year 2000: an earlier time is a clock's default.
 _AHEAD_S: Final = 86_400.0  # A clock that is further ahead than this is wrong.
+_SILENT_S: Final = 30.0
 _OWN_OPTIONS: Final = frozenset({"node_id", "rpc.port", "rpc.public_address", "api.port", "discovery.initial_peers"})
 """Options that differ between nodes by their nature."""
 
@@ -184,13 +185,22 @@ class _Reading:
             )
         return found
 
+    def _note_silence(self) -> None:
+        """Notes the nodes whose logs end without an end while others went on."""
+        latest = max((record.last_at for record in self._records.values()), default=0.0)
+        for record in self._records.values():
+            if record.lives and record.lives[-1].outcome == "open" and latest - record.last_at > _SILENT_S:
+                text = "its log ends here while others went on: killed, cut off, or copied before its end"
+                self._incidents.note("death", record.name, record.last_at, text)
+
     # -- all together --------------------------------------------------------------------------------------------------
 
     def _put_together(self, title: str, lines: tuple[LogText, ...], watched: Watched | None) -> RunReport:
         records = sorted(self._records.items(), key=lambda item: natural_key(item[1].name))
         nodes = tuple(_node(record, self._mean_losses[key]) for key, record in records)
         drawn = [self._courses[key] for key, _ in records]
-        drivers = [self._courses[key] for key, record in records if record.role == "driver"]
+        trained = [self._courses[key] for key, record in records if record.role == "driver"] or drawn
+        self._note_silence()
         times = [at for record in self._records.values() for at in (record.first_at, record.last_at)]
         settings = _settings([record for _, record in records])
         names = {record.peer_id: record.name for record in self._records.values()}
@@ -209,12 +219,13 @@ class _Reading:
             settings=settings,
             figures=tuple(_figures(nodes, watched)),
             nodes=nodes,
-            loss_by_step=courses.losses(drawn, "step"),
-            loss_by_tokens=courses.losses(drawn, "tokens"),
-            course_by_time=courses.over_time(drawn, drivers or drawn),
+            loss_by_step=courses.losses(trained, "step"),
+            loss_by_tokens=courses.losses(trained, "tokens"),
+            course_by_time=courses.over_time(trained),
             gradient_norm=courses.gradient_norms(drawn),
             held_out_by_step=courses.held_out(held_out),
             round_seconds=courses.round_seconds(rounds),
+            watched_by_time=courses.watched(watched.points if watched is not None else ()),
             rounds=rounds,
             incidents=self._incidents.all({key[:KEY_SHOWN]: name for key, name in names.items() if key}),
             held_out=held_out,
@@ -375,8 +386,10 @@ def _figures(nodes: Sequence[NodeReport], watched: Watched | None) -> Iterator[F
     tokens = sum(node.num_tokens for node in trained)
     how = f"summed over the {who}; of a step done twice the last counts, steps before a log's first as that one"
     yield Figure(name="tokens", value=float(tokens), unit="tokens", how=how)
-    steps = max((node.num_steps + 0 for node in trained), default=0)
-    yield Figure(name="steps", value=float(steps), unit="steps", how="different steps of the node with the most")
+    ends = [life.last_step + 1 for node in trained for life in node.lives if life.last_step is not None]
+    yield Figure(
+        name="steps", value=float(max(ends, default=0)), unit="steps", how="of the schedule, as far as any got"
+    )
     speeds = [node.tokens_per_s for node in trained if node.tokens_per_s is not None]
     if speeds:
         how = f"summed over the {who}: each one's tokens over the time from first to last event of its lives"
@@ -401,8 +414,8 @@ def _notes(nodes: Sequence[NodeReport], watched: Watched | None) -> Iterator[str
         "Every figure is what a node wrote into its own log, on its own clock. Nothing here was measured by anybody "
         "else, except what is named as a monitor's."
     )
-    yield "A loss is the mean over a step's tokens, in nats; a curve's band is the lowest and highest of what a point stands for."
-    yield "Speed is tokens over the time from step to step, rounds and waits included; time between two lives is left out."
+    yield "A loss is the mean over a step's tokens, in nats; a curve's band goes from the lowest to the highest."
+    yield "Speed is tokens over the time from step to step, with rounds and waits, without what lies between two lives."
     if any(not node.role for node in nodes):
         yield (
             "Some logs are of a release that did not log what a process was started with: of these nodes machine, "

@@ -1,7 +1,7 @@
 """A report's curves: of each node while there are few, of all together, brought down to some hundred points.
 
-A node's buckets (`StepCourse`) become arrays once its log is read: 0.5 MB a node, whatever it did. Speed is tokens over the
-time from step to step, rounds and waits included, the time between two lives left out.
+A node's buckets (`StepCourse`) become arrays once its log is read: 0.5 MB a node, whatever it did. Speed is tokens over
+the time from step to step, rounds and waits included, the time between two lives left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.monitor.pages.course import (
     evenly,
 )
 from trainer.monitor.pages.step_course import StepCourse
-from trainer.monitor.report.model import HeldOutPoint, ReportedRound
+from trainer.monitor.report.model import HeldOutPoint, ReportedRound, WatchedPoint
 
 _BUCKETS: Final = 4_096
 _POINTS: Final = 600
@@ -54,7 +54,7 @@ class StepColumns:
     def of(cls, course: StepCourse) -> StepColumns:
         """Takes what a course has of all steps."""
         buckets = course.between(0, math.inf, _BUCKETS)
-        rows = [
+        rows: list[tuple[float, ...]] = [
             (
                 it.first_step,
                 it.last_step,
@@ -70,7 +70,7 @@ class StepColumns:
             for it in buckets
         ]
         firsts, steps, tokens, at, sums, lows, highs, counts, num_tokens, seconds = np.array(
-            rows or [[0.0] * 10], dtype=np.float64
+            rows or [(0.0,) * 10], dtype=np.float64
         )[: len(rows)].T
         with np.errstate(divide="ignore", invalid="ignore"):
             means = np.where(counts > 0, sums / counts, np.nan)
@@ -131,10 +131,23 @@ def round_seconds(rounds: Sequence[ReportedRound]) -> CourseView:
     return _view("time", [each for each in found if each is not None], ())
 
 
-def over_time(nodes: Sequence[NodeCourse], trained: Sequence[NodeCourse]) -> CourseView:
-    """Returns loss and speed over time; ``trained`` are the nodes whose tokens add up to the run's."""
+def over_time(nodes: Sequence[NodeCourse]) -> CourseView:
+    """Returns loss and speed over time."""
     shown = _curves([(it.name, it.losses) for it in nodes], "time")
-    return _view("time", (*shown, *_speeds(trained)), _marks(nodes, "time"))
+    return _view("time", (*shown, *_speeds(nodes)), _marks(nodes, "time"))
+
+
+def watched(points: Sequence[WatchedPoint]) -> CourseView:
+    """Returns loss, speed and nodes over time as a monitor saw them."""
+    wanted = CourseRange(by="time", points=_POINTS)
+    at = np.array([datetime.fromisoformat(it.at).timestamp() for it in points])
+    parts: dict[CurveKind, list[float]] = {
+        "loss": [np.nan if it.loss is None else it.loss for it in points],
+        "speed": [it.tokens_per_s for it in points],
+        "nodes": [float(it.nodes) for it in points],
+    }
+    found = (curve("the run", what, "run", at, np.array(values), wanted) for what, values in parts.items())
+    return _view("time", [each for each in found if each is not None], ())
 
 
 _ROUND_PARTS: Final[dict[str, Callable[[ReportedRound], float | None]]] = {
@@ -163,7 +176,9 @@ def _curves(columns: Sequence[tuple[str, StepColumns]], by: Axis, what: CurveKin
 def _gaps(it: StepColumns, by: Axis) -> Numbers:
     """Returns where a curve goes on after steps that this node did not do, or time in which it did not live."""
     if by == "step":
-        return it.steps[1:][it.firsts[1:] > it.steps[:-1] + 1]
+        jumps = it.firsts[1:] - it.steps[:-1]
+        usual = float(np.median(jumps)) if len(jumps) else 1.0  # Of several drivers each has only some of the steps.
+        return it.steps[1:][jumps > max(1.0, 8.0 * usual)]
     if by == "time":
         return it.at[1:][it.at[1:] - it.seconds[1:] > it.at[:-1] + _GAP_S]
     return np.array([])

@@ -74,7 +74,7 @@ class Incidents:
                 began_at=utc(it.began_at),
                 ended_at=utc(it.ended_at),
                 count=it.count,
-                text=named(it.text, names) if it.kind == "left-out" else it.text,
+                text=named(it.text, names) if it.kind in ("left-out", "ban") else it.text,
                 is_bad=it.kind not in _GOOD,
             )
             for it in sorted(noted, key=lambda it: it.began_at)

@@ -1,7 +1,7 @@
 """A report on a run as typed values: what `run_report` reads out of logs, what ``--json`` prints and the page shows.
 
-Everything is bounded, whatever the logs hold: curves by points, lists by rows, texts by characters; `RunReport.left_out`
-says in words what did not fit. Texts of others have control and direction marks shown as signs, so that they cannot
+Everything is bounded, whatever the logs hold: curves by points, lists by rows, texts by characters;
+`RunReport.left_out` says in words what did not fit. Texts of others have control and direction marks shown as signs, so that they cannot
 hide or turn what stands beside them. A figure that no log has is null. Times are UTC in ISO 8601, or seconds.
 """
 
@@ -44,7 +44,7 @@ class Machine(_Part):
     cores: int | None = None
     memory_bytes: int | None = None
     devices: tuple[str, ...] = ()
-    peak: str = Field("", description="The device's peak, and how it is known.")
+    peak: str = Field(default="", description="The device's peak, and how it is known.")
     versions: dict[str, str] = Field(default_factory=dict)
 
 
@@ -67,11 +67,11 @@ class NodeCheckpoints(_Part):
     saved: int = 0
     skipped: int = 0
     failed: int = 0
-    seconds: float = Field(0.0, description="That they cost the training thread.")
+    seconds: float = Field(default=0.0, description="That they cost the training thread.")
     last_at: str | None = None
     last_step: int | None = None
-    longest_gap_s: float | None = Field(None, description="Between two that were saved.")
-    times: tuple[str, ...] = Field((), description="When some were saved, evenly picked.")
+    longest_gap_s: float | None = Field(default=None, description="Between two that were saved.")
+    times: tuple[str, ...] = Field(default=(), description="When some were saved, evenly picked.")
 
 
 class NodeReport(_Part):
@@ -79,7 +79,9 @@ class NodeReport(_Part):
 
     name: str = Field(description="With the log's folder before it, where two logs have the same node.")
     node_id: str
-    role: str = Field("", description="node, worker or driver; empty: its log is of a release that did not say.")
+    role: str = Field(
+        default="", description="node, worker or driver; empty: its log is of a release that did not say."
+    )
     stage: str = ""
     peer_id: str = ""
     first_at: str
@@ -95,7 +97,7 @@ class NodeReport(_Part):
     loss: float | None = Field(description="Mean of the last hundredth of its steps, 10 or more; nats a token.")
     lowest_loss: float | None
     tokens_per_s: float | None = Field(description="Tokens over time from first to last event of each life.")
-    mfu: float | None = Field(None, description="Of steps' time; null: the log has no peak of the device.")
+    mfu: float | None = Field(default=None, description="Of steps' time; null: the log has no peak of the device.")
     rounds_shared: int = 0
     rounds_alone: int = 0
     rounds_failed: int = 0
@@ -120,7 +122,9 @@ class ReportedRound(_Part):
     num_failed: int = Field(description="Reports of members that had none.")
     fewest_members: int
     most_members: int
-    members: tuple[str, ...] = Field((), description="Of one round: names, where the logs tell them, else keys.")
+    members: tuple[str, ...] = Field(
+        default=(), description="Of one round: names, where the logs tell them, else keys."
+    )
     completeness: float | None
     seconds: float | None
     agree_s: float | None = Field(description="Until all had agreed on who takes part; null: not logged.")
@@ -129,8 +133,8 @@ class ReportedRound(_Part):
     sent_bytes: int
     received_bytes: int
     rule: str = ""
-    left_out: tuple[str, ...] = Field((), description="Who was left out, and why; some of them.")
-    errors: tuple[str, ...] = Field((), description="Why it failed where it did; some of the reasons.")
+    left_out: tuple[str, ...] = Field(default=(), description="Who was left out, and why; some of them.")
+    errors: tuple[str, ...] = Field(default=(), description="Why it failed where it did; some of the reasons.")
 
 
 class ReportedIncident(_Part):
@@ -171,11 +175,11 @@ class DataFacts(_Part):
 
     store: str = ""
     sources: tuple[str, ...] = ()
-    num_shards: int | None = Field(None, description="Different shards that the logs name.")
-    num_rotations: int = Field(0, description="Times a node's set of shards changed.")
-    store_shards: int | None = Field(None, description="In the store, as last seen.")
+    num_shards: int | None = Field(default=None, description="Different shards that the logs name.")
+    num_rotations: int = Field(default=0, description="Times a node's set of shards changed.")
+    store_shards: int | None = Field(default=None, description="In the store, as last seen.")
     vocabulary_rows: int | None = None
-    changes: tuple[str, ...] = Field((), description="Shards, store and vocabulary over time; the latest.")
+    changes: tuple[str, ...] = Field(default=(), description="Shards, store and vocabulary over time; the latest.")
 
 
 class OptionValue(_Part):
@@ -184,7 +188,7 @@ class OptionValue(_Part):
     name: str
     value: str
     is_changed: bool = Field(description="Whether it was other than that release's default.")
-    differs: str = Field("", description="Other values, and whose; empty: all nodes had the same.")
+    differs: str = Field(default="", description="Other values, and whose; empty: all nodes had the same.")
 
 
 class Settings(_Part):
@@ -193,9 +197,9 @@ class Settings(_Part):
     run_id: str = ""
     run_digest: str = ""
     model: dict[str, str] = Field(default_factory=dict)
-    num_parameters: int | None = Field(None, description="Of the whole model.")
+    num_parameters: int | None = Field(default=None, description="Of the whole model.")
     options: tuple[OptionValue, ...] = ()
-    changes: tuple[str, ...] = Field((), description="Changes of a signed run that came into force.")
+    changes: tuple[str, ...] = Field(default=(), description="Changes of a signed run that came into force.")
 
 
 class WatchedPoint(_Part):
@@ -263,7 +267,9 @@ class ReadLog(_Part):
 class RunReport(_Part):
     """A run, as its logs tell it."""
 
-    format: int = Field(REPORT_FORMAT, description="Grows where a field changes its meaning; unknown fields are new.")
+    format: int = Field(
+        default=REPORT_FORMAT, description="Grows where a field changes its meaning; unknown fields are new."
+    )
     title: str
     made_at: str
     software: str
@@ -277,6 +283,7 @@ class RunReport(_Part):
     course_by_time: CourseView = Field(description="Loss and speed; x in seconds since 1970.")
     gradient_norm: CourseView
     held_out_by_step: CourseView
+    watched_by_time: CourseView = Field(description="Loss, speed and nodes, as a monitor saw them.")
     round_seconds: CourseView = Field(description="What rounds took, by phase; x in seconds since 1970.")
     rounds: tuple[ReportedRound, ...] = ()
     incidents: tuple[ReportedIncident, ...] = ()

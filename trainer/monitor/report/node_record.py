@@ -1,8 +1,8 @@
 """One node's log, read event by event: its lives, steps, checkpoints, data, and what it ran on.
 
 Memory is bounded however long the log is: steps go into buckets that are coarser the older they are
-(`trainer.monitor.pages.step_course`, 2 MB a node), all else into sums and short lists. Of a step that was done again after a
-restart the last record counts, exactly within the latest 4,096 steps, and beyond that in proportion.
+(`trainer.monitor.pages.step_course`, 2 MB a node), all else into sums and short lists. Of a step that was done again
+after a restart the last record counts, exactly within the latest 4,096 steps, and beyond that in proportion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.monitor.report.event_fields import (
 )
 from trainer.monitor.report.incidents import Incidents
 from trainer.monitor.report.model import Life, Machine, NodeCheckpoints
-from trainer.monitor.report.rounds import Rounds, dropped_texts
+from trainer.monitor.report.rounds import KEY_SHOWN, Rounds, dropped_texts
 
 _EXACT_STEPS: Final = 4_096
 _MAX_LIVES: Final = 200
@@ -415,8 +415,9 @@ class NodeRecord:
                 self.withdrawals += 1
                 self._incidents.note("withdrawal", self.name, at, text_of(event, "reason") or "took itself out")
             case "ban":
-                who = text_of(event, "worker", NAME)
-                text = f"gives {who} no work for {number_of(event, 'seconds') or 0:.0f} s: {text_of(event, 'reason')}"
+                who, uid = text_of(event, "peer_id", KEY_SHOWN).removesuffix("…"), text_of(event, "worker", NAME)
+                seconds = number_of(event, "seconds") or 0.0
+                text = f"{who or 'a worker'}: no work for {seconds:.0f} s as {uid}: {text_of(event, 'reason')}"
                 self._incidents.note("ban", self.name, at, text)
             case "micro_batch":
                 fate, stage = text_of(event, "fate", NAME), text_of(event, "stage", NAME)

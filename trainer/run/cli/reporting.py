@@ -26,7 +26,7 @@ def report_command(
     title: Annotated[str, typer.Option(help="Of the report; else the run's name.")] = "",
     json: Annotated[bool, typer.Option("--json", help="The report's data as one JSON object.")] = False,
 ) -> None:
-    """Writes a report on a run: what was run, on what, curves, rounds, incidents, figures and how they were measured."""
+    """Writes a report on a run: what was run, on what, curves, rounds, incidents, how it was measured."""
     from trainer.monitor.report import run_report
     from trainer.monitor.report.page import report_html
 

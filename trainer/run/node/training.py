@@ -102,8 +102,8 @@ def _moved_bytes(network: Network[Any] | BucketNetwork | None) -> tuple[int, int
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
 
-    ``speed`` measures the node's own training; drivers of a pipeline have none. ``role`` says whose page is at ``/``. The
-    log has a ``start`` event with what the process was started with, and an ``end`` event with why it ended: a life
+    ``speed`` measures the node's own training; drivers of a pipeline have none. ``role`` says whose page is at ``/``.
+    The log has a ``start`` event with what the process was started with, and an ``end`` event with why it ended: a life
     without one was killed.
     """
 

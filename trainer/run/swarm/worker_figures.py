@@ -19,7 +19,6 @@ from trainer.run.node.training import Watch
 from trainer.run.swarm.building import BuiltStage, WorkerSaving
 from trainer.run.swarm.shape import SwarmShape
 
-
 _STATUSES: Final = ("joining", "serving", "leaving")
 
 

@@ -10,6 +10,7 @@ import { KINDS, timelineOf } from "./timeline.js";
 
 const report = embeddedData();
 const AXES = [["step", "steps", "loss_by_step"], ["tokens", "tokens", "loss_by_tokens"], ["time", "time", "course_by_time"]];
+const PAPER_PX = 670;  // A4 without margins and the padding of a section.
 const SHOWN_ROUNDS = 24;
 const ONLY_BELOW = new Set(["lowest loss of a step"]);
 const NO_TEXT = "–";
@@ -70,15 +71,20 @@ function optionList(options) {
 }
 
 function showMachines() {
-  const known = report.nodes.filter(node => node.machine);
+  const groups = new Map();
+  for (const node of report.nodes.filter(each => each.machine)) {
+    const key = JSON.stringify([{ ...node.machine, peak: "" }]);
+    if (groups.has(key)) groups.get(key).names.push(node.name);
+    else groups.set(key, { names: [node.name], machine: node.machine });
+  }
+  const known = [...groups.values()].map(it => ({ ...it, name: it.names.join(", ") }));
   const place = body("machines", known.length > 0);
   const table = new DataTable([
-    { key: "node", title: "node", kind: "text", isRowHeading: true, value: it => it.name, show: it => isolated(it.name, 64) },
-    { key: "part", title: "part", kind: "text", value: it => it.stage || it.role || null, show: (it, value) => isolated(value, 40) },
+    { key: "node", title: "nodes", kind: "wrap", isRowHeading: true, value: it => it.name, show: it => isolated(it.name, 200) },
     { key: "host", title: "machine", kind: "text", value: it => it.machine.host, show: (it, value) => isolated(value, 40) },
     { key: "devices", title: "computes on", kind: "wrap", value: it => it.machine.devices.join(", ") || it.machine.processor,
       show: it => isolated(it.machine.devices.length ? counted(it.machine.devices) : it.machine.processor, 120) },
-    { key: "peak", title: "peak", kind: "wrap", value: it => it.machine.peak || null, show: (it, value) => isolated(value ?? NO_TEXT, 80) },
+    ...(known.some(it => it.machine.peak) ? [{ key: "peak", title: "peak", hint: "of the first of them", kind: "wrap", value: it => it.machine.peak || null, show: (it, value) => isolated(value ?? NO_TEXT, 80) }] : []),
     { key: "cores", title: "cores", value: it => it.machine.cores, show: (it, value) => formatNumber(value) },
     { key: "memory", title: "memory", value: it => it.machine.memory_bytes, show: (it, value) => formatBytes(value) },
     { key: "versions", title: "versions", kind: "wrap", value: it => versionsOf(it.machine), show: (it, value) => isolated(value, 160) },
@@ -141,6 +147,11 @@ function showCurves() {
   }
   addChart("speed", report.course_by_time, { what: "speed", title: "Speed", unit: "tokens a second", height: 220 });
   addChart("held-out", report.held_out_by_step, { what: "held_out", title: "Loss on held-out shards", unit: "nats a token", height: 240 });
+  if (!report.nodes.length) {
+    addChart("watched", report.watched_by_time, { what: "loss", title: "Loss of the run", unit: "nats a token", height: 260 });
+    addChart("watched", report.watched_by_time, { what: "speed", title: "Speed of the run", unit: "tokens a second", height: 200 });
+  }
+  addChart("watched", report.watched_by_time, { what: "nodes", title: "Nodes that announced themselves", unit: "nodes", height: 180 });
   addChart("gradients", report.gradient_norm, { what: "gradient_norm", title: "Gradient norm before clipping", unit: "L2 norm", height: 200 });
   addBySource();
 }
@@ -166,7 +177,15 @@ function showTimeline() {
     { key: "lasted", title: "for", value: it => (Date.parse(it.ended_at) - Date.parse(it.began_at)) / 1000, show: (it, value) => value > 0 ? formatDuration(value) : "" },
     { key: "text", title: "in words", kind: "wrap", value: it => it.text, show: it => isolated(it.text) },
   ], { caption: "incidents", rowKey: it => `${it.node}|${it.kind}|${it.began_at}|${it.text}`, sort: { key: "at", descending: false }, empty: "nothing went wrong that these logs tell of", maxRows: 300 });
-  table.update(report.incidents);
+  const bad = report.incidents.filter(it => it.kind !== "note");
+  table.update(bad);
+  const numNotes = report.incidents.length - bad.length;
+  const notes = element("button", { type: "button", "aria-pressed": "false", text: `with ${formatNumber(numNotes)} notes`, on: { click: () => {
+    const isOn = notes.getAttribute("aria-pressed") !== "true";
+    notes.setAttribute("aria-pressed", String(isOn));
+    table.update(isOn ? report.incidents : bad);
+  } } });
+  if (numNotes) place.append(element("div", { class: "controls" }, notes));
   place.append(table.node);
 }
 
@@ -329,9 +348,13 @@ function showFooter() {
   show(byId("sections"), ...sections.map(section => element("a", { href: `#${section.id}`, text: section.querySelector("h2").textContent })));
 }
 
-/** On paper charts are as wide as the paper, and what was folded stays folded but for the options. */
+/** On paper charts are as wide as the paper, whatever the window was. */
 function fitPaper() {
-  for (const { chart } of charts) if (window.Plotly && chart.isDrawn) window.Plotly.Plots.resize(chart.canvas);
+  for (const { chart } of charts) if (window.Plotly && chart.isDrawn) window.Plotly.relayout(chart.canvas, { width: PAPER_PX });
+}
+
+function fitWindow() {
+  for (const { chart } of charts) if (window.Plotly && chart.isDrawn) window.Plotly.relayout(chart.canvas, { width: null, autosize: true });
 }
 
 showTop();
@@ -349,7 +372,7 @@ showLog();
 showMeasured();
 showFooter();
 window.addEventListener("beforeprint", fitPaper);
-window.addEventListener("afterprint", fitPaper);
+window.addEventListener("afterprint", fitWindow);
 chartsReady().then(isReady => {
   document.body.dataset.drawn = String(isReady);
 });
