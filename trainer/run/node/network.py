@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -171,9 +171,7 @@ class Network(Generic[S]):
         self._form = form
         self._stopping = stopping
         self._remembered = RememberedPeers.of(config)
-        if not config.discovery.initial_peers:
-            found = self._remembered.addresses()
-            config = replace(config, discovery=replace(config.discovery, initial_peers=found))
+        config = self._remembered.completed(config)
         self._config = config
         self._terms = terms
         self._is_of_pipeline = bool(near)
