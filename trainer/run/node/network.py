@@ -405,7 +405,7 @@ class Network(Generic[S]):
         await self.endpoint.start()
         if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
             await self._admission.join(self.endpoint.address, self._stopping)
-            self._admission.start(lambda: self.endpoint.address, self._discovery.peers, self.endpoint)
+            self._admission.start(lambda: self.endpoint.address, self._discovery, self.endpoint)
         await self._discovery.start()
         if self._records is not None:
             self._records.start()

@@ -145,7 +145,7 @@ class DriverNode:
             stack.push_async_callback(self._endpoint.stop)
             if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
                 await self._admission.join(self._endpoint.address, self._stop)
-                self._admission.start(lambda: self._endpoint.address, self._peers.reached, self._endpoint)
+                self._admission.start(lambda: self._endpoint.address, self._peers.discovery, self._endpoint)
                 stack.push_async_callback(self._admission.stop)
             await self._peers.start()
             stack.push_async_callback(self._peers.stop)
