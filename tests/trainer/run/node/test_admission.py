@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -21,12 +22,13 @@ from tests.support.authority import (
     running_authority,
 )
 from tests.support.rpc_node import RUN_ID, ask, refused
-from trainer.errors import AdmissionError, PeerUnavailableError, TrainerUsageError
+from trainer.errors import AdmissionError, PeerUnavailableError, RunFileError, TrainerUsageError
 from trainer.network.discovery.record_kinds import revoked_key
 from trainer.network.rpc import Identity
 from trainer.network.rpc.credential import RevokedPeers
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.config.admission import AdmissionConfig
+from trainer.run.config.run import CheckpointConfig
 from trainer.run.node.admission import AdmissionClient, admission_client
 
 
@@ -327,6 +329,15 @@ def _config(**admission: object) -> RunConfig:
 def test_a_run_without_an_authority_has_no_admission() -> None:
     assert admission_client(_config(), Identity.create(), "node") is None
     assert admission_client(_config(authorities=["0" * 64]), Identity.create(), "node") is not None
+
+
+def test_a_monitor_of_a_signed_run_needs_no_copy_of_it_on_the_disk(tmp_path: Path) -> None:
+    config = replace(
+        _config(authorities=["0" * 64]), run_digest="ab" * 32, checkpoint=CheckpointConfig(directory=str(tmp_path))
+    )
+    assert admission_client(config, Identity.create(), "monitor") is not None
+    with pytest.raises(RunFileError, match="start with --run"):
+        admission_client(config, Identity.create(), "node")
 
 
 @pytest.mark.parametrize(
