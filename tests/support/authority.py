@@ -13,6 +13,7 @@ from typing import Any
 
 from genesis.serve.server import listen
 from tests.support.rpc_node import RUN_ID, fast_config, register_test_methods
+from trainer.network.discovery.record_kinds import check_stored
 from trainer.network.reachability import PROBE_METHOD, Probe, ProbeReply
 from trainer.network.rpc import Endpoint, Identity, Reply, Request
 from trainer.network.rpc.admission import Admission
@@ -99,6 +100,8 @@ class Node:
     endpoint: Endpoint
     client: AdmissionClient
     peers: list[Node] = field(default_factory=list)
+    records: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """What a DHT keeps, by key and subkey; nodes that have the same one know one DHT."""
 
     @property
     def admission(self) -> Admission:
@@ -106,10 +109,24 @@ class Node:
 
     def start(self) -> None:
         """Begins to renew and to spread news among `peers`."""
-        self.client.start(lambda: self.endpoint.address, self._known, self.endpoint)
+        self.client.start(lambda: self.endpoint.address, _Found(self), self.endpoint)  # type: ignore[arg-type]
 
-    async def _known(self) -> list[Any]:
-        return [_Known(each.endpoint) for each in self.peers]
+
+@dataclass
+class _Found:
+    """Stands where a node's discovery does; what its DHT keeps is checked as a real one does."""
+
+    node: Node
+
+    async def peers(self) -> list[Any]:
+        return [_Known(each.endpoint) for each in self.node.peers]
+
+    async def store_record(self, key: str, subkey: str, wire: bytes, expires_at: float) -> None:
+        assert check_stored(wire, subkey, expires_at, now=time.time(), max_clock_skew_s=120.0) == key
+        self.node.records.setdefault(key, {})[subkey] = wire
+
+    async def stored_records(self, key: str) -> list[tuple[str, bytes]]:
+        return list(self.node.records.get(key, {}).items())
 
 
 @dataclass

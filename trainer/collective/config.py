@@ -81,6 +81,9 @@ class RoundChanges(Protocol):
     def number_at(self, round_index: int) -> int:
         """Returns the number of the newest change in force in a round; 0: none."""
 
+    def digest_of(self, number: int) -> str:
+        """Returns the digest of a known change; empty for number 0."""
+
     def options_at(self, round_index: int) -> tuple[RuleConfig, CollectiveConfig]:
         """Returns rule and options in force in a round."""
 
@@ -104,6 +107,7 @@ class RoundSettings:
     directory: Directory
     changes: RoundChanges | None = None
     change: int = 0
+    change_digest: str = ""
     weighing: Weighing = "root"
     """What a member's claimed work weighs; the strategy decides, and is among the terms."""
 
@@ -113,7 +117,12 @@ class RoundSettings:
         if self.changes is None or number == self.change:
             return self
         rule, config = self.changes.options_at(round_index)
-        return replace(self, rule=rule, config=config, change=number)
+        digest = self.changes.digest_of(number)
+        return replace(self, rule=rule, config=config, change=number, change_digest=digest)
+
+    def is_forked(self, change: int, digest: str) -> bool:
+        """Whether a node that names this change goes by another one of this number: the run's owner has signed two."""
+        return change == self.change and digest != self.change_digest
 
     @property
     def own_id(self) -> str:

@@ -189,6 +189,8 @@ class RoundMember:
                 except RefusedError as error:
                     if error.reason == "change" and await self._has_fetched_changes(coordinator):
                         break
+                    if error.reason == "fork":
+                        self._service.note_fork(coordinator, error)
                     if error.reason == "behind":
                         ahead.add(coordinator)
                     if self._is_final(error, ahead):
@@ -254,6 +256,7 @@ class RoundMember:
             age_s=max(0.0, contribution.age_s),
             progress=contribution.progress,
             change=self._settings.change,
+            change_digest=self._settings.change_digest,
             vocabulary_rows=self._vocabulary_rows,
             address=endpoint.address,
             certificate=endpoint.certificate.decode() if endpoint.certificate else None,

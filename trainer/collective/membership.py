@@ -182,9 +182,19 @@ class MembershipGathering:
         return RefusedError("late", f"round {self.round_index} has begun without this node; join the next one")
 
     def _is_sent_away(self, request: JoinRequest) -> bool:
-        return not self.over and request.change != self._settings.change
+        settings = self._settings
+        return not self.over and (
+            request.change != settings.change or settings.is_forked(request.change, request.change_digest)
+        )
 
     def _other_change(self, request: JoinRequest) -> RefusedError:
+        if self._settings.is_forked(request.change, request.change_digest):
+            return RefusedError(
+                "fork",
+                f"round {self.round_index}: the run's owner has signed two changes {request.change}: "
+                f"{self._settings.change_digest[:12]} at the coordinator, {request.change_digest[:12]} at the member; "
+                "they do not average with each other",
+            )
         return RefusedError(
             "change",
             f"round {self.round_index}: expected change {self._settings.change} of the run to be in force, found "
@@ -269,7 +279,8 @@ class MembershipGathering:
         # A node may only name itself: any other might not even exist.
         settings = self._settings
         is_first = precedes(settings.run_id, self.round_index, peer_id, settings.own_id)
-        if reply.coordinator == peer_id and is_first and reply.change >= settings.change:
+        is_forked = settings.is_forked(reply.change, reply.change_digest)
+        if reply.coordinator == peer_id and is_first and reply.change >= settings.change and not is_forked:
             self.give_way(peer_id)
 
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
@@ -279,7 +290,9 @@ class MembershipGathering:
         peer = self._settings.directory.peers().get(peer_id)
         if not (reply.coming or reply.catching_up) or peer is None:
             return False
-        if not self._latecomers.may_wait(peer, self.round_index):
+        if self._settings.is_forked(reply.change, reply.change_digest) or not self._latecomers.may_wait(
+            peer, self.round_index
+        ):
             return False
         self._awaited.add(peer_id)
         return True
@@ -345,6 +358,7 @@ class MembershipGathering:
             part_values=cut_values(num_values, len(peer_ids), self._settings.values_per_part),
             vocabulary_rows=min(join.vocabulary_rows for join in members.values()),
             change=self._settings.change,
+            change_digest=self._settings.change_digest,
             members=tuple(
                 Member(
                     peer_id=peer_id,

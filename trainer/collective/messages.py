@@ -73,12 +73,16 @@ class _OfChangingRun(_Message):
 
     change: Count = 0
     """Number of the newest change of the run that is in force in this round; members of others do not reduce."""
+    change_digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Its digest, which names all changes before it: an owner may have signed two of one number."""
 
     @model_serializer(mode="wrap")
     def _without_no_change(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = dump(self)
         if not self.change:
             fields.pop("change", None)
+        if not self.change_digest:
+            fields.pop("change_digest", None)
         return fields
 
 

@@ -126,6 +126,8 @@ def check_agreement(
         raise _refused(round_index, "it is not about this node's state")
     if agreement.change != request.change:
         raise _refused(round_index, f"change {agreement.change} is not in force here, but {request.change}")
+    if agreement.change_digest != request.change_digest:
+        raise _refused(round_index, f"another change {agreement.change} is in force here; the owner has signed two")
     if own_id not in peer_ids or peer_ids != sorted(set(peer_ids)):
         raise _refused(round_index, "its members are not a sorted list with this node in it")
     if agreement.part_values != cut_values(request.num_values, len(peer_ids), values_per_part):

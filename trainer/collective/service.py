@@ -76,6 +76,7 @@ class RoundService:
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._changes = Changes()
         self._latecomers = LatecomerBackoff()
+        self._forked: set[str] = set()  # Coordinators of whom the log says that they go by another change.
         methods: tuple[tuple[str, type[BaseModel], Callable[[Request[Any]], Awaitable[Reply[Any]]]], ...] = (
             ("round/join", messages.JoinRequest, self.join),
             ("round/acknowledge", messages.Acknowledge, self.acknowledge),
@@ -110,6 +111,13 @@ class RoundService:
             self.settings = self.settings.at(next_round)
         self.catching_up = self.catching_up and next_round < 0
         self._invited_at_s = None
+
+    def note_fork(self, coordinator: str, error: RefusedError) -> None:
+        """Says once of each coordinator that the run's owner has signed two changes, and that it goes by the other."""
+        self._forked &= self.settings.directory.peers().keys()
+        if coordinator not in self._forked:
+            self._forked.add(coordinator)
+            logger.warning("%s", error)
 
     async def ask(
         self, peer: Peer, method: str, body: BaseModel, reply: type[B], timeout_s: float, payload: bytes = b""
@@ -209,16 +217,27 @@ class RoundService:
             return Reply(InviteReply(coming=False, next_round=-1, catching_up=True))
         if not is_known or next_round < 0 or round_index not in (next_round, next_round + 1):
             return Reply(InviteReply(coming=False, next_round=next_round))
-        gathering, change = self._gatherings.get(round_index), self.settings.at(round_index).change
+        gathering, settings = self._gatherings.get(round_index), self.settings.at(round_index)
+        change, digest = settings.change, settings.change_digest
+        if settings.is_forked(request.body.change, request.body.change_digest):
+            return Reply(InviteReply(coming=False, next_round=next_round, change=change, change_digest=digest))
         is_other = request.sender != self._own_id
         # Nobody gives way to a coordinator that knows fewer changes, and whose round this node could not join.
         if gathering is not None and not gathering.over and is_other and request.body.change >= change:
             if not precedes(self.settings.run_id, round_index, request.sender, self._own_id):
-                return Reply(InviteReply(coming=False, next_round=next_round, coordinator=self._own_id, change=change))
+                return Reply(
+                    InviteReply(
+                        coming=False,
+                        next_round=next_round,
+                        coordinator=self._own_id,
+                        change=change,
+                        change_digest=digest,
+                    )
+                )
             gathering.give_way(request.sender)
         if round_index == next_round and self._invited_at_s is None:
             self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
-        return Reply(InviteReply(coming=True, next_round=next_round, change=change))
+        return Reply(InviteReply(coming=True, next_round=next_round, change=change, change_digest=digest))
 
     async def status(self, request: Request[messages.StatusRequest]) -> Reply[messages.StatusReply]:
         """Returns the outcome of a round, if it is known."""
@@ -351,8 +370,10 @@ class RoundService:
         peer = self.settings.endpoint.peer if peer_id == self._own_id else self.settings.directory.peers().get(peer_id)
         if peer is None:
             return InviteReply(coming=False, next_round=-1)
-        change = self.settings.at(round_index).change
-        invite = messages.Invite(round_index=round_index, after_s=after_s, change=change)
+        settings = self.settings.at(round_index)
+        invite = messages.Invite(
+            round_index=round_index, after_s=after_s, change=settings.change, change_digest=settings.change_digest
+        )
         try:
             return (await self.ask(peer, "round/invite", invite, InviteReply, self._config.stall_timeout_s)).body
         except RpcError as error:

@@ -30,8 +30,9 @@ RULES = {0: RuleConfig(rule="mean"), 1: RuleConfig(rule="median")}
 class Changes:
     """Number 1 is in force from round ``at_round``, as far as it is known; the rule is a median then."""
 
-    def __init__(self, at_round: int, known: int, config: CollectiveConfig) -> None:
+    def __init__(self, at_round: int, known: int, config: CollectiveConfig, branch: str = "a") -> None:
         self.at_round = at_round
+        self.branch = branch
         self.known = known
         self.worked_by = known
         self._config = config
@@ -39,6 +40,9 @@ class Changes:
 
     def number_at(self, round_index: int) -> int:
         return self.known if round_index >= self.at_round else 0
+
+    def digest_of(self, number: int) -> str:
+        return self.branch * 64 if number else ""
 
     def options_at(self, round_index: int) -> tuple[RuleConfig, CollectiveConfig]:
         return RULES[self.number_at(round_index)], self._config
@@ -101,14 +105,16 @@ def test_who_comes_by_another_change_is_sent_to_fetch_it() -> None:
 
 
 class Member:
-    def __init__(self, number: int, *, at_round: int = 0, known: int = 0, changing: bool = True) -> None:
+    def __init__(
+        self, number: int, *, at_round: int = 0, known: int = 0, changing: bool = True, branch: str = "a"
+    ) -> None:
         self.loop = LoopThread(f"member-{number}")
         self.loop.start()
         rpc = RpcConfig(host="127.0.0.1", tls=False, heartbeat_s=0.2, stall_timeout_s=5.0, stop_grace_s=0.1)
         self.endpoint = Endpoint(identity_of(number), RUN_ID, rpc)
         self.directory = KnownPeers(holds_most_held_state=True)
         config = CollectiveConfig(invite_after_s=0.0, stall_timeout_s=3.0, gather_timeout_s=6.0, round_timeout_s=25.0)
-        self.changes = Changes(at_round, known, config)
+        self.changes = Changes(at_round, known, config, branch)
         self.collective = PeerCollective(
             *(self.endpoint, self.loop.loop, RUN_ID, terms(), RULES[0], config, self.directory, lambda: 1024),
             changes=self.changes if changing else None,
@@ -198,3 +204,22 @@ def test_who_cannot_have_the_change_leaves_the_round_to_the_others(members: list
         alone, RoundResult
     ):  # It goes on by itself, and takes up their state when it sees that they are more.
         assert alone.report.members == (members[2].endpoint.peer_id,)
+
+
+FORKED = {**KNOWS, "branch": "b"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [[KNOWS, FORKED, KNOWS, FORKED], [FORKED, KNOWS, KNOWS]], indirect=True)
+def test_those_who_go_by_two_changes_of_one_number_do_not_average_with_each_other(
+    members: list[Member], caplog: pytest.LogCaptureFixture
+) -> None:
+    results = _round(members, 3)
+    assert all(isinstance(result, RoundResult) for result in results), results
+    branches = {member.endpoint.peer_id: member.changes.branch for member in members}
+    for member, result in zip(members, results, strict=True):
+        assert {branches[peer_id] for peer_id in result.report.members} == {member.changes.branch}
+        of_branch = sum(branch == member.changes.branch for branch in branches.values())
+        assert len(result.report.members) == of_branch
+    said = [record.message for record in caplog.records if "has signed two changes 1" in record.message]
+    assert 1 <= len(said) <= len(members) * (len(members) - 1), "once a member and coordinator"

@@ -2,8 +2,8 @@
 
 A DHT node, a seed too, keeps what is in this table and nothing else: an announcement or a record that its own key has
 signed, under the key and subkey that follow from its content, within the bounds of its kind. docs/records.md shows the
-table; a test holds that it shows it whole. Credentials and lists of revoked peers are in the table and in no DHT: nodes
-show and tell them to each other (`trainer.network.rpc.admission`).
+table; a test holds that it shows it whole. Credentials are in the table and in no DHT: nodes show them to each other
+(`trainer.network.rpc.admission`). Lists of revoked peers are in a DHT as long as they are short; longer ones are told.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from trainer.errors import RefusedError
 from trainer.network.discovery.announcement import MAX_LIFETIME_S, MAX_WIRE_BYTES, verify_announcement
 from trainer.network.discovery.node_report import MAX_REPORT_BYTES, report_key, verify_report
 from trainer.network.discovery.records import RecordRefusedError, SignedRecord, is_record, record_key
 from trainer.network.discovery.run_change import RunChange
 from trainer.network.discovery.stage_report import dht_key
 from trainer.network.rpc.admission import MAX_KNOWN
-from trainer.network.rpc.credential import MAX_CREDENTIAL_BYTES, MAX_LIST_BYTES, MAX_REVOKED
+from trainer.network.rpc.credential import MAX_CREDENTIAL_BYTES, MAX_LIST_BYTES, MAX_REVOKED, RevokedPeers
 from trainer.network.rpc.envelope import parse_strict_json
 
 RECORD_MODELS: Final[dict[str, type[SignedRecord]]] = {model.KIND.name: model for model in (RunChange,)}
 """The kinds of records by name; a further kind is a line here and a row in docs/records.md."""
 _EXPIRY_SLACK_S: Final = 1e-3
+_REVOKED: Final = b'{"issued_at":'
+"""How the canonical form of a list of revoked peers begins."""
+MAX_STORED_LIST_BYTES: Final = 1 << 16
+"""Of a list of revoked peers that is kept in a DHT: some 970 peers."""
+REVOKED_STORED_S: Final = 7 * 86_400.0
+"""How long a DHT keeps a list after it was issued: as long as a credential can live."""
 _REPORT: Final = b'{"report":'
 """How the canonical form of a report begins."""
 
@@ -100,6 +107,8 @@ def check_stored(wire: bytes, subkey: str, expires_at: float, *, now: float, max
         if not abs(expires_at - report.expires_at) <= _EXPIRY_SLACK_S:
             raise RecordRefusedError("expired", "to be kept until another time than it says itself")
         return report_key(report.run_id)
+    if wire.startswith(_REVOKED):
+        return revoked_key(_stored_list(wire, subkey, expires_at, now).run_name)
     if not is_record(wire):
         said = verify_announcement(wire, now=now, max_clock_skew_s=max_clock_skew_s, subkey=subkey, allow_expired=True)
         # Otherwise an old record could be stored again with a later time, and replace the new one.
@@ -112,6 +121,27 @@ def check_stored(wire: bytes, subkey: str, expires_at: float, *, now: float, max
     if not (math.isfinite(expires_at) and expires_at <= now + model.KIND.max_stored_s + max_clock_skew_s):
         raise RecordRefusedError("expired", f"expected to keep it for {model.KIND.max_stored_s:g} s at most")
     return record_key(record.run_id, model.KIND)
+
+
+def revoked_key(run_name: str) -> str:
+    """Under what a DHT keeps the lists of revoked peers of a run; the subkey is the authority that has signed one."""
+    return f"{run_name}.revoked-peers"
+
+
+def _stored_list(wire: bytes, subkey: str, expires_at: float, now: float) -> RevokedPeers:
+    if len(wire) > MAX_STORED_LIST_BYTES:
+        raise RecordRefusedError("oversized", f"expected at most {MAX_STORED_LIST_BYTES} bytes, found {len(wire)}")
+    try:
+        found = RevokedPeers.parse(wire)
+        if subkey != found.issuer:
+            raise RecordRefusedError("subkey", f"stored under {subkey[:80]!r}, but signed by {found.issuer[:24]!r}…")
+        # As with announcements: an old list that is kept for longer would replace the newer one.
+        if not abs(expires_at - (found.issued_at + REVOKED_STORED_S)) <= _EXPIRY_SLACK_S:
+            raise RecordRefusedError("expired", "to be kept until another time than follows from when it was issued")
+        found.verify(found.run_name, (found.issuer,), now)
+    except RefusedError as error:
+        raise RecordRefusedError("signature", str(error)) from None
+    return found
 
 
 def _model_of(wire: bytes) -> type[SignedRecord]:

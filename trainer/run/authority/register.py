@@ -30,6 +30,8 @@ THERE_S: Final = 90.0
 _SEEN_EVERY_S: Final = 30.0
 _LOCK_TIMEOUT_S: Final = 10.0
 _FORMAT: Final = 1
+_NAME_DIGITS: Final = 8
+"""Of an invitation's hash, by which its operator names it."""
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -129,6 +131,28 @@ class Register:
                 (token_hash(token_key), role, uses, uses, now, now + life_s),
             )
 
+    def withdraw(self, name: str, now: float) -> InvitationLeft:
+        """Ends an invitation for whoever has not joined by it yet; members by it stay. Returns it as it was.
+
+        ``name`` is the beginning of its hash, 8 digits or more. Raises TrainerUsageError: none is so named, or several.
+        """
+        query = (
+            "SELECT hash, role, uses, uses_left, expires_at FROM invitations WHERE substr(hash, 1, ?) = ? "
+            "ORDER BY created_at LIMIT 2"
+        )
+        with self._changing() as database:
+            found = database.execute(query, (len(name), name)).fetchall()
+            if len(found) != 1:
+                raise TrainerUsageError(
+                    f"invitation {name}: expected the name of one, as 'authority invitations' prints it, found "
+                    f"{'several' if found else 'none'}"
+                )
+            [(full, *rest)] = found
+            database.execute(
+                "UPDATE invitations SET uses_left = 0, expires_at = min(expires_at, ?) WHERE hash = ?", (now, full)
+            )
+        return InvitationLeft(full[:_NAME_DIGITS], *rest)
+
     def allow(self, peer_id: PeerId, role: Role) -> None:
         """Lets a node join without an invitation."""
         with self._changing() as database:
@@ -183,9 +207,9 @@ class Register:
 
     def invitations(self) -> tuple[InvitationLeft, ...]:
         """Returns all invitations, oldest first."""
-        query = "SELECT substr(hash, 1, 8), role, uses, uses_left, expires_at FROM invitations ORDER BY created_at"
+        query = "SELECT substr(hash, 1, ?), role, uses, uses_left, expires_at FROM invitations ORDER BY created_at"
         with self._reading() as database:
-            return tuple(InvitationLeft(*row) for row in database.execute(query).fetchall())
+            return tuple(InvitationLeft(*row) for row in database.execute(query, (_NAME_DIGITS,)).fetchall())
 
     # -- what a node asks for ------------------------------------------------------------------------------------------
 

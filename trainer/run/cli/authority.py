@@ -21,6 +21,7 @@ from trainer.errors import TrainerUsageError
 
 if TYPE_CHECKING:
     from trainer.network.rpc.credential import Role
+    from trainer.run.authority.register import InvitationLeft
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,47 @@ def invite_command(
     typer.echo(f"for {uses} {role}{'s' if uses > 1 else ''}, valid for {valid_h:g} h; give it to --token", err=True)
 
 
+@authority_app.command("invitations")
+def invitations_command(
+    db: _Db = _DB, json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False
+) -> None:
+    """Prints the invitations that were made: name, role, uses left, and for how long they are valid."""
+    from trainer.run.authority.register import opened
+
+    with opened(db.expanduser()) as register:
+        invitations = register.invitations()
+    if json:
+        typer.echo(json_module.dumps({"invitations": [asdict(each) for each in invitations]}))
+        return
+    for left in invitations:
+        typer.echo(_invitation_line(left, time.time()))
+    if not invitations:
+        typer.echo("no invitation was made", err=True)
+
+
+@authority_app.command("withdraw")
+def withdraw_command(
+    invitation: Annotated[
+        str, typer.Argument(metavar="INVITATION", help="Its name, as 'invitations' prints it, or itself (invite-…).")
+    ],
+    db: _Db = _DB,
+) -> None:
+    """Ends an invitation: nobody else joins by it. Who has joined by it stays; 'revoke' takes a node out."""
+    from trainer.run.authority.messages import invitation_key, token_hash
+    from trainer.run.authority.register import opened
+
+    is_whole = invitation.startswith("invite-")
+    name = token_hash(invitation_key(invitation).peer_id) if is_whole else invitation.rstrip("…").lower()
+    if len(name) < 8 or set(name) - set("0123456789abcdef"):
+        raise TrainerUsageError(
+            f"INVITATION: expected 8 hexadecimal digits, as 'authority invitations' prints them, or one that begins "
+            f"with invite-, found {invitation[:80]!r}"
+        )
+    with opened(db.expanduser()) as register:
+        left = register.withdraw(name, time.time())
+    typer.echo(f"invitation {left.name}… is withdrawn; {left.uses - left.uses_left} of {left.uses} uses were taken")
+
+
 @authority_app.command("allow")
 def allow_command(peer_key: _PeerKey, role: _Role = "worker", db: _Db = _DB) -> None:
     """Lets the node with this key join without an invitation."""
@@ -158,8 +200,12 @@ def list_command(
             f"{_span(max(0.0, row['valid_s'])):>8}  {row['address']}{note}"
         )
     for left in invitations:
-        expiry = "expired" if left.expires_at <= now else f"valid for {_span(left.expires_at - now)}"
-        typer.echo(f"invitation {left.name}…  {left.role}: {left.uses_left} of {left.uses} uses left, {expiry}")
+        typer.echo(_invitation_line(left, now))
+
+
+def _invitation_line(left: InvitationLeft, now: float) -> str:
+    expiry = "ended" if left.expires_at <= now else f"valid for {_span(left.expires_at - now)}"
+    return f"invitation {left.name}…  {left.role}: {left.uses_left} of {left.uses} uses left, {expiry}"
 
 
 def _run_name(given: str) -> str:
@@ -184,7 +230,7 @@ def _run_served(source: str, key: str, stages: int) -> tuple[str, int]:
             key,
         )
     config = check_config(fetched.file, fetched.where)
-    return fetched.file.name, stages or (config.swarm.num_stages if fetched.file.says("swarm.num_stages") else 0)
+    return fetched.file.name, stages or (config.swarm.num_stages if fetched.file.is_of_stages(config) else 0)
 
 
 def _role(name: str) -> Role:

@@ -119,11 +119,9 @@ def _watch(
 def _config_of(run: str | None, overrides: list[str], given: dict[str, Any]) -> tuple[RunConfig, bool]:
     """Returns what a run file says, with what was given, and whether it says that the model is cut into stages.
 
-    A signed file has each option: it is taken for a swarm's if one of these is not at its default. Nothing is kept on
-    the disk, as the runs are that nodes here belong to.
+    Nothing is kept on the disk, as the runs are that nodes here belong to.
     """
     from trainer.run.config import RunConfig, from_mapping, merged, nested
-    from trainer.run.config.run import SwarmConfig
     from trainer.run.signed.sources import options_of
 
     values, fetched = options_of(run, overrides)
@@ -135,7 +133,7 @@ def _config_of(run: str | None, overrides: list[str], given: dict[str, Any]) -> 
         return config, run is not None and "swarm" in values
     if config.run_id != fetched.file.name:
         raise TrainerUsageError(f"--run-id: expected {fetched.file.name}, as the run file says, found {config.run_id}")
-    return config, config.swarm != SwarmConfig() or config.strategy == "async_sparta"
+    return config, fetched.file.is_of_stages(config)
 
 
 def _shower(stop: Callable[[], None], *, as_json: bool, in_full: bool) -> Callable[[RunView], None]:

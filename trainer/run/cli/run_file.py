@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.network.rpc import Identity
     from trainer.run.signed import ChangeChain, RunChange, RunFile
     from trainer.run.signed.contact import NodeFound, RunContact, Told
+    from trainer.run.signed.files import Layout
 
 run_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -95,7 +96,9 @@ def init_command(
         )
     check_authorities(authorities)
     with_store = bool(values.get("data", {}).get("store"))
-    draft = RunFile.of(found, "0" * 64, authorities, with_store=with_store)
+    is_cut = stages is not None or "swarm" in values or found.strategy == "async_sparta"
+    layout: Layout = "stages" if is_cut else "whole"
+    draft = RunFile.of(found, "0" * 64, authorities, with_store=with_store, layout=layout)
     check_config(draft, name)
     owner = make_key(key)
     admits = authorities or ((owner.peer_id,) if urls else ())
@@ -103,6 +106,12 @@ def init_command(
     typer.echo(f"# The run {name}; signed, so change it by `python -m trainer run set` (docs/running-a-run.md).")
     typer.echo(signed.to_yaml(), nl=False)
     typer.echo(f"{key}: the run's own key; keep it to yourself, and a copy of it elsewhere", err=True)
+    if not admits:
+        typer.echo(
+            f"{name} is open: whoever can reach a node of it may join, and it stays so; --authority makes a run of "
+            "members only (docs/admission.md)",
+            err=True,
+        )
 
 
 @run_app.command("sign")

@@ -100,7 +100,7 @@ class RunWatcher:
         await self._endpoint.start()
         if self._admission is not None:
             await self._admission.join(self._endpoint.address)
-            self._admission.start(lambda: self._endpoint.address, self._discovery.peers, self._endpoint)
+            self._admission.start(lambda: self._endpoint.address, self._discovery, self._endpoint)
         await self._discovery.start()
 
     async def stop(self) -> None:

@@ -27,6 +27,7 @@ from genesis import __version__
 from genesis.store.durable import TemporaryFile
 from genesis.store.limits import RetryPolicy
 from trainer.errors import AdmissionError, AdmissionRefusedError, PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.network.discovery.base import Discovery
 from trainer.network.reachability import register_probe
 from trainer.network.rpc import Endpoint, Identity, Message
 from trainer.network.rpc.admission import Admission
@@ -49,7 +50,7 @@ from trainer.run.authority.messages import (
 from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node.authority_client import TEMPORARY, AuthorityClient
-from trainer.run.node.revocation_news import Peers, RevocationNews
+from trainer.run.node.revocation_news import RevocationNews
 from trainer.run.signed import SignedRun
 
 logger = logging.getLogger(__name__)
@@ -154,12 +155,13 @@ class AdmissionClient:
         self._next = (await self._asked_to_join(address, stage)).credential
         self._store()
 
-    def start(self, address: Callable[[], str], peers: Peers, endpoint: Endpoint) -> None:
+    def start(self, address: Callable[[], str], discovery: Discovery, endpoint: Endpoint) -> None:
         """Begins to renew and to listen for revocations, beside everything else; returns at once."""
         self._tasks = [
             asyncio.create_task(self._renew_forever(address), name="admission-renewal"),
             asyncio.create_task(self._check_forever(), name="admission-check"),
-            asyncio.create_task(self._news.spread_forever(peers, endpoint), name="admission-news"),
+            asyncio.create_task(self._news.spread_forever(discovery.peers, endpoint), name="admission-news"),
+            asyncio.create_task(self._news.look_up_forever(discovery), name="admission-dht"),
         ]
 
     async def stop(self) -> None:
@@ -394,7 +396,7 @@ def admission_client(config: RunConfig, identity: Identity, role: Role, stage: s
             logger.warning("an invitation was given, but this run names no authority: anybody may join it")
         return None
     client = AdmissionClient(config.admission, identity, config.run_id, role, admission_path(config), stage=stage)
-    run = SignedRun.open(config)
+    run = None if role == "monitor" else SignedRun.open(config)  # A monitor keeps no run on the disk.
     if run is not None:
         client.go_by(run.authorities())  # A change may have named others since the run's file.
     return client

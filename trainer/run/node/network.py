@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -173,9 +173,7 @@ class Network(Generic[S]):
         self._form = form
         self._stopping = stopping
         self._remembered = RememberedPeers.of(config)
-        if not config.discovery.initial_peers:
-            found = self._remembered.addresses()
-            config = replace(config, discovery=replace(config.discovery, initial_peers=found))
+        config = self._remembered.completed(config)
         self._config = config
         self._terms = terms
         self._is_of_pipeline = bool(near)
@@ -427,7 +425,7 @@ class Network(Generic[S]):
         await self.endpoint.start()
         if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
             await self._admission.join(self.endpoint.address, self._stopping)
-            self._admission.start(lambda: self.endpoint.address, self._discovery.peers, self.endpoint)
+            self._admission.start(lambda: self.endpoint.address, self._discovery, self.endpoint)
         await self._discovery.start()
         if self._records is not None:
             self._records.start()

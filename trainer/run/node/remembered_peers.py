@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +40,12 @@ class RememberedPeers:
     def of(cls, config: RunConfig) -> RememberedPeers:
         """Returns those of a node with this configuration."""
         return cls(Path(config.state_dir).expanduser() / "peers" / config.run_id / f"{config.node_id}.json")
+
+    def completed(self, config: RunConfig) -> RunConfig:
+        """Returns a configuration that looks where nodes were last, where it names no address itself."""
+        if config.discovery.initial_peers:
+            return config
+        return replace(config, discovery=replace(config.discovery, initial_peers=self.addresses()))
 
     def addresses(self) -> tuple[str, ...]:
         """Returns where nodes were when some were there last; none where there is no file or another's."""

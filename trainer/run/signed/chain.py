@@ -69,6 +69,10 @@ class ChangeChain:
         """Returns the number of the newest change in force in a round; 0: none is."""
         return bisect.bisect_right([change.at_round for change, _ in self._known], round_index)
 
+    def digest_of(self, number: int) -> str:
+        """Returns the digest of a known change, which names all before it; empty for number 0."""
+        return self._known[number - 1][0].digest() if number else ""
+
     def settings_by(self, number: int) -> dict[str, Any]:
         """Returns what the first so many changes set, by dotted name; the latest of each name."""
         settings: dict[str, Any] = {}

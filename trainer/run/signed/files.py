@@ -21,10 +21,18 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from genesis.store.durable import TemporaryFile
 from manifests.errors import SignatureError
@@ -36,6 +44,7 @@ from trainer.network.rpc.envelope import first_line, parse_strict_json
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.run.config import RunConfig, from_mapping, merged, nested, to_mapping
 from trainer.run.config.reading import parse_yaml
+from trainer.run.config.run import SwarmConfig
 from trainer.run.signed.fields import OPEN_IN_FILE, option_names, standing_of
 
 MAX_FILE_BYTES: Final = 1 << 18
@@ -44,6 +53,7 @@ _DOMAIN: Final = b"genesis run 1\n"
 _IN_FILE: Final = ("offered", "fixed", "round")
 _MAX_AUTHORITIES: Final = 16
 
+Layout: TypeAlias = Literal["whole", "stages"]
 KeyField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -60,10 +70,27 @@ class RunFile(BaseModel):
     """Keys that may admit nodes; empty: anybody may join."""
     config: dict[str, JsonValue]
     """What all nodes share, nested as in `RunConfig`: the options that are not a node's own (`fields`)."""
+    layout: Layout | None = None
+    """Whether nodes hold the whole model or a stage of it; None: a file of an earlier release, which does not say."""
     signature: Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")] = ""
 
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = dump(self)
+        if self.layout is None:  # The signature of an earlier release's file is over a content without it.
+            fields.pop("layout", None)
+        return fields
+
     @classmethod
-    def of(cls, config: RunConfig, owner: str, authorities: tuple[str, ...] = (), *, with_store: bool = True) -> Self:
+    def of(
+        cls,
+        config: RunConfig,
+        owner: str,
+        authorities: tuple[str, ...] = (),
+        *,
+        with_store: bool = True,
+        layout: Layout | None = None,
+    ) -> Self:
         """Returns an unsigned file with what nodes of this configuration share; without a store each has to name it."""
         left_out = set() if with_store else OPEN_IN_FILE
         shared: dict[str, Any] = {}
@@ -71,7 +98,7 @@ class RunFile(BaseModel):
         for name in option_names():
             if standing_of(name) in _IN_FILE and name not in left_out:
                 shared = merged(shared, nested(name, portable(value_at(values, name))))
-        return cls(name=config.run_id, owner=owner, authorities=authorities, config=shared)
+        return cls(name=config.run_id, owner=owner, authorities=authorities, config=shared, layout=layout)
 
     def signed_bytes(self) -> bytes:
         """Returns what the signature is over; see this module."""
@@ -101,6 +128,12 @@ class RunFile(BaseModel):
                 f"{where}: expected it as its owner {self.owner[:16]}… signed it, found it changed since; take it from "
                 "where it was published, or sign it again (run sign)"
             )
+
+    def is_of_stages(self, config: RunConfig) -> bool:
+        """Checks whether its model is cut into stages; an earlier release's file says so by its options alone."""
+        if self.layout is None:
+            return config.swarm != SwarmConfig() or config.strategy == "async_sparta"
+        return self.layout == "stages"
 
     def says(self, name: str) -> bool:
         """Checks whether the file has an option, by its dotted name."""

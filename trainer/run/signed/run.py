@@ -2,7 +2,8 @@
 
 The node trains by `config_by` of the round it is in; its rounds ask `number_at` and `options_at` of any round. All of
 it follows from the run file and the chain of changes alone, so two nodes that know the same changes do the same, and
-two that do not find out before they reduce: the agreement of a round names the newest change in force in it.
+two that do not find out before they reduce: the agreement of a round names the newest change in force in it, by number
+and digest.
 
     RUN/run.json, RUN/changes.jsonl      in ``runs`` of the folder of checkpoints, one for all nodes of a machine
 
@@ -114,6 +115,10 @@ class SignedRun:
     def number_at(self, round_index: int) -> int:
         """Returns the number of the newest change in force in a round; 0: none."""
         return self.chain.number_at(round_index)
+
+    def digest_of(self, number: int) -> str:
+        """Returns the digest of a known change; empty for number 0."""
+        return self.chain.digest_of(number)
 
     def options_at(self, round_index: int) -> tuple[RuleConfig, CollectiveConfig]:
         """Returns rule and options of rounds as they are in force in one."""

@@ -55,6 +55,7 @@ from trainer.run.config.run import keeper_option
 from trainer.run.node.admission import admission_client
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
+from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.reporting import NodeFigures
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import TrainingDisplay, Watch
@@ -100,7 +101,8 @@ class DriverNode:
     def __init__(
         self, config: RunConfig, shape: SwarmShape, session: Session, stop: StopRequest, line: TrainingDisplay
     ) -> None:
-        self._config = config
+        remembered = RememberedPeers.of(config)
+        self._config = config = remembered.completed(config)
         self._shape = shape
         self._session = session
         self._stop = stop
@@ -113,6 +115,7 @@ class DriverNode:
         self._peers = DriverPeerView(
             config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
         )
+        self._peers.remembered = remembered
         self._keeper: LedgerService | None = None  # Of an account that is local; see `_service`.
         self._seat: KeeperSeat | None = None
         self._work_client: LedgerClient | None = None
@@ -149,7 +152,7 @@ class DriverNode:
             stack.push_async_callback(self._endpoint.stop)
             if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
                 await self._admission.join(self._endpoint.address, self._stop)
-                self._admission.start(lambda: self._endpoint.address, self._peers.reached, self._endpoint)
+                self._admission.start(lambda: self._endpoint.address, self._peers.discovery, self._endpoint)
                 stack.push_async_callback(self._admission.stop)
             await self._peers.start()
             stack.push_async_callback(self._peers.stop)

@@ -22,6 +22,7 @@ from trainer.pipeline.driver.workers import LastWord, StageWorker, workers_in
 from trainer.pipeline.ledger.config import is_key
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import ComparedPeer, FitCheck, NodeStats, announcement_of, register_terms
+from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.swarm.keeper import keeps_account
 from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
@@ -142,6 +143,8 @@ class DriverPeerView(SwarmPeers):
         self._watchdog = PeerWatchdog(self._discovery, "worker of any stage", _UNHEARD_S)
         self.figures: Callable[[], OwnFigures] | None = None
         """What to report on this driver once a minute; to be set before `register`. None: nothing."""
+        self.remembered: RememberedPeers | None = None
+        """Where the addresses of others are kept for this driver's next start; None: nowhere."""
         self._reporter: NodeReporter | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_words: dict[str, tuple[float, LastWord]] = {}
@@ -267,6 +270,8 @@ class DriverPeerView(SwarmPeers):
             try:
                 self.hear(await self._discovery.peers(), self._discovery.heard())
                 self._hearing(self.heard())
+                if self.remembered is not None:
+                    self.remembered.note(self.heard())
                 self._watchdog.look(len(self.heard()))
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s

@@ -16,10 +16,17 @@ from tests.support.announcements import announce
 from trainer.errors import DiscoveryError, TrainerError
 from trainer.network.discovery.announcement import AnnouncementRefusedError
 from trainer.network.discovery.node_report import ReportRefusedError
-from trainer.network.discovery.record_kinds import RECORD_MODELS, check_stored, table_rows
+from trainer.network.discovery.record_kinds import (
+    RECORD_MODELS,
+    REVOKED_STORED_S,
+    check_stored,
+    revoked_key,
+    table_rows,
+)
 from trainer.network.discovery.records import RecordRefusedError, record_key, sign_record
 from trainer.network.discovery.run_change import MAX_SETTINGS, RUN_CHANGE, RunChange
 from trainer.network.discovery.stage_report import dht_key
+from trainer.network.rpc.credential import RevokedPeers
 from trainer.network.rpc.identity import Identity
 
 _NOW = 1_800_000_000.0
@@ -144,6 +151,8 @@ _envelopes = st.fixed_dictionaries(
 )
 @example(b'{"kind":"run-change","record":' + b"[" * 5000)
 @example(b'{"report":' + b"[" * 5000)
+@example(b'{"issued_at":' + b"[" * 5000)
+@example(b'{"issued_at":1e999,"issuer":"","number":0,"revoked":[],"run_name":"","signature":""}')
 @example(b'{"report":{"peer_id":"\\ud800"},"signature":""}')
 @example(b'{"kind":"' + b"x" * 20_000)
 @example(b'{"kind":"run-change","record":{"number":1e999},"signature":"' + b"0" * 128 + b'"}')
@@ -195,6 +204,26 @@ def test_a_dht_keeps_an_announcement_for_as_long_as_it_says_itself() -> None:
     for subkey, seconds in ((_OWNER.peer_id, 90.0), (_OTHER.peer_id, 60.0), (_OWNER.peer_id, math.nan)):
         with pytest.raises((RecordRefusedError, AnnouncementRefusedError)):
             _stored(wire, subkey, _NOW + seconds)
+
+
+def test_a_dht_keeps_a_list_of_revoked_peers_for_as_long_as_follows_from_its_time() -> None:
+    found = RevokedPeers.issue(_OWNER, "run", 7, ["a" * 64], _NOW)
+    until = _NOW + REVOKED_STORED_S
+    assert _stored(found.wire(), _OWNER.peer_id, until) == revoked_key("run")
+    forged = found.model_copy(update={"number": 8})
+    longest = RevokedPeers.issue(_OWNER, "run", 7, [f"{number:064x}" for number in range(1000)], _NOW)
+    ahead = RevokedPeers.issue(_OWNER, "run", 7, ["a" * 64], _NOW + 3600.0)
+    for wire, subkey, expires_at in (
+        (found.wire(), _OTHER.peer_id, until),
+        (found.wire(), _OWNER.peer_id, until + 60.0),
+        (found.wire(), _OWNER.peer_id, math.nan),
+        (forged.wire(), _OWNER.peer_id, until),
+        (longest.wire(), _OWNER.peer_id, until),
+        (ahead.wire(), _OWNER.peer_id, until + 3600.0),
+        (found.wire()[:-1], _OWNER.peer_id, until),
+    ):
+        with pytest.raises(RecordRefusedError):
+            _stored(wire, subkey, expires_at)
 
 
 def test_the_page_of_records_has_every_kind_with_its_bounds() -> None:

@@ -141,6 +141,20 @@ async def test_a_request_that_came_before_is_refused_by_all_authorities_on_the_f
                 await authority.service.join(wire, LOCAL)
 
 
+async def test_nobody_else_joins_by_a_withdrawn_invitation_and_who_has_stays(tmp_path: Path) -> None:
+    async with running_authority(tmp_path, over_http=False) as authority, AsyncExitStack() as stack:
+        node, other = [await stack.enter_async_context(answering_endpoint(Identity.create())) for _ in range(2)]
+        invitation, kept = authority.invite(uses=2), authority.invite()
+        await _join(authority, node.identity, node.address, invitation)
+        name = authority.register.invitations()[0].name
+        before = authority.register.withdraw(name, time.time())
+        assert (before.uses, before.uses_left) == (2, 1)
+        with refused("token"):
+            await _join(authority, other.identity, other.address, invitation)
+        await _join(authority, node.identity, node.address, invitation)
+        await _join(authority, other.identity, other.address, kept)
+
+
 async def test_an_invitation_expires_and_a_revoked_node_does_not_come_back(tmp_path: Path) -> None:
     async with running_authority(tmp_path, over_http=False) as authority, AsyncExitStack() as stack:
         node, other = [await stack.enter_async_context(answering_endpoint(Identity.create())) for _ in range(2)]

@@ -171,11 +171,36 @@ def test_what_the_operator_prints(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["invitations"][0]["uses_left"] == 10
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_invitation_is_withdrawn_by_its_name_or_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by_name: bool
+) -> None:
+    db = ["--db", str(tmp_path / "authority.sqlite")]
+    assert run(["authority", "invitations", *db]) == 0
+    assert "no invitation was made" in capsys.readouterr().err
+    assert run(["authority", "invite", "--uses", "10", *db]) == 0
+    invitation = capsys.readouterr().out.strip()
+    assert run(["authority", "invitations", *db]) == 0
+    listed = re.fullmatch(
+        r"invitation ([0-9a-f]{8})…  worker: 10 of 10 uses left, valid for .*\n", capsys.readouterr().out
+    )
+    assert listed is not None
+    named = listed[1] if by_name else invitation
+    assert run(["authority", "withdraw", named, *db]) == 0
+    assert "is withdrawn; 0 of 10 uses were taken" in capsys.readouterr().out
+    assert run(["authority", "invitations", "--json", *db]) == 0
+    [left] = json.loads(capsys.readouterr().out)["invitations"]
+    assert left["uses_left"] == 0
+    assert left["expires_at"] <= time.time()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["authority"], "--run: expected the run's file"),
         (["authority", "invite", "--role", "king"], "--role: expected one of node, worker, driver, monitor"),
+        (["authority", "withdraw", "abc"], "INVITATION: expected 8 hexadecimal digits"),
+        (["authority", "withdraw", "0" * 8], "invitation 00000000: expected the name of one"),
         (["authority", "revoke", "abc"], "PEER_KEY: expected 64 hexadecimal digits"),
         (["authority", "--run-name", "x", "--life-s", "0"], "--life-s"),
     ],

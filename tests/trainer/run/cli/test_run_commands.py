@@ -52,6 +52,33 @@ def test_runs_that_cannot_be_made_leave_no_key(
 
 
 @pytest.mark.parametrize(
+    ("options", "is_cut"),
+    [
+        ((), False),
+        (("--stages", "3"), True),  # As many as by default: the options alone would not say so.
+        (("--set", "swarm.stage.target_tokens=512"), True),
+        (("--strategy", "async_sparta"), True),
+    ],
+)
+def test_a_run_says_whether_its_model_is_cut(
+    here: TrainerHere, tmp_path: Path, options: tuple[str, ...], is_cut: bool
+) -> None:
+    rows = ("--batch-size", "8")
+    printed = here.other("run", "init", "r", "--preset", "tiny", *rows, *options, "--key", tmp_path / "run.key")
+    assert "r is open: whoever can reach a node of it may join" in printed
+    body = printed[printed.index("# The run") :]
+    (tmp_path / "run.yaml").write_text(body, encoding="utf-8")
+    values, fetched = options_of(tmp_path / "run.yaml", ())
+    assert fetched is not None
+    config = from_mapping(RunConfig, merged(values, {"node_id": "a"}))
+    assert fetched.file.is_of_stages(config) == is_cut
+    assert fetched.file.layout == ("stages" if is_cut else "whole")
+    said_nothing = fetched.file.model_copy(update={"layout": None})
+    assert b"layout" not in said_nothing.to_json()
+    assert said_nothing.is_of_stages(config) == (is_cut and options != ("--stages", "3"))
+
+
+@pytest.mark.parametrize(
     ("given", "keys", "urls"),
     [
         (("ab" * 32,), ["ab" * 32], []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -21,10 +22,13 @@ from tests.support.authority import (
     running_authority,
 )
 from tests.support.rpc_node import RUN_ID, ask, refused
-from trainer.errors import AdmissionError, PeerUnavailableError, TrainerUsageError
+from trainer.errors import AdmissionError, PeerUnavailableError, RunFileError, TrainerUsageError
+from trainer.network.discovery.record_kinds import revoked_key
 from trainer.network.rpc import Identity
+from trainer.network.rpc.credential import RevokedPeers
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.config.admission import AdmissionConfig
+from trainer.run.config.run import CheckpointConfig
 from trainer.run.node.admission import AdmissionClient, admission_client
 
 
@@ -162,6 +166,26 @@ async def test_a_revocation_reaches_nodes_that_cannot_reach_the_authority(tmp_pa
                 await ask(node.endpoint, bad.endpoint.peer)
         assert time.monotonic() - began_s < 60.0
         await ask(nodes[1].endpoint, nodes[2].endpoint.peer)
+
+
+async def test_a_revocation_is_heard_of_in_the_dht(tmp_path: Path) -> None:
+    """Neither node knows the other; one asks the authority, and what strangers have stored hides nothing."""
+    async with (
+        running_authority(tmp_path) as authority,
+        admitted_node(tmp_path, authority, check_interval_s=0.2) as one,
+        admitted_node(tmp_path, authority, check_interval_s=1e6) as other,
+    ):
+        stranger = Identity.create()
+        later = RevokedPeers.issue(stranger, RUN_ID, 2**50, [one.identity.peer_id], time.time())
+        kept = {stranger.peer_id: later.wire(), authority.key: later.wire()}
+        one.records = other.records = {revoked_key(RUN_ID): kept}
+        authority.register.revoke("1" * 64, time.time(), 3600.0)
+        one.start()
+        await eventually(lambda: one.admission.is_revoked("1" * 64))
+        await eventually(lambda: kept[authority.key] != later.wire(), 30.0)
+        other.start()
+        await eventually(lambda: other.admission.is_revoked("1" * 64), 30.0)
+        assert not other.admission.is_revoked(one.identity.peer_id)
 
 
 async def test_a_revoked_node_is_told_and_ends(tmp_path: Path) -> None:
@@ -305,6 +329,15 @@ def _config(**admission: object) -> RunConfig:
 def test_a_run_without_an_authority_has_no_admission() -> None:
     assert admission_client(_config(), Identity.create(), "node") is None
     assert admission_client(_config(authorities=["0" * 64]), Identity.create(), "node") is not None
+
+
+def test_a_monitor_of_a_signed_run_needs_no_copy_of_it_on_the_disk(tmp_path: Path) -> None:
+    config = replace(
+        _config(authorities=["0" * 64]), run_digest="ab" * 32, checkpoint=CheckpointConfig(directory=str(tmp_path))
+    )
+    assert admission_client(config, Identity.create(), "monitor") is not None
+    with pytest.raises(RunFileError, match="start with --run"):
+        admission_client(config, Identity.create(), "node")
 
 
 @pytest.mark.parametrize(

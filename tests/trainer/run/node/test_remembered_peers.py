@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.announcements import announcement
 from trainer.network.rpc.identity import Identity
+from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.remembered_peers import RememberedPeers
 
 
@@ -31,6 +33,14 @@ def test_what_was_noted_is_known_to_the_next_process(tmp_path: Path) -> None:
     known.note([])  # Who is alone for a while forgets nobody.
     known.note([_said(4200)])
     assert RememberedPeers(path).addresses() == ("203.0.113.7:4200",)
+
+
+def test_they_are_for_a_node_that_is_given_no_address(tmp_path: Path) -> None:
+    config = from_mapping(RunConfig, {"node_id": "n", "run_id": "r", "state_dir": str(tmp_path)})
+    RememberedPeers.of(config).note([_said(4100)])
+    assert RememberedPeers.of(config).completed(config).discovery.initial_peers == ("203.0.113.7:4100",)
+    given = replace(config, discovery=replace(config.discovery, initial_peers=("203.0.113.8:1",)))
+    assert RememberedPeers.of(given).completed(given) is given
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from trainer.pipeline.driver.results import AuditStatus, DriverStatus, StageView
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import NodeStats
+from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.stopping import StopRequest
 from trainer.run.swarm.driver_node import DriverNode
 from trainer.run.swarm.driver_view import DriverView
@@ -179,6 +180,25 @@ async def test_a_driver_whose_addresses_are_dead_looks_on(config, shape, monkeyp
             await lonely.stop()
     assert "going on with those known before" in caplog.text
     assert next(looks) > 1
+
+
+async def test_a_driver_keeps_where_the_others_are_for_its_next_start(config, shape, tmp_path):
+    own = replace(config, state_dir=str(tmp_path), discovery=DiscoveryConfig(poll_interval_s=0.1))
+    async with running_endpoint(run_id=config.run_id) as endpoint, running_endpoint(run_id=config.run_id) as other:
+        view = DriverPeerView(own, endpoint, shape, NodeStats, lambda _: None)
+        beside = replace(own, node_id="driver-3", discovery=DiscoveryConfig((endpoint.address,), poll_interval_s=0.1))
+        view.remembered = RememberedPeers.of(own)
+        theirs = DriverPeerView(beside, other, shape, NodeStats, lambda _: None)
+        await view.start()
+        await theirs.start()
+        try:
+            async with asyncio.timeout(30):
+                while not RememberedPeers.of(own).addresses():
+                    await asyncio.sleep(0.05)
+        finally:
+            await theirs.stop()
+            await view.stop()
+    assert RememberedPeers.of(own).completed(own).discovery.initial_peers == (other.address,)
 
 
 async def for_ever() -> None:
