@@ -25,7 +25,7 @@ from typing_extensions import Buffer
 
 from trainer.errors import CodecError, TrainerUsageError
 
-CodecName = Literal["fp32", "fp16", "int8"]
+CodecName = Literal["fp32", "fp16", "int8", "sparse"]
 
 BLOCK_VALUES: Final = 1024  # Values of an int8 block.
 FP16_MAX: Final = 65504.0
