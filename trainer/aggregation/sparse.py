@@ -152,7 +152,7 @@ def _moments(contributions: Sequence[SparseVector | None], scratch: NDArray[np.f
             continue
         scratch[each.indices] = each.values
         for other, beside in present[position + 1 :]:
-            products = scratch[beside.indices] * beside.values.astype(np.float64)
+            products = scratch[beside.indices].astype(np.float64) * beside.values.astype(np.float64)
             gram[member + 1, other + 1] = gram[other + 1, member + 1] = _sum(products)
         scratch[each.indices] = 0
     finite = np.array([each is not None for each in contributions], dtype=np.bool_)

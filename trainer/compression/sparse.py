@@ -1,7 +1,7 @@
 """Sparse codec: the greatest 64 of every 4,096 values, two bits each (SparseLoCo, arXiv 2508.15706).
 
     order = ChunkOrder.of(shapes)                     # 64 × 64 blocks of matrices become runs of 4,096 values
-    codec = SparseCodec()
+    codec = codec_named("sparse")
     payload = codec.encode(order.chunked(vector))     # read-only bytes, 0.172 bits a parameter
     sparse = codec.decode_sparse(payload, order.num_values)     # indices and values, nothing dense
     residual = carried; sparse.subtract_from(residual)           # error feedback
@@ -105,10 +105,11 @@ class ChunkOrder:
         side = BLOCK_SIDE
         for start, rows, columns, target in self.blocks:
             bands, across = rows // side, columns // side
-            matrix = vector[start : start + bands * side * columns].view(bands, side, columns)[:, :, : across * side]
             count = bands * across * CHUNK_VALUES
             blocks = ordered[target : target + count].view(bands, across, side, side)
-            yield matrix.unflatten(2, (across, side)).transpose(1, 2), blocks
+            strides = (side * columns, side, columns, 1)
+            offset = vector.storage_offset() + start
+            yield vector.as_strided((bands, across, side, side), strides, offset), blocks
         for start, rows, stride, columns, target in self.rest:
             strip = vector.as_strided((rows, columns), (stride, 1), vector.storage_offset() + start)
             yield strip, ordered[target : target + rows * columns].view(rows, columns)
@@ -210,6 +211,9 @@ class SparseCodec(Codec):
         self.decode_sparse(encoded.data, out.numel()).dense(out)
 
 
+SPARSE: Final = SparseCodec()
+
+
 def _selected(chunks: _Values) -> tuple[NDArray[np.int32], _Values]:
     """The places in each chunk, rising, and the values, [c, 64] each, of those with the greatest magnitudes."""
     chosen = np.empty((len(chunks), TOP_K), np.int32)
@@ -235,7 +239,8 @@ def _true_places(mask: NDArray[np.bool_]) -> _Indices:
     """Flat places of what is true; eight at a time, since one in 64 is."""
     words = np.flatnonzero(mask.reshape(-1).view(np.uint64))
     found = np.flatnonzero(mask.reshape(-1, 8)[words])
-    return (words[found >> 3] << 3) + (found & 7)
+    places: _Indices = (words[found >> 3] << 3) + (found & 7)
+    return places
 
 
 def _first_of_equal(magnitudes: NDArray[np.int32], thresholds: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -243,7 +248,8 @@ def _first_of_equal(magnitudes: NDArray[np.int32], thresholds: NDArray[np.int32]
     above = magnitudes > thresholds
     equal = magnitudes == thresholds
     missing = TOP_K - np.count_nonzero(above, axis=1)[:, None]
-    return above | (equal & (np.cumsum(equal, axis=1, dtype=np.int32) <= missing))
+    mask: NDArray[np.bool_] = above | (equal & (np.cumsum(equal, axis=1, dtype=np.int32) <= missing))
+    return mask
 
 
 def _selected_on_device(chunks: Tensor) -> tuple[NDArray[np.int32], _Values]:
@@ -269,7 +275,8 @@ def _pack(chosen: NDArray[np.int32], values: _Values, records: _Bytes) -> None:
     packed[..., 2] = (low[..., 2] >> 4) | (low[..., 3] << 2)
     records[:, _LOW] = packed.reshape(-1, 48)
     unary = np.zeros((len(chosen), 2 * TOP_K), np.uint8)
-    np.put_along_axis(unary, (chosen >> _LOW_BITS) + np.arange(TOP_K, dtype=np.int32), 1, axis=1)
+    positions: NDArray[np.int32] = (chosen >> _LOW_BITS) + np.arange(TOP_K, dtype=np.int32)
+    np.put_along_axis(unary, positions, 1, axis=1)
     records[:, _HIGH] = np.packbits(unary, axis=1, bitorder="little")
     four = bins.reshape(-1, 16, 4)
     records[:, _BINS] = four[..., 0] | (four[..., 1] << 2) | (four[..., 2] << 4) | (four[..., 3] << 6)
@@ -279,7 +286,7 @@ def _quantised(values: _Values) -> tuple[NDArray[np.uint16], _Bytes]:
     """Four means of each row, bf16 as [c, 4] uint16, and which of them each value takes, [c, 64]."""
     magnitudes = np.abs(values)
     border = np.mean(magnitudes, axis=1, dtype=np.float64, keepdims=True).astype(np.float32)
-    bins = (magnitudes > border).astype(np.uint8) | ((values < 0).astype(np.uint8) << 1)
+    bins: _Bytes = (magnitudes > border).astype(np.uint8) | ((values < 0).astype(np.uint8) << np.uint8(1))
     table = np.zeros((len(values), 4), np.float32)
     for each in range(4):
         mask = bins == each
@@ -289,19 +296,19 @@ def _quantised(values: _Values) -> tuple[NDArray[np.uint16], _Bytes]:
     np.clip(table, -_LARGEST_BF16, _LARGEST_BF16, out=table)
     bits = table.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # To nearest, ties to even.
-    return rounded.astype("<u2"), bins
+    return rounded.astype(np.uint16), bins
 
 
 def _unpacked(records: _Bytes, offset: int) -> tuple[_Indices, _Values]:
     """Rising indices, counted from ``offset``, and values of some chunks' records, flat."""
     count = len(records)
-    table = np.ascontiguousarray(records[:, _TABLE]).view("<u2")
+    table = np.ascontiguousarray(records[:, _TABLE]).view(np.uint16)
     if ((table & 0x7F80) == 0x7F80).any():
         raise CodecError("sparse: expected finite means, found NaN or infinity; drop the message")
-    ones = np.flatnonzero(np.unpackbits(records[:, _HIGH], axis=1, bitorder="little"))
-    if len(ones) != count * TOP_K:
-        raise CodecError(f"sparse: expected {count * TOP_K} indices, found {len(ones)}; drop the message")
-    ones = ones.reshape(count, TOP_K)
+    found = np.flatnonzero(np.unpackbits(records[:, _HIGH], axis=1, bitorder="little"))
+    if len(found) != count * TOP_K:
+        raise CodecError(f"sparse: expected {count * TOP_K} indices, found {len(found)}; drop the message")
+    ones = found.reshape(count, TOP_K)
     first = np.arange(count, dtype=np.int64)[:, None] * (2 * TOP_K)
     upper = ones - first - np.arange(TOP_K, dtype=np.int64)
     if count and (upper[:, 0].min() < 0 or upper[:, -1].max() >= TOP_K):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.aggregation import RuleConfig
-from trainer.aggregation.sparse import SparseVector, aggregate_sparse, require_sparse_rule
+from trainer.aggregation.config import RuleName
+from trainer.aggregation.sparse import Averaging, SparseVector, aggregate_sparse, require_sparse_rule
 from trainer.errors import RoundFailedError, TrainerUsageError
 
 OFF = RuleConfig(rule="mean", validation="off")
@@ -66,7 +67,7 @@ def test_whoever_pulls_harder_than_the_median_is_clipped_to_it() -> None:
 
 
 @pytest.mark.parametrize("averaging", ["replicas", "senders"])
-def test_an_inverted_member_is_left_out_by_its_direction(averaging) -> None:
+def test_an_inverted_member_is_left_out_by_its_direction(averaging: Averaging) -> None:
     honest = members(4)
     liar = SparseVector(4096, honest[0].indices, -honest[0].values)
     found = aggregate_sparse([*honest, liar], [1.0] * 5, ENFORCE, averaging)
@@ -82,7 +83,7 @@ def test_honest_members_pass_validation() -> None:
 @pytest.mark.parametrize("averaging", ["replicas", "senders"])
 @given(seed=st.integers(0, 1000), count=st.integers(1, 6))
 @settings(max_examples=20, deadline=None)
-def test_the_result_is_that_of_dense_arithmetic(averaging, seed: int, count: int) -> None:
+def test_the_result_is_that_of_dense_arithmetic(averaging: Averaging, seed: int, count: int) -> None:
     contributions = members(count, seed)
     weights = [1.0 + member for member in range(count)]
     found = aggregate_sparse(contributions, weights, OFF, averaging)
@@ -112,11 +113,11 @@ def test_vectors_of_zeros_come_to_zero() -> None:
 
 
 @pytest.mark.parametrize("rule", ["median", "krum", "multi_krum", "centered_clip"])
-def test_rules_that_mean_nothing_are_refused_with_the_reason(rule) -> None:
+def test_rules_that_mean_nothing_are_refused_with_the_reason(rule: RuleName) -> None:
     with pytest.raises(TrainerUsageError, match=f"{rule}: "):
         require_sparse_rule(RuleConfig(rule=rule))
 
 
 @pytest.mark.parametrize("rule", ["mean", "trimmed_mean"])
-def test_the_default_stands_for_the_clipped_mean(rule) -> None:
+def test_the_default_stands_for_the_clipped_mean(rule: RuleName) -> None:
     require_sparse_rule(RuleConfig(rule=rule))
