@@ -63,7 +63,9 @@ def init_command(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch.")] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="diloco or grad; in a swarm also async_sparta.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="diloco, sparseloco or grad; in a swarm also async_sparta.")
+    ] = None,
     key: _Key = Path("run.key"),
 ) -> None:
     """Makes a run with a key of its own, and prints its signed file."""

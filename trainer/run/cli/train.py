@@ -104,7 +104,9 @@ def train_command(
     port: Annotated[int | None, typer.Option(help="Port for other nodes; given, the node can be joined.")] = None,
     public_address: Annotated[str | None, typer.Option(help="host:port others reach this node at.")] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
-    strategy: Annotated[str | None, typer.Option(help="diloco, grad, or ddp with the torch engine.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="diloco, sparseloco, grad, or ddp with the torch engine.")
+    ] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Of a node of many ranks, under torchrun: auto, ddp, fsdp, hsdp.")
     ] = None,
@@ -115,7 +117,7 @@ def train_command(
         str | None, typer.Option(help="Of a pipeline: hub, by way of this driver; chain, from worker to worker.")
     ] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
-    compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8, int4, e3m0.")] = None,
     rule: Annotated[
         str | None, typer.Option(help="mean, median, trimmed_mean, krum, multi_krum, centered_clip.")
     ] = None,
