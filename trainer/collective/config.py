@@ -22,8 +22,8 @@ class CollectiveConfig:
     """How nodes come together for a round, and how long they wait for each other."""
 
     compression: CodecName = "fp32"
-    """How pseudo-gradients and results travel: fp32, fp16, or with error feedback int8, int4 or e3m0 (4 bits: a sign and
-    seven powers of two) in blocks. Strategy sparseloco has a codec of its own, sparse."""
+    """How pseudo-gradients and results travel: fp32, fp16, or with error feedback int8, int4 or e3m0 (four bits: sign
+    and power of two) in blocks. Strategy sparseloco has a codec of its own, sparse."""
     powersgd_rank: int = -1
     """Matrices of gradients travel as two factors with so many columns, where that saves half of their values or more;
     with error feedback. 0: as they are. -1: 64 under averaged gradients, 0 under other strategies."""

@@ -8,8 +8,8 @@ Guarantees: decoding is a pure function of the bytes, the same bits on every mac
 made is a ``CodecError``, never a crash, a silent wrong value or an allocation of the sender's choosing; each codec
 states its error. The trade-off: int8 is a plain absmax grid, because one core encodes 6 GB/s of fp32 that way and
 decodes 12; error feedback (`trainer.collective`) removes the bias that a finer grid would cost time to avoid. Four bits
-halve the bytes of int8: `e3m0`, whose levels are powers of two as in Streaming DiLoCo (arXiv 2501.18512), keeps sign and
-size of small values beside large ones; `int4`, whose levels are even, errs less where values of a block are alike.
+halve the bytes of int8: `e3m0`, whose levels are powers of two as in Streaming DiLoCo (arXiv 2501.18512), keeps signs
+and sizes of small values beside large ones; `int4`, whose levels are even, errs less where values of a block are alike.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class DiLoCoTrainer:
     The anchor begins as the model's trainable parameters, which must be equal at all members that begin together, as
     frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners, and ``parameters`` is for
     a model that does not lie in this process alone. With a ``powersgd_rank`` pseudo-gradients travel as factors; with a
-    ``residual_decay`` they travel in chunk order, for a collective of sparse contributions (`trainer.outer.sparseloco`).
+    ``residual_decay`` they travel in chunk order, for a collective of sparse vectors (`trainer.outer.sparseloco`).
     ``num_threads`` are torch's for the arithmetic of a round that training waits for, and beside a GPU of any round; 0:
     as many as it has.
 

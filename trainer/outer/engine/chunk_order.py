@@ -6,8 +6,8 @@
 A vector of tensors has 64 × 64 blocks of a matrix scattered over it; the codec looks at runs of 4,096 values. This
 reorders what goes out and what comes back (one core does some 500 million values a second), so that engines cut, encode
 and reduce plain vectors, and the strategy keeps its state in the order of its tensors, in which a vocabulary can grow.
-The residual is multiplied by ``decay`` on its way out: ``m = decay·e + Δ`` (arXiv 2508.15706). A round that fails returns
-nothing, so the residual decays only where a round was committed.
+The residual is multiplied by ``decay`` on its way out: ``m = decay·e + Δ`` (arXiv 2508.15706). A round that fails
+returns nothing, so the residual decays only where a round was committed.
 """
 
 from __future__ import annotations

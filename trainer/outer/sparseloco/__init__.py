@@ -6,9 +6,9 @@ After H inner steps from the shared θ, with AdamW or Muon inside:
 
 This is the cycle of `trainer.outer.diloco` without momentum: the same transaction (prepare, round, commit or nothing),
 checkpoints, late joiners, fragments and overlap. Its own are the codec (`trainer.compression.sparse`), the aggregation
-(`trainer.aggregation.sparse`) and the decay of e (`trainer.outer.engine.chunk_order`). A joiner begins with θ and without
-e. e stays as it was where a round failed, since θ_local then goes on and the next Δ has the round's work in it; it is
-dropped where the others left a member out for what it sent, and keeps everything where that did not arrive.
+(`trainer.aggregation.sparse`) and the decay of e (`trainer.outer.engine.chunk_order`). A joiner begins with θ and no e.
+Where a round failed, e stays as it was, since θ_local goes on and the next Δ has that work in it. It is dropped where
+the others left a member out for what it sent, and keeps everything where that did not arrive.
 
 The trade-off against int8 is memory for bytes: 4 bytes a parameter for e, 47 times less to send at equal H. Momentum
 and last result, which this strategy does not read, are still part of what members share and joiners fetch.

@@ -23,8 +23,8 @@ class SparseLoCoConfig:
     """What is kept of the error feedback from round to round, 0 to 1; less if members differ much, whose old work then
     pulls in directions that no longer matter."""
     averaging: Averaging = "replicas"
-    """What sums are divided by: the weight of all ``replicas``, or of the ``senders`` of each coordinate, which lets one
-    member's word count in full where nobody else sent any."""
+    """What sums are divided by: the weight of all ``replicas``, or of the ``senders`` of each coordinate: then one
+    member's word counts in full where nobody else sent any."""
     num_fragments: int = 1
     """Parts of the model synchronised in turn, evenly spread over inner_steps; 1: all of it at once."""
     overlap_steps: int = 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.errors import RunFileError, TrainerUsageError
-from trainer.run.cli.train import _PATHS
+from trainer.run.cli.train import _PATHS, path_of
 
 if TYPE_CHECKING:
     from trainer.network.rpc import Identity
@@ -80,7 +80,7 @@ def init_command(
     given = {option: value for option, value in context.params.items() if option in _PATHS}
     for option, value in (given | {"authority": urls}).items():
         if value not in (None, [], ()):
-            values = merged(values, nested(_PATHS[option], value))
+            values = merged(values, nested(path_of(option, values), value))
     values = merged(values, {"run_id": name})
     if stages is not None:
         values = merged(values, nested("swarm.num_stages", stages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -227,6 +228,13 @@ def _given(context: typer.Context) -> dict[str, Any]:
     return given
 
 
+def path_of(name: str, values: Mapping[str, Any]) -> str:
+    """Returns where an option of the command line stands in the configuration, beside what is set already."""
+    if name == "inner_steps" and values.get("strategy") == "sparseloco":
+        return "sparseloco.inner_steps"
+    return _PATHS[name]
+
+
 def config_of(file: str | Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
     """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
 
@@ -238,7 +246,7 @@ def config_of(file: str | Path | None, overrides: list[str], given: dict[str, An
 
     values, fetched = options_of(file, overrides)
     for name, value in given.items():
-        values = merged(values, nested(_PATHS[name], value))
+        values = merged(values, nested(path_of(name, values), value))
     config = from_mapping(RunConfig, values)
     if not config.node_id:
         raise TrainerUsageError("--node-id: expected a name for this node, found none")

@@ -274,10 +274,10 @@ class RunConfig:
     engine: Engine = "p2p"
     """``p2p``: among strangers, or alone. ``torch``: torch.distributed, under torchrun."""
     strategy: Strategy = "diloco"
-    """``diloco``; ``sparseloco``: as ``diloco``, with the greatest 1.6 % of each change in two bits; ``grad``: gradients
-    averaged over all nodes, or all workers of a stage, before each step they take together; with the torch engine
-    ``ddp``: the same among ranks, the baseline; among the workers of a stage also ``async_sparta``: a slice of the
-    parameters averaged now and then, in the background."""
+    """``diloco``; ``sparseloco``: as ``diloco``, with the greatest 1.6 % of each change in two bits; ``grad``:
+    gradients averaged over all nodes, or all workers of a stage, before each step they take together; with the torch
+    engine ``ddp``: the same among ranks, the baseline; among the workers of a stage also ``async_sparta``: a slice of
+    the parameters averaged now and then, in the background."""
     parallel: Parallel = "auto"
     """How the ranks that torchrun starts as one node share its model, with the engine p2p: ``ddp``, each has all of it;
     ``fsdp``, each a shard; ``hsdp``, a shard within each of several machines. ``auto``: by memory."""
