@@ -275,7 +275,7 @@ def _pack(chosen: NDArray[np.int32], values: _Values, records: _Bytes) -> None:
     packed[..., 2] = (low[..., 2] >> 4) | (low[..., 3] << 2)
     records[:, _LOW] = packed.reshape(-1, 48)
     unary = np.zeros((len(chosen), 2 * TOP_K), np.uint8)
-    positions: NDArray[np.int32] = (chosen >> _LOW_BITS) + np.arange(TOP_K, dtype=np.int32)
+    positions = ((chosen >> _LOW_BITS) + np.arange(TOP_K)).astype(np.intp)
     np.put_along_axis(unary, positions, 1, axis=1)
     records[:, _HIGH] = np.packbits(unary, axis=1, bitorder="little")
     four = bins.reshape(-1, 16, 4)
