@@ -10,6 +10,7 @@
     python scripts/bench_trainer.py ranks          # the same for a node of two ranks, with DDP and with FSDP2
     python scripts/bench_trainer.py liars          # held-out loss with liars, and without, under some rules
     python scripts/bench_trainer.py powersgd       # bytes and processor time of a factored round; torch's hook; loss
+    python scripts/bench_trainer.py sparse         # SparseLoCo: codec speed, bits a parameter on the wire, loss
     python scripts/bench_trainer.py outer          # what an outer step stalls training, overlap off and on, in copies
     python scripts/bench_trainer.py bucket         # the same for a round through a bucket, and what links make of it
     python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
@@ -35,6 +36,7 @@ from scripts.trainer_bench.outer import bench_outer
 from scripts.trainer_bench.powersgd import bench_powersgd
 from scripts.trainer_bench.ranks import bench_ranks
 from scripts.trainer_bench.rounds import bench_round
+from scripts.trainer_bench.sparse import bench_sparse
 from scripts.trainer_bench.steps import bench_step
 from scripts.trainer_bench.utilisation import bench_utilisation
 from scripts.trainer_bench.wire_bytes import bench_bytes
@@ -48,6 +50,7 @@ BENCHES = {
     "ranks": bench_ranks,
     "liars": bench_liars,
     "powersgd": bench_powersgd,
+    "sparse": bench_sparse,
     "outer": bench_outer,
     "bucket": bench_bucket,
     "gpu": bench_gpu,
@@ -89,6 +92,13 @@ def main() -> None:
     parser.add_argument("--powersgd-train-ranks", type=int, nargs="+", default=[64, 8], help="for powersgd")
     parser.add_argument("--powersgd-steps", type=int, default=200, help="of each training; 0: none, for powersgd")
     add_bucket_options(parser)
+    parser.add_argument("--sparse-repeats", type=int, default=5, help="of each timed call, for sparse")
+    parser.add_argument("--sparse-wire-values", type=int, default=8 << 20, help="of a vector; 0: no rounds, for sparse")
+    parser.add_argument("--sparse-preset", default="tiny", help="model that is trained, for sparse")
+    parser.add_argument("--sparse-steps", type=int, default=600, help="inner steps; 0: no training, for sparse")
+    parser.add_argument("--sparse-inner-steps", type=int, nargs="+", default=[30, 100], help="H, for sparse")
+    parser.add_argument("--sparse-seeds", type=int, default=3, help="for sparse")
+    parser.add_argument("--sparse-lr", type=float, default=3e-3, help="greatest of the inner steps, for sparse")
     run_parts(parser, BENCHES)
 
 

@@ -122,7 +122,7 @@ class Watch:
         self.about: dict[str, object] = {}
         """What else the log's ``start`` event says of this process, to be set before it is entered."""
         self._config, self._role, self._stage = config, role, stage
-        inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
+        inner_steps = config.outer.inner_steps if config.moves_anchor else 0
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
