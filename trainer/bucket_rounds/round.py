@@ -104,6 +104,8 @@ class BucketSettings:
     refusal: Callable[[ContributionHeader, float], str] = lambda _header, _put_at: ""
     """Why a member may not take part, by its contribution and when it was put; empty: it may."""
     credential: Callable[[], Credential | None] = lambda: None  # This node's, where the run has an authority.
+    is_unwelcome: Callable[[str], bool] = lambda _member: False
+    """Whether this node leaves a member out of rounds that it closes; it takes part in those that others close."""
     vocabulary_rows: Callable[[], int] = lambda: 0
     carried_share: float = 1.0
     """Of work that a round did not take, which goes into the next; the rest stays in the parameters by the merge."""
@@ -448,7 +450,7 @@ class BucketRound:
         settings, facts = self._settings, self._facts
         fitting: dict[str, PutContribution] = {}
         for (member, _), read in sorted(self._read.items()):
-            if read.payload is not None:
+            if read.payload is not None and not self._settings.is_unwelcome(member):
                 fitting.setdefault(member, read.put)
         found = chosen(fitting, facts, settings.rules) if fitting else []
         excluded = {proposer for proposer in self._void.values() if proposer}

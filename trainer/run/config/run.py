@@ -407,12 +407,7 @@ class RunConfig:
                 "--rounds: expected collective.powersgd_rank 0, since its second factor depends on the first round's "
                 f"result, found {self.powersgd_rank}"
             )
-        if self.admission.is_required:
-            raise TrainerUsageError(
-                "--rounds: expected no authority (admission.authorities, admission.urls), which admits whom it has "
-                "reached at a port of their own, found one; name the nodes that may take part (bucket.members)"
-            )
-        if self.rule.validation == "off" and not self.bucket.members:
+        if self.rule.validation == "off" and not self.bucket.members and not self.admission.is_required:
             raise TrainerUsageError(
                 "--rounds: expected rule.validation log or enforce where anybody who can write to the bucket may take "
                 "part, found off; name the nodes (bucket.members), or leave validation on"

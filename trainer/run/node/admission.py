@@ -159,13 +159,18 @@ class AdmissionClient:
         self._next = (await self._asked_to_join(address, stage)).credential
         self._store()
 
-    def start(self, address: Callable[[], str], peers: Peers, endpoint: Endpoint) -> None:
-        """Begins to renew and to listen for revocations, beside everything else; returns at once."""
+    def start(self, address: Callable[[], str], peers: Peers, endpoint: Endpoint | None) -> None:
+        """Begins to renew and to listen for revocations, beside everything else; returns at once.
+
+        A node without an endpoint hears of revocations from the authority alone.
+        """
         self._tasks = [
             asyncio.create_task(self._renew_forever(address), name="admission-renewal"),
             asyncio.create_task(self._check_forever(), name="admission-check"),
-            asyncio.create_task(self._news.spread_forever(peers, endpoint), name="admission-news"),
         ]
+        if endpoint is not None:
+            spreading = self._news.spread_forever(peers, endpoint)
+            self._tasks.append(asyncio.create_task(spreading, name="admission-news"))
 
     async def stop(self) -> None:
         """Ends what `start` began."""
