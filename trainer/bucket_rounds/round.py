@@ -218,7 +218,10 @@ class BucketRound:
             cost.text(self._place.prices),
         )
         return RoundResult(
-            vector=result.vector, report=report, residual=self._residual(agreement), progress=progress_of(agreement)
+            vector=result.vector,
+            report=report,
+            residual=self._residual(agreement, result),
+            progress=progress_of(agreement),
         )
 
     # -- until the round is agreed -------------------------------------------------------------------------------------
@@ -504,7 +507,7 @@ class BucketRound:
         weights = {each.member: each.weight for each in agreement.members}
         return self._form.aggregate(payloads, weights, self._settings.rule, self._contribution.reference)
 
-    def _residual(self, agreement: Agreement) -> Tensor | None:
+    def _residual(self, agreement: Agreement, result: Aggregated) -> Tensor | None:
         """What the round has not taken of this node's work, which goes into its next contribution; None: nothing."""
         contribution, settings = self._contribution, self._settings
         if not contribution.num_batches:
@@ -516,6 +519,8 @@ class BucketRound:
             # What a residual holds was in no parameter, so all of that stays.
             kept = contribution.vector * settings.carried_share
             return kept if contribution.residual is None else kept.add_(contribution.residual)
+        if own.member in dict(result.dropped) and not self._form.keeps_what_was_odd:
+            return None
         if self._form.is_lossless and own.payload_sha256 == self._own_sha256 and self._own_payload is not None:
             return None
         contribution.wait_until_filled()

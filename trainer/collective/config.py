@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trainer.aggregation import RuleConfig, Weighing
+from trainer.aggregation.sparse import Averaging
 from trainer.collective.messages import Terms
 from trainer.compression.powersgd import MAX_RANK
 from trainer.compression.vectors import Codec, CodecName
@@ -21,7 +22,8 @@ class CollectiveConfig:
     """How nodes come together for a round, and how long they wait for each other."""
 
     compression: CodecName = "fp32"
-    """How pseudo-gradients and results travel: fp32, fp16, or int8 in blocks with error feedback."""
+    """How pseudo-gradients and results travel: fp32, fp16, or with error feedback int8, int4 or e3m0 (four bits: sign
+    and power of two) in blocks. Strategy sparseloco has a codec of its own, sparse."""
     powersgd_rank: int = -1
     """Matrices of gradients travel as two factors with so many columns, where that saves half of their values or more;
     with error feedback. 0: as they are. -1: 64 under averaged gradients, 0 under other strategies."""
@@ -106,6 +108,8 @@ class RoundSettings:
     change: int = 0
     weighing: Weighing = "root"
     """What a member's claimed work weighs; the strategy decides, and is among the terms."""
+    averaging: Averaging = "replicas"
+    """Of sparse contributions; as the weighing."""
 
     def at(self, round_index: int) -> RoundSettings:
         """Returns what is in force in a round, as far as this node knows now."""

@@ -20,8 +20,10 @@ import torch
 
 from manifests import canonical_json, sha256_hex
 from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule
+from trainer.aggregation.sparse import SPARSE_RULE
 from trainer.collective import messages
 from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
+from trainer.collective.gathering import GatheringArithmetic
 from trainer.collective.messages import (
     MAX_ROUND_MEMBERS,
     Agreement,
@@ -43,9 +45,17 @@ from trainer.collective.planning import (
 )
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.collective.service import KnownRound, RoundService
+from trainer.compression.sparse import SparseCodec
 from trainer.errors import CodecError, RefusedError, RoundFailedError, RpcError, StateBehindError
 from trainer.network.rpc import Peer
-from trainer.outer.engine.collective import Contribution, FollowingPhase, RoundReport, RoundResult, report_on_both
+from trainer.outer.engine.collective import (
+    Contribution,
+    FollowingPhase,
+    RoundReport,
+    RoundResult,
+    member_findings,
+    report_on_both,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +180,7 @@ class RoundMember:
             contribution.vector.numel(),
             contribution.state_digest,
             self._settings.values_per_part,
+            self._settings.codec.block_values,
         )
         second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
         second._known = self._service.begin_phase(agreement, self._known)
@@ -269,6 +280,7 @@ class RoundMember:
                 values_per_part=self._settings.values_per_part,
                 max_weight_ratio=self._config.max_weight_ratio,
                 weighing=self._settings.weighing,
+                block_values=self._settings.codec.block_values,
             )
             known = self._known = self._service.acknowledged(agreement)
             known.expects_phase = self._expects_phase
@@ -321,9 +333,7 @@ class RoundMember:
     async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
         settings = self._settings
         self._residual = None if settings.codec.name == "fp32" else self._vector.clone()
-        arithmetic = Arithmetic(
-            agreement, settings.codec, settings.rule, self._vector, self._contribution.reference, self._residual
-        )
+        arithmetic = self._arithmetic(agreement)
         values = torch.zeros(agreement.num_values)
         plan = first_plan(agreement)
         deadline_s = time.monotonic() + self._config.round_timeout_s / 2
@@ -362,7 +372,10 @@ class RoundMember:
             self._reduce_s += vote_from_s - reduce_from_s
             self._vote_s += time.monotonic() - vote_from_s
             if decision.plan is None:
-                return self._settle(agreement, decision), values
+                commit = self._settle(agreement, decision)
+                if isinstance(arithmetic, GatheringArithmetic):
+                    values = await asyncio.to_thread(self._aggregated, arithmetic, values)
+                return commit, values
             following = decision.plan
             check_plan(following, agreement, max_passes=self._config.max_passes)
             if following.pass_index <= plan.pass_index or not set(following.members) <= set(plan.members):
@@ -370,6 +383,31 @@ class RoundMember:
             plan = following
             if self._own_id not in plan.members:
                 raise self._outvoted(f"round {agreement.round_index}: the others have gone on without this node")
+
+    def _arithmetic(self, agreement: Agreement) -> Arithmetic:
+        settings, reference = self._settings, self._contribution.reference
+        if not isinstance(settings.codec, SparseCodec):
+            return Arithmetic(agreement, settings.codec, settings.rule, self._vector, reference, self._residual)
+        return GatheringArithmetic(
+            agreement,
+            settings.codec,
+            replace(settings.rule, rule="mean"),
+            self._vector,
+            reference,
+            self._residual,
+            sparse=settings.codec,
+            own_id=self._own_id,
+            averaging=settings.averaging,
+        )
+
+    def _aggregated(self, arithmetic: GatheringArithmetic, nothing: torch.Tensor) -> torch.Tensor:
+        """Returns the result of sparse contributions that all members hold; zeros if they came to nothing."""
+        outcome = arithmetic.outcome()
+        self._residual = arithmetic.carried_over(outcome, self._contribution.residual)
+        if outcome is None:
+            return nothing
+        self._rule_decision = outcome.decision
+        return outcome.vector
 
     async def _decide_rule(self, agreement: Agreement, task: Task, sums: Moments) -> RuleDecision:
         """Decides from all reducers' sums; the decision holds for later passes too."""
@@ -483,17 +521,26 @@ class RoundMember:
         if decision is not None:
             for position, reason in decision.excluded.items():
                 left_out.setdefault(agreement.peer_ids[position], reason)
+        findings = measured_of(agreement, self._sums_of_all or self._own_sums(), self._settings.rule)
+        validation = tuple((finding.peer_id, finding.reason) for finding in commit.findings)
+        rule = decision.rule_used if decision is not None else effective.rule
+        note = decision.note if decision is not None else effective.note
+        if isinstance(self._settings.codec, SparseCodec):
+            judged = () if decision is None else decision.findings
+            findings = member_findings(judged, agreement.peer_ids)
+            validation = tuple((finding.member, finding.reason) for finding in findings if finding.reason)
+            rule, note = SPARSE_RULE, "" if decision is None else note
         return RoundReport(
             round_index=agreement.round_index,
             members=commit.members,
             dropped=tuple(sorted(left_out.items())),
             completeness=commit.completeness,
-            rule=decision.rule_used if decision is not None else effective.rule,
+            rule=rule,
             num_passes=commit.plan.pass_index + 1,
             weights=tuple(member.weight for member in agreement.members if member.peer_id in commit.members),
-            validation=tuple((finding.peer_id, finding.reason) for finding in commit.findings),
-            findings=measured_of(agreement, self._sums_of_all or self._own_sums(), self._settings.rule),
-            note=decision.note if decision is not None else effective.note,
+            validation=validation,
+            findings=findings,
+            note=note,
             result_digest=_digest_of(commit),
         )
 

@@ -342,7 +342,9 @@ class MembershipGathering:
             coordinator=self._settings.own_id,
             state_digest=state_digest,
             num_values=num_values,
-            part_values=cut_values(num_values, len(peer_ids), self._settings.values_per_part),
+            part_values=cut_values(
+                num_values, len(peer_ids), self._settings.values_per_part, self._settings.codec.block_values
+            ),
             vocabulary_rows=min(join.vocabulary_rows for join in members.values()),
             change=self._settings.change,
             members=tuple(

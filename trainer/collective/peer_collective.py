@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from trainer.aggregation import RuleConfig, Weighing
+from trainer.aggregation.sparse import Averaging
 from trainer.collective.config import CollectiveConfig, Directory, RoundChanges, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms
@@ -41,6 +42,7 @@ class PeerCollective:
         stopping: returns whether the node has been asked to stop; a round then has ten more seconds.
         changes: of the run, by its owner; None: there are none.
         weighing: what a member's claimed work weighs.
+        averaging: of sparse contributions.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PeerCollective:
         stopping: Callable[[], bool] = lambda: False,
         changes: RoundChanges | None = None,
         weighing: Weighing = "root",
+        averaging: Averaging = "replicas",
     ) -> None:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
@@ -71,6 +74,7 @@ class PeerCollective:
                 directory=directory,
                 changes=changes,
                 weighing=weighing,
+                averaging=averaging,
             )
         )
         self.agreed_vocabulary_rows = 0

@@ -23,11 +23,11 @@ _ALIGNMENT = 1024  # Values; the block of the int8 codec.
 _ROUNDING = 1e-9
 
 
-def cut_values(num_values: int, num_members: int, most_values: int) -> int:
+def cut_values(num_values: int, num_members: int, most_values: int, block_values: int = _ALIGNMENT) -> int:
     """Returns the length of a part: some parts for each slice, whole blocks, none longer than ``most_values``."""
     wanted = -(-num_values // (num_members * _PARTS_PER_SLICE))
-    aligned = -(-wanted // _ALIGNMENT) * _ALIGNMENT
-    return max(_ALIGNMENT, min(aligned, most_values // _ALIGNMENT * _ALIGNMENT))
+    step = max(_ALIGNMENT, block_values)
+    return max(step, min(-(-wanted // step) * step, most_values // step * step))
 
 
 def coordinator_order(run_id: str, round_index: int, peer_ids: Collection[str]) -> list[str]:
@@ -55,7 +55,12 @@ def first_plan(agreement: Agreement) -> Plan:
 
 
 def following_agreement(
-    agreement: Agreement, commit: Commit, num_values: int, state_digest: str, most_values: int
+    agreement: Agreement,
+    commit: Commit,
+    num_values: int,
+    state_digest: str,
+    most_values: int,
+    block_values: int = _ALIGNMENT,
 ) -> PhaseAgreement:
     """Returns what the second phase of a round goes by, after the first was committed: members and weights stay.
 
@@ -67,7 +72,7 @@ def following_agreement(
         **{name: getattr(agreement, name) for name in ("round_index", "attempt", "coordinator", "vocabulary_rows")},
         state_digest=state_digest,
         num_values=num_values,
-        part_values=cut_values(num_values, len(commit.members), most_values),
+        part_values=cut_values(num_values, len(commit.members), most_values, block_values),
         members=agreement.members,
         follows=sha256_hex(canonical_json([agreement.fingerprint(), held])),
         remaining=commit.members,
@@ -117,6 +122,7 @@ def check_agreement(
     values_per_part: int,
     max_weight_ratio: float,
     weighing: Weighing = "root",
+    block_values: int = _ALIGNMENT,
 ) -> None:
     """Raises RefusedError (``agreement``) for one that is not about the state this node joined with, or not fair."""
     round_index = request.round_index
@@ -128,7 +134,7 @@ def check_agreement(
         raise _refused(round_index, f"change {agreement.change} is not in force here, but {request.change}")
     if own_id not in peer_ids or peer_ids != sorted(set(peer_ids)):
         raise _refused(round_index, "its members are not a sorted list with this node in it")
-    if agreement.part_values != cut_values(request.num_values, len(peer_ids), values_per_part):
+    if agreement.part_values != cut_values(request.num_values, len(peer_ids), values_per_part, block_values):
         raise _refused(round_index, f"parts of {agreement.part_values} values do not follow from its members")
     if agreement.vocabulary_rows > request.vocabulary_rows:
         raise _refused(round_index, f"{agreement.vocabulary_rows} rows of vocabulary are more than this node knows of")

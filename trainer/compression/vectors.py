@@ -1,4 +1,4 @@
-"""Codecs of fp32 vectors: fp32 as it is, fp16, and int8 with one scale a block.
+"""Codecs of fp32 vectors: fp32 as it is, fp16, and int8, int4 and E3M0 with one scale a block.
 
     codec = codec_named("int8")
     payload = codec.encode(vector)                   # a read-only view of bytes, good for one message
@@ -7,13 +7,16 @@
 Guarantees: decoding is a pure function of the bytes, the same bits on every machine; a buffer that no honest encoder
 made is a ``CodecError``, never a crash, a silent wrong value or an allocation of the sender's choosing; each codec
 states its error. The trade-off: int8 is a plain absmax grid, because one core encodes 6 GB/s of fp32 that way and
-decodes 12; error feedback (`trainer.collective`) removes the bias that a finer grid would cost time to avoid.
+decodes 12; error feedback (`trainer.collective`) removes the bias that a finer grid would cost time to avoid. Four bits
+halve the bytes of int8: `e3m0`, whose levels are powers of two as in Streaming DiLoCo (arXiv 2501.18512), keeps signs
+and sizes of small values beside large ones; `int4`, whose levels are even, errs less where values of a block are alike.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from functools import cache
 from types import MappingProxyType
 from typing import ClassVar, Final, Literal
 
@@ -25,9 +28,12 @@ from typing_extensions import Buffer
 
 from trainer.errors import CodecError, TrainerUsageError
 
-CodecName = Literal["fp32", "fp16", "int8"]
+CodecName = Literal["fp32", "fp16", "int8", "int4", "e3m0", "sparse"]
 
 BLOCK_VALUES: Final = 1024  # Values of an int8 block.
+FOUR_BIT_BLOCK_VALUES: Final = 256
+"""Values of a block of four bits: shorter than int8's, since an outlier costs a coarse grid more; the scales take an
+eighth of a bit a value."""
 FP16_MAX: Final = 65504.0
 SMALLEST_MAGNITUDE: Final = 2.0**-119
 """A block of int8 with no greater magnitude is sent as zeros: its scale would have lost digits of its own."""
@@ -36,6 +42,10 @@ _LEVELS: Final = np.float32(127)
 _MAX_SCALE: Final = np.nextafter(np.finfo(np.float32).max / _LEVELS, np.float32(0))
 # Blocks worked on at once, so that the fp32 scratch is 1 MiB however long the vector is.
 _CHUNK_BLOCKS: Final = 256
+_FOUR_BIT_CHUNK_VALUES: Final = 1 << 17
+_HALF_OF_LEAST: Final = 0x3C000000  # The bits of 1/128, from which 1/64 is nearer than 0.
+# Bytes of which a half is 8: the negative level without a positive one, or a negative zero.
+_UNUSED: Final = np.array([byte & 15 == 8 or byte >> 4 == 8 for byte in range(256)])
 
 if sys.byteorder != "little":  # pragma: no cover - no machine with torch wheels is
     raise ImportError(
@@ -186,11 +196,128 @@ class Int8Codec(Codec):
         torch.mul(levels[split:], scales[num_whole:], out=out[split:])
 
 
-_CODECS: Final = MappingProxyType[str, Codec]({"fp32": Fp32Codec(), "fp16": Fp16Codec(), "int8": Int8Codec()})
+class _FourBitCodec(Codec):
+    """Blocks of 256 signed levels of four bits under one scale each, the largest magnitude of the block.
+
+    Layout: the scales, fp32 little endian, one a block; then a byte for two values, the first in its lower half; the
+    half of a byte that an odd number leaves over is 0. What is decoded is finite.
+    """
+
+    block_values: ClassVar[int] = FOUR_BIT_BLOCK_VALUES
+    _scale_bytes: ClassVar[int] = 4
+    _value_bytes: ClassVar[int] = 0
+    _levels: ClassVar[NDArray[np.float32]]  # [16], what each four bits stand for, of a scale of 1.
+
+    def encoded_bytes(self, num_values: int) -> int:
+        """Returns the size of an encoding."""
+        return -(-num_values // self.block_values) * self._scale_bytes + -(-num_values // 2)
+
+    def _encode(self, vector: Tensor) -> memoryview:
+        num_values = vector.numel()
+        num_blocks = -(-num_values // self.block_values)
+        encoded: NDArray[np.uint8] = np.empty(self.encoded_bytes(num_values), np.uint8)
+        scales, packed = encoded[: 4 * num_blocks].view(np.float32), encoded[4 * num_blocks :]
+        for start in range(0, num_values, _FOUR_BIT_CHUNK_VALUES):
+            values = vector[start : start + _FOUR_BIT_CHUNK_VALUES]
+            count = values.numel()
+            if count % self.block_values:
+                values = torch.nn.functional.pad(values, (0, -count % self.block_values))
+            blocks = values.view(-1, self.block_values)
+            found = torch.maximum(blocks.amax(1), -blocks.amin(1))
+            if not bool(torch.isfinite(found).all()):
+                raise CodecError(f"{self.name}: expected finite values, found NaN or infinity; drop the contribution")
+            found[found < SMALLEST_MAGNITUDE] = 0
+            first = start // self.block_values
+            scales[first : first + len(blocks)] = found.numpy()
+            reciprocals = torch.where(found > 0, 1 / found, found)
+            halves = self._nearest(blocks * reciprocals[:, None]).view(-1, 2)
+            bytes_of = halves[:, 0] | (halves[:, 1] << 4)
+            packed[start // 2 : start // 2 + -(-count // 2)] = bytes_of[: -(-count // 2)].numpy()
+        return encoded.data.toreadonly()
+
+    def _decode(self, encoded: NDArray[np.uint8], out: Tensor) -> None:
+        num_values = out.numel()
+        if not num_values:
+            return
+        num_blocks = -(-num_values // self.block_values)
+        scales: NDArray[np.float32] = encoded[: 4 * num_blocks].view("<f4").astype(np.float32)
+        packed = encoded[4 * num_blocks :]
+        if not (np.isfinite(scales).all() and (scales >= 0).all()):
+            raise CodecError(f"{self.name}: expected finite scales of 0 or more, found others; drop the message")
+        if (num_values % 2 and packed[-1] >> 4) or _UNUSED[packed].any():
+            raise CodecError(f"{self.name}: expected levels that are used, found others; drop the message")
+        pairs = _pairs_of(self.name)
+        into: NDArray[np.float32] = out.numpy()
+        for start in range(0, num_values, _FOUR_BIT_CHUNK_VALUES):
+            piece = into[start : start + _FOUR_BIT_CHUNK_VALUES]
+            first = start // self.block_values
+            levels = pairs[packed[start // 2 : start // 2 + -(-len(piece) // 2)]].reshape(-1)[: len(piece)]
+            whole = len(piece) // self.block_values
+            split = whole * self.block_values
+            np.multiply(
+                levels[:split].reshape(whole, self.block_values),
+                scales[first : first + whole, None],
+                out=piece[:split].reshape(whole, self.block_values),
+            )
+            if split < len(piece):
+                np.multiply(levels[split:], scales[first + whole], out=piece[split:])
+
+    @abstractmethod
+    def _nearest(self, ratios: Tensor) -> Tensor:
+        """Returns the four bits, uint8, of the nearest level of each ratio, -1 to 1; 0 stands for 0."""
+
+
+class Int4Codec(_FourBitCodec):
+    """Levels of -7 to 7 sevenths in two's complement; the error is at most a fourteenth of the block's scale."""
+
+    name: ClassVar[CodecName] = "int4"
+    _levels: ClassVar[NDArray[np.float32]] = np.array([*range(8), 0, *range(-7, 0)], np.float32) / np.float32(7)
+
+    def _nearest(self, ratios: Tensor) -> Tensor:
+        return (ratios.mul_(7).round_().clamp_(-7, 7).to(torch.int8) & 15).view(torch.uint8)
+
+
+class E3M0Codec(_FourBitCodec):
+    """A sign and seven powers of two, 1 to 1/64 of the block's scale, or 0 (arXiv 2501.18512).
+
+    The error is at most a third of a value, or a 128th of the scale where that is more.
+    """
+
+    name: ClassVar[CodecName] = "e3m0"
+    _levels: ClassVar[NDArray[np.float32]] = np.array(
+        [0.0, *(2.0**power for power in range(-6, 1)), 0.0, *(-(2.0**power) for power in range(-6, 1))], np.float32
+    )
+
+    def _nearest(self, ratios: Tensor) -> Tensor:
+        # One half up in the mantissa (1.5 is the border of 1 and 2) and the exponent is that of the nearest power.
+        bits = ratios.view(torch.int32)
+        magnitudes = bits & 0x7FFFFFFF
+        exponents = ((magnitudes + 0x400000) >> 23).sub_(120).clamp_(0, 7)
+        exponents = torch.maximum(exponents, (magnitudes >= _HALF_OF_LEAST).to(torch.int32))
+        return (exponents | ((bits < 0) & (exponents > 0)).to(torch.int32) << 3).to(torch.uint8)
+
+
+_CODECS: Final = MappingProxyType[str, Codec](
+    {codec.name: codec for codec in (Fp32Codec(), Fp16Codec(), Int8Codec(), Int4Codec(), E3M0Codec())}
+)
+
+
+@cache
+def _pairs_of(name: str) -> NDArray[np.float32]:
+    """What the two halves of each byte stand for, [256, 2]."""
+    codec = _CODECS[name]
+    if not isinstance(codec, _FourBitCodec):
+        raise TrainerUsageError(f"expected a codec of four bits, found {name!r}")
+    every_byte = np.arange(256)
+    return np.stack([codec._levels[every_byte & 15], codec._levels[every_byte >> 4]], axis=1)
 
 
 def codec_named(name: str) -> Codec:
     """Returns the codec of that name. Raises TrainerUsageError: there is none."""
+    if name == "sparse":
+        from trainer.compression.sparse import SPARSE  # It is made of what is here.
+
+        return SPARSE
     if name not in _CODECS:
         raise TrainerUsageError(f"expected a codec of {', '.join(_CODECS)}, found {name!r}")
     return _CODECS[name]

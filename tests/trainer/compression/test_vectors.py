@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from trainer.compression.vectors import BLOCK_VALUES, SMALLEST_MAGNITUDE, Int8Codec, codec_named
+from trainer.compression.vectors import BLOCK_VALUES, FOUR_BIT_BLOCK_VALUES, SMALLEST_MAGNITUDE, Int8Codec, codec_named
 from trainer.errors import CodecError, TrainerUsageError
 
-NAMES = ("fp32", "fp16", "int8")
+NAMES = ("fp32", "fp16", "int8", "int4", "e3m0")
 all_codecs = pytest.mark.parametrize("name", NAMES)
 INT8 = Int8Codec()
 LARGEST = float(np.finfo(np.float32).max)
@@ -41,7 +42,22 @@ def fp16_bound(vector: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitudes > 65504, magnitudes - 65504 + 1e-9, rounding)
 
 
-BOUNDS = {"fp32": lambda vector: torch.zeros(len(vector), dtype=torch.float64), "fp16": fp16_bound, "int8": int8_bound}
+def four_bit_bound(vector: torch.Tensor, name: str) -> torch.Tensor:
+    bounds = []
+    for block in vector.double().split(FOUR_BIT_BLOCK_VALUES) if len(vector) else ():
+        largest = float(block.abs().max())
+        bound = torch.full_like(block, largest / 14) if name == "int4" else (block.abs() / 3).clamp_min(largest / 128)
+        bounds.append(bound * 1.00001 if largest >= SMALLEST_MAGNITUDE else torch.full_like(block, largest))
+    return torch.cat(bounds) if bounds else torch.zeros(0, dtype=torch.float64)
+
+
+BOUNDS = {
+    "fp32": lambda vector: torch.zeros(len(vector), dtype=torch.float64),
+    "fp16": fp16_bound,
+    "int8": int8_bound,
+    "int4": partial(four_bit_bound, name="int4"),
+    "e3m0": partial(four_bit_bound, name="e3m0"),
+}
 
 
 @all_codecs
@@ -109,7 +125,7 @@ def test_decoding_goes_into_given_memory_and_shares_none_with_the_encoding(name)
 def test_parts_fill_their_size_and_keep_to_it(name, part_bytes):
     codec = codec_named(name)
     values = codec.values_per_part(part_bytes)
-    step = BLOCK_VALUES if name == "int8" else 1
+    step = codec.block_values
     assert values >= step
     assert values % step == 0
     assert values == step or codec.encoded_bytes(values) <= part_bytes
@@ -117,9 +133,9 @@ def test_parts_fill_their_size_and_keep_to_it(name, part_bytes):
 
 
 def test_sizes_and_names():
-    with pytest.raises(TrainerUsageError, match="fp32, fp16, int8, found 'int4'"):
-        codec_named("int4")
-    assert [codec_named(name).encoded_bytes(1025) for name in NAMES] == [4100, 2050, 1033]
+    with pytest.raises(TrainerUsageError, match="fp32, fp16, int8, int4, e3m0, found 'int2'"):
+        codec_named("int2")
+    assert [codec_named(name).encoded_bytes(1025) for name in NAMES] == [4100, 2050, 1033, 533, 533]
     assert 4 * 262_144 / INT8.encoded_bytes(262_144) == pytest.approx(3.984, abs=1e-3)
 
 
@@ -146,3 +162,41 @@ def test_what_no_honest_encoder_made(scale):
     encoded = np.array([scale], "<f4").tobytes() + np.array(levels, np.int8).tobytes()
     with pytest.raises(CodecError, match=message):
         INT8.decode(encoded, len(levels))
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"),
+    [
+        ("int4", [level / 7 for level in range(-7, 8)]),
+        ("e3m0", [0.0, *(sign * 2.0**power for power in range(-6, 1) for sign in (1, -1))]),
+    ],
+)
+def test_four_bits_keep_their_levels(name, levels):
+    vector = torch.tensor([1.0, *levels]) * 3
+    assert torch.allclose(codec_named(name).decode(codec_named(name).encode(vector), len(vector)), vector, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.0077, 0.0), (0.0079, 1 / 64), (0.74, 0.5), (-0.76, -1.0), (0.3, 0.25)]
+)
+def test_e3m0_takes_the_nearest_power(value, expected):
+    decoded = codec_named("e3m0").decode(codec_named("e3m0").encode(torch.tensor([1.0, value])), 2)
+    assert decoded.tolist() == [1.0, expected]
+
+
+@pytest.mark.parametrize("name", ["int4", "e3m0"])
+@pytest.mark.parametrize(
+    ("scale", "packed", "message"),
+    [
+        (float("nan"), [0, 0], "scales"),
+        (float("inf"), [0, 0], "scales"),
+        (-1.0, [0, 0], "scales"),
+        (1.0, [0x08, 0], "levels"),
+        (1.0, [0x80, 0], "levels"),
+        (1.0, [0, 0x10], "levels"),
+    ],
+)
+def test_four_bits_no_honest_encoder_made(name, scale, packed, message):
+    encoded = np.array([scale], "<f4").tobytes() + bytes(packed)
+    with pytest.raises(CodecError, match=message):
+        codec_named(name).decode(encoded, 3)

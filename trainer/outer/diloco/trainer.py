@@ -36,6 +36,7 @@ from trainer.outer.diloco.rounds import (
     work_of,
 )
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
+from trainer.outer.engine.chunk_order import with_chunk_order
 from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.powersgd import with_powersgd
@@ -49,7 +50,8 @@ class DiLoCoTrainer:
 
     The anchor begins as the model's trainable parameters, which must be equal at all members that begin together, as
     frozen ones must be. The caller closes the collective; ``vocab_rows`` is for late joiners, and ``parameters`` is for
-    a model that does not lie in this process alone. With a ``powersgd_rank`` pseudo-gradients travel as factors.
+    a model that does not lie in this process alone. With a ``powersgd_rank`` pseudo-gradients travel as factors; with a
+    ``residual_decay`` they travel in chunk order, for a collective of sparse vectors (`trainer.outer.sparseloco`).
     ``num_threads`` are torch's for the arithmetic of a round that training waits for, and beside a GPU of any round; 0:
     as many as it has.
 
@@ -66,10 +68,12 @@ class DiLoCoTrainer:
         vocab_rows: int = 0,
         parameters: ParameterAccess | None = None,
         powersgd_rank: int = 0,
+        residual_decay: float | None = None,
         num_threads: int = 0,
     ) -> None:
         self._config = config
-        self._collective = with_powersgd(collective, self._shapes_of, powersgd_rank)
+        ordered = with_chunk_order(collective, self._shapes_of, residual_decay)
+        self._collective = with_powersgd(ordered, self._shapes_of, powersgd_rank)
         tensors = synchronised_parameters(model)
         self._parameters: ParameterAccess = access_to(tensors) if parameters is None else parameters
         self._num_threads = num_threads

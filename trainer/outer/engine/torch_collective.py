@@ -50,12 +50,13 @@ from trainer.outer.engine.collective import (
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<QQQdd?32s")
+HEADER = struct.Struct("<QQQdd?32s")
+"""Of a `RankHeader`."""
 _OK, _FAILED = b"\x01", b"\x00"
 
 
 @dataclass(frozen=True, slots=True)
-class _RankHeader:
+class RankHeader:
     """What the ranks compare before any tensor moves."""
 
     round_index: int
@@ -147,10 +148,10 @@ class TorchCollective:
             residual[place].sub_(self._codec.decode(piece, place.stop - place.start))
         return slices, residual, True
 
-    def _agree(self, contribution: Contribution, usable: bool) -> list[_RankHeader]:
+    def _agree(self, contribution: Contribution, usable: bool) -> list[RankHeader]:
         """Returns the headers of all ranks; every rank sees the same, and fails if they differ."""
         terms = f"{contribution.state_digest}|{self._codec.name}|{self._rule}|{self._max_weight_ratio}"
-        own = _HEADER.pack(
+        own = HEADER.pack(
             contribution.round_index,
             contribution.vector.numel(),
             contribution.num_batches,
@@ -159,14 +160,7 @@ class TorchCollective:
             usable,
             hashlib.sha256(terms.encode()).digest(),
         )
-        headers = [_RankHeader(*_HEADER.unpack(header)) for header in self._ranks.gather(own, _HEADER.size)]
-        for field in ("round_index", "num_values", "terms"):
-            values = [getattr(header, field) for header in headers]
-            if len(set(values)) > 1:
-                what = "state, rule or codec" if field == "terms" else field
-                found = [value.hex()[:12] if isinstance(value, bytes) else value for value in values]
-                raise RoundFailedError(f"expected one {what} at all ranks, found {found}; restart from one checkpoint")
-        return headers
+        return same_at_all_ranks([RankHeader(*HEADER.unpack(it)) for it in self._ranks.gather(own, HEADER.size)])
 
     def _exchange(self, slices: Sequence[memoryview], num_values: int) -> Tensor:
         """Returns all contributions to this rank's slice, fp32[n, values of the slice]."""
@@ -225,6 +219,17 @@ class TorchCollective:
             findings=findings,
             note=decision.note,
         )
+
+
+def same_at_all_ranks(headers: list[RankHeader]) -> list[RankHeader]:
+    """Returns the headers; raises RoundFailedError, at all ranks alike, if they are of different rounds or states."""
+    for field in ("round_index", "num_values", "terms"):
+        values = [getattr(header, field) for header in headers]
+        if len(set(values)) > 1:
+            what = "state, rule or codec" if field == "terms" else field
+            found = [value.hex()[:12] if isinstance(value, bytes) else value for value in values]
+            raise RoundFailedError(f"expected one {what} at all ranks, found {found}; restart from one checkpoint")
+    return headers
 
 
 def rank_slices(num_values: int, num_ranks: int) -> list[slice]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.errors import RunFileError, TrainerUsageError
-from trainer.run.cli.train import _PATHS
+from trainer.run.cli.train import _PATHS, path_of
 
 if TYPE_CHECKING:
     from trainer.network.rpc import Identity
@@ -63,7 +63,9 @@ def init_command(
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch.")] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="diloco or grad; in a swarm also async_sparta.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="diloco, sparseloco or grad; in a swarm also async_sparta.")
+    ] = None,
     key: _Key = Path("run.key"),
 ) -> None:
     """Makes a run with a key of its own, and prints its signed file."""
@@ -78,7 +80,7 @@ def init_command(
     given = {option: value for option, value in context.params.items() if option in _PATHS}
     for option, value in (given | {"authority": urls}).items():
         if value not in (None, [], ()):
-            values = merged(values, nested(_PATHS[option], value))
+            values = merged(values, nested(path_of(option, values), value))
     values = merged(values, {"run_id": name})
     if stages is not None:
         values = merged(values, nested("swarm.num_stages", stages))

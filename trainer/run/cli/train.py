@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,7 +112,9 @@ def train_command(
         ),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="p2p, or torch (under torchrun).")] = None,
-    strategy: Annotated[str | None, typer.Option(help="diloco, grad, or ddp with the torch engine.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="diloco, sparseloco, grad, or ddp with the torch engine.")
+    ] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Of a node of many ranks, under torchrun: auto, ddp, fsdp, hsdp.")
     ] = None,
@@ -122,7 +125,7 @@ def train_command(
         str | None, typer.Option(help="Of a pipeline: hub, by way of this driver; chain, from worker to worker.")
     ] = None,
     inner_steps: Annotated[int | None, typer.Option(help="Steps between two outer steps.")] = None,
-    compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of pseudo-gradients: fp32, fp16, int8, int4, e3m0.")] = None,
     rule: Annotated[
         str | None, typer.Option(help="mean, median, trimmed_mean, krum, multi_krum, centered_clip.")
     ] = None,
@@ -232,6 +235,13 @@ def _given(context: typer.Context) -> dict[str, Any]:
     return given
 
 
+def path_of(name: str, values: Mapping[str, Any]) -> str:
+    """Returns where an option of the command line stands in the configuration, beside what is set already."""
+    if name == "inner_steps" and values.get("strategy") == "sparseloco":
+        return "sparseloco.inner_steps"
+    return _PATHS[name]
+
+
 def config_of(file: str | Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
     """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
 
@@ -243,7 +253,7 @@ def config_of(file: str | Path | None, overrides: list[str], given: dict[str, An
 
     values, fetched = options_of(file, overrides)
     for name, value in given.items():
-        values = merged(values, nested(_PATHS[name], value))
+        values = merged(values, nested(path_of(name, values), value))
     config = from_mapping(RunConfig, values)
     if not config.node_id:
         raise TrainerUsageError("--node-id: expected a name for this node, found none")

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -23,7 +24,7 @@ from genesis.store.opening import open_store
 from manifests.serialisation import canonical_json
 from trainer.bucket_rounds.collective import BucketCollective
 from trainer.bucket_rounds.documents import Agreement, ContributionHeader
-from trainer.bucket_rounds.forms import DenseForm
+from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
 from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import RUN_KEY, Place
@@ -194,7 +195,7 @@ class BucketNetwork:
     def publish(self, shared: SharedState | GradState, members: tuple[str, ...] = ()) -> None:
         """Says in the bucket that this node holds a state, in the background."""
         if not isinstance(shared, SharedState):
-            raise TrainerUsageError("--rounds: expected the state of strategy diloco, found that of averaged gradients")
+            raise TrainerUsageError("--rounds: expected the state of a common anchor, found that of averaged gradients")
         with self._changed:
             if len(self._unpublished) < _MOST_UNPUBLISHED:
                 self._num_undigested += 1
@@ -312,7 +313,7 @@ class BucketNetwork:
                 logger.exception("saying what this node holds")
 
     def _publish(self, shared: SharedState) -> None:
-        num_rounds = shared.outer_step * self._config.diloco.num_fragments + shared.fragment
+        num_rounds = shared.outer_step * self._config.outer.num_fragments + shared.fragment
         digest = shared.digest()
         with self._changed:
             self._own = (num_rounds, digest)
@@ -383,8 +384,7 @@ def settings_of(
         store = open_store(bucket.url, policy=RetryPolicy())
     except GenesisError as error:
         raise TrainerUsageError(f"--rounds: {error}") from None
-    codec = codec_named(options.compression)
-    overlaps = config.diloco.overlap_steps > 0
+    overlaps = config.outer.overlap_steps > 0
     return BucketSettings(
         identity=identity,
         place=Place(store, bucket.prices),
@@ -400,16 +400,23 @@ def settings_of(
         ),
         rule=config.rule,
         config=bucket,
-        form_of=lambda num_values: DenseForm(codec, num_values),
+        form_of=_form_of(config),
         round_timeout_s=options.round_timeout_s,
         invite_after_s=options.invite_after_s,
         refusal=_refusal(bucket.members, None if admission is None else admission.admission),
         credential=lambda: None if admission is None else admission.admission.own,
         is_unwelcome=lambda member: admission is not None and admission.admission.is_revoked(member),
         vocabulary_rows=vocabulary_rows,
-        carried_share=1.0 - config.diloco.merge_alpha if overlaps else 1.0,
+        carried_share=1.0 - config.outer.merge_alpha if overlaps else 1.0,
         stopping=stopping,
     )
+
+
+def _form_of(config: RunConfig) -> Callable[[int], Form]:
+    """Returns how vectors of some length travel in this run."""
+    if config.strategy == "sparseloco":
+        return partial(SparseForm, averaging=config.sparseloco.averaging)
+    return partial(DenseForm, codec_named(config.round_options.compression))
 
 
 def _refusal(members: Sequence[str], admission: Admission | None) -> Callable[[ContributionHeader, float], str]:

@@ -111,10 +111,11 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> T
         synchronisation={
             "protocol": PROTOCOL_VERSION,
             "seed": config.seed,
-            "compression": config.collective.compression,
+            "compression": config.round_options.compression,
             **{f"diloco.{name}": value for name, value in to_mapping(config.diloco).items()},
             **{f"rule.{name}": value for name, value in to_mapping(config.rule).items()},
             **(_gradient_terms(config) if config.strategy == "grad" else {}),
+            **(_sparse_terms(config) if config.strategy == "sparseloco" else {}),
             **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs,
             **({"powersgd_rank": rank} if rank else {}),  # nor these,
             **({RUN_DIGEST: config.run_digest} if config.run_digest else {}),  # nor these.
@@ -128,6 +129,11 @@ def _gradient_terms(config: RunConfig) -> dict[str, JsonValue]:
     shared = {f"inner.{name}": inner[name] for name in _SHARED_INNER}
     shared |= {f"grad.{name}": value for name, value in grad.items() if name not in _LOCAL_GRAD}
     return {"strategy": "grad", **shared, "grad.target_tokens": target_tokens_of_node(config)}
+
+
+def _sparse_terms(config: RunConfig) -> dict[str, JsonValue]:
+    options = {f"sparseloco.{name}": value for name, value in to_mapping(config.sparseloco).items()}
+    return {"strategy": "sparseloco", **options}
 
 
 def register_terms(endpoint: Endpoint, terms: Terms) -> None:

@@ -216,6 +216,7 @@ class Network(Generic[S]):
             stopping,
             changes=run,
             weighing="linear" if config.strategy == "grad" else "root",
+            averaging=config.sparseloco.averaging,
         )
 
     @property

@@ -75,7 +75,10 @@ def origin_of(config: RunConfig, saved: CheckpointContents | None, vocabulary: V
         CheckpointError: the folder cannot be used.
         TrainerUsageError: the options do not go together.
     """
-    choice, can_ask = config.model, bool(config.discovery.initial_peers) and config.strategy in ("diloco", "grad")
+    choice, can_ask = (
+        config.model,
+        bool(config.discovery.initial_peers) and (config.moves_anchor or config.strategy == "grad"),
+    )
     if saved is not None:
         return Origin(choice=_resumed(choice, saved))
     is_elsewhere = choice.init_digest and can_ask and not Path(choice.init_from).expanduser().exists()
@@ -207,7 +210,7 @@ def _leaves_all_open(config: RunConfig) -> bool:
     model = config.model
     return bool(
         config.engine == "p2p"
-        and config.strategy in ("diloco", "grad")
+        and (config.moves_anchor or config.strategy == "grad")
         and config.discovery.initial_peers
         and model == ModelChoice(memory_bytes=model.memory_bytes)
         and model.preset == AUTO

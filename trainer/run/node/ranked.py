@@ -257,11 +257,12 @@ class LeadingReplica(Replica):
         tensors = synchronised_parameters(self.model)
         self.diloco = DiLoCoTrainer(
             self.model,
-            self.config.diloco,
+            self.config.outer,
             self._collective,
             vocab_rows=self.vocab_rows,
             parameters=RankParameters(self._ranks, tensors),
             powersgd_rank=self.config.powersgd_rank,
+            residual_decay=self.config.residual_decay,
             num_threads=_lent_threads(self.config.threads, self._ranks.place),
         )
         self.strategy: OuterStrategy = self.diloco
@@ -271,7 +272,7 @@ class LeadingReplica(Replica):
         self.config = config
         self._share.configure(config.inner)
         if self.diloco is not None:
-            self.diloco.configure(config.diloco)
+            self.diloco.configure(config.outer)
 
     def grow(self, rows: int, num_ids: int) -> None:
         """See `Replica`: the state is taken to the host, grown there, and given to ranks built anew."""

@@ -101,13 +101,14 @@ class Replica:
         self.inner: InnerLoop = InnerLoop(
             trained, self.optimizer, config.inner, self._batches, self.device, on_loss=self._on_loss
         )
-        if config.strategy == "diloco":
+        if config.moves_anchor:
             self.diloco = DiLoCoTrainer(
                 self.model,
-                config.diloco,
+                config.outer,
                 self._collective,
                 vocab_rows=self.vocab_rows,
                 powersgd_rank=config.powersgd_rank,
+                residual_decay=config.residual_decay,
             )
             self.strategy = self.diloco
 
@@ -116,7 +117,7 @@ class Replica:
         self.config = config
         self.inner.configure(config.inner)
         if self.diloco is not None:
-            self.diloco.configure(config.diloco)
+            self.diloco.configure(config.outer)
         if self.gradients is not None:
             from trainer.run.node.gradients import target_tokens_of_node
 
@@ -185,7 +186,7 @@ class Replica:
             return
         if shared.vocab_rows != self.vocab_rows:
             model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
-            layout = state_layout(model_config, self.config.diloco.num_fragments)
+            layout = state_layout(model_config, self.config.outer.num_fragments)
             layout.require_same(shared.layout_digest, "the state to adopt")
             self.model = self._build(model_config)
             self._assemble()

@@ -55,6 +55,7 @@ from trainer.model import ModelConfig, available_memory_bytes, choose_architectu
 from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
 from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
+from trainer.outer.engine.torch_sparse import SparseTorchCollective
 from trainer.run.config import RunConfig, changed_options, to_mapping, to_yaml
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.origin import Origin, origin_of
@@ -385,7 +386,7 @@ def _evaluator(config: RunConfig, session: Session, store: StoreWatch, device: t
         vocabulary=lambda: store.vocabulary,
         device=device,
         rows=config.inner.micro_batch_size,
-        round_steps=config.diloco.inner_steps,
+        round_steps=config.outer.inner_steps,
         autocast=autocast_for(device, config.inner.precision),
         seed=config.seed,
     )
@@ -444,6 +445,9 @@ def cluster_collective(config: RunConfig) -> Collective:
     """Returns how ranks make their outer steps; under DDP they make none."""
     if config.strategy == "ddp":
         return LocalCollective(config.node_id)
+    if config.strategy == "sparseloco":
+        ratio = config.collective.max_weight_ratio
+        return SparseTorchCollective(config.rule, config.sparseloco.averaging, max_weight_ratio=ratio)
     codec = codec_named(config.collective.compression)
     return TorchCollective(codec, config.rule, max_weight_ratio=config.collective.max_weight_ratio)
 
@@ -470,7 +474,7 @@ def _collective(
     from trainer.run.node.state_form import StateFit, grad_fit
 
     max_bytes = int(_GROWTH * _STATE_BYTES_PER_PARAMETER * num_parameters(shape))
-    fit: StateForm[Any] = StateFit(shape, config.diloco.num_fragments, max_bytes)
+    fit: StateForm[Any] = StateFit(shape, config.outer.num_fragments, max_bytes)
     if config.strategy == "grad":
         fit = grad_fit(shape, config.powersgd_rank)
     terms = terms_of(config, shape, store.vocabulary)
@@ -559,8 +563,8 @@ def _largest_shape(
         return choose_architecture(
             num_shards * memory_bytes, vocab_rows, bytes_per_parameter=_BYTES_PER_PARAMETER_SHARED
         )
-    overlaps = config.strategy == "diloco" and config.diloco.overlap_steps > 0 and place.size == 1
-    beside = -(-_WEIGHT_BYTES // config.diloco.num_fragments) if overlaps else 0  # Snapshot and merge of a round.
+    overlaps = config.moves_anchor and config.outer.overlap_steps > 0 and place.size == 1
+    beside = -(-_WEIGHT_BYTES // config.outer.num_fragments) if overlaps else 0  # Snapshot and merge of a round.
     return largest_preset(
         memory_bytes, vocab_rows, config.inner, num_ranks=place.size, num_shards=num_shards, beside=beside
     )

@@ -105,7 +105,7 @@ class Watch:
         speed: SpeedMeter | None = None,
         curves: CurveLog | None = None,
     ) -> None:
-        inner_steps = config.diloco.inner_steps if config.strategy == "diloco" else 0
+        inner_steps = config.outer.inner_steps if config.moves_anchor else 0
         peer_id = network.peer_id if network is not None else ""
         self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None

@@ -55,6 +55,10 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "fixed": "num_fragments",
         "round": "inner_steps outer_lr outer_momentum overlap_steps merge_alpha round_timeout_s",
     },
+    "sparseloco": {
+        "fixed": "num_fragments decay averaging",
+        "round": "inner_steps outer_lr overlap_steps merge_alpha round_timeout_s",
+    },
     "grad": {
         "fixed": "delayed average_state_every num_slices ahead_s max_weight_ratio",
         "round": "target_tokens",

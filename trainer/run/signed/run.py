@@ -98,7 +98,7 @@ class SignedRun:
 
     def outer_changes(self, begin_by: Callable[[int], None]) -> AgreedChanges:
         """Returns by which DiLoCo's outer steps go; for ``begin_by`` see `AgreedChanges`."""
-        return AgreedChanges(lambda number: self.config_by(number).diloco, begin_by)
+        return AgreedChanges(lambda number: self.config_by(number).outer, begin_by)
 
     def authorities(self) -> frozenset[str]:
         """Returns the keys that may admit nodes now; a node without rounds goes by the newest change."""

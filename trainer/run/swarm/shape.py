@@ -109,7 +109,7 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "protocol": PROTOCOL_VERSION,
         "seed": config.seed,
         "strategy": config.strategy,
-        "compression": config.collective.compression,
+        "compression": config.round_options.compression,
         "swarm.activation_codec": config.swarm.activation_codec,
         "swarm.target_tokens": target_tokens_of(config),
         "swarm.clip_factor": str(config.swarm.stage.clip_factor),  # JSON has no infinity.
@@ -118,7 +118,8 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         "swarm.start_from": bool(config.swarm.start_from),  # Workers compare the models themselves.
     }
     values |= {f"inner.{name}": value for name, value in to_mapping(config.inner).items() if name in _SHARED_INNER}
-    options = {"async_sparta": config.swarm.sparta, "grad": config.grad}.get(config.strategy, config.diloco)
+    by_strategy = {"async_sparta": config.swarm.sparta, "grad": config.grad, "sparseloco": config.sparseloco}
+    options = by_strategy.get(config.strategy, config.diloco)
     values |= {f"{config.strategy}.{name}": value for name, value in to_mapping(options).items() if name not in _LOCAL}
     if config.strategy == "async_sparta":
         values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.

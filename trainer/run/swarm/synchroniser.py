@@ -134,10 +134,11 @@ class ReplicaSynchroniser:
         else:
             self.trainer = DiLoCoTrainer(
                 built.module,
-                config.diloco,
+                config.outer,
                 collective,
                 vocab_rows=vocab_rows,
                 powersgd_rank=config.powersgd_rank,
+                residual_decay=config.residual_decay,
             )
         self._steps_per_round: float = _steps_per_round(config)
 
@@ -146,7 +147,7 @@ class ReplicaSynchroniser:
         if isinstance(self.trainer, SpartaTrainer):
             self.trainer.configure(config.swarm.sparta)
         elif isinstance(self.trainer, DiLoCoTrainer):
-            self.trainer.configure(config.diloco)
+            self.trainer.configure(config.outer)
         else:
             self.trainer.configure(
                 lr_of=lambda num_steps, num_tokens: lr_at(num_steps, config.inner, num_tokens),
@@ -218,7 +219,7 @@ def _steps_per_round(config: RunConfig) -> float:
         return 1.0
     if config.strategy == "async_sparta":
         return config.swarm.sparta.every_steps
-    return config.diloco.inner_steps / config.diloco.num_fragments
+    return config.outer.inner_steps / config.outer.num_fragments
 
 
 class JudgedCollective:
@@ -337,7 +338,7 @@ def state_form(config: RunConfig, module: nn.Module, vocab_rows: int) -> StateFo
         return GradFit.of(FlatLayout.of(parameters), vocab_rows, config.powersgd_rank)
     if config.strategy == "async_sparta":
         return SpartaFit(FlatLayout.of(parameters), vocab_rows)
-    return _StageFit(FragmentPlan.of(parameters, config.diloco.num_fragments), vocab_rows)
+    return _StageFit(FragmentPlan.of(parameters, config.outer.num_fragments), vocab_rows)
 
 
 def state_choice(config: RunConfig) -> StateChoice:

@@ -68,7 +68,9 @@ T = TypeVar("T")
 
 def _num_fragments(config: RunConfig) -> int:
     """In how many rounds all of a replica's weights are shared."""
-    return {"diloco": config.diloco.num_fragments, "grad": 1}.get(config.strategy, config.swarm.sparta.num_slices)
+    if config.moves_anchor:
+        return config.outer.num_fragments
+    return 1 if config.strategy == "grad" else config.swarm.sparta.num_slices
 
 
 class WorkerNode:
@@ -95,7 +97,7 @@ class WorkerNode:
         self._num_changes = 0
         self._built = built
         self._stop = stop
-        self._is_diloco = config.strategy == "diloco"
+        self._is_diloco = config.moves_anchor
         self._averages_gradients = config.strategy == "grad"
         self._has_common_state = self._is_diloco or self._averages_gradients
         self._uid: StageUid | None = None
@@ -166,7 +168,7 @@ class WorkerNode:
             batches=config.swarm.stage.backward == "recompute",
             num_fragments=_num_fragments(config),
             # Gradients of forward passes that are older than `max_staleness` are refused anyway.
-            max_lead=max(staleness, config.diloco.inner_steps)
+            max_lead=max(staleness, config.outer.inner_steps)
             if self._is_diloco
             else _MAX_ROUNDS_AHEAD
             if self._averages_gradients

@@ -47,8 +47,10 @@ def run_worker(config: RunConfig, stage: str, stop: StopRequest, *, at: str = ""
     With ``at``, a time as `trainer.checkpoint.stages.parse_time` reads it, it begins with the checkpoint of then. What
     it could not begin with the next time either is a `TrainerUsageError`.
     """
-    if config.strategy not in ("diloco", "async_sparta", "grad"):
-        raise TrainerUsageError(f"strategy: expected diloco, async_sparta or grad in a swarm, found {config.strategy}")
+    if config.strategy not in ("diloco", "sparseloco", "async_sparta", "grad"):
+        raise TrainerUsageError(
+            f"strategy: expected diloco, sparseloco, async_sparta or grad in a swarm, found {config.strategy}"
+        )
     names = stage_names(config.swarm.num_stages)
     if stage not in (_AUTO, *names):  # Before the store is asked.
         raise TrainerUsageError(f"--stage: expected {_AUTO} or one of {', '.join(names)}, found {stage!r}")
