@@ -128,7 +128,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     from trainer.aggregation import RuleConfig
     from trainer.bucket_rounds.collective import BucketCollective
     from trainer.bucket_rounds.config import BucketConfig
-    from trainer.bucket_rounds.forms import DenseForm
+    from trainer.bucket_rounds.forms import DenseForm, SparseForm
     from trainer.bucket_rounds.place import Place
     from trainer.bucket_rounds.round import BucketSettings
     from trainer.bucket_rounds.rules import RoundRules
@@ -143,7 +143,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
             rules=RoundRules(run_id="bench", quorum=_OTHERS + 1, propose_after_s=1e-3),
             rule=RuleConfig(),
             config=BucketConfig(url=url, quorum=_OTHERS + 1, poll_interval_s=0.05),
-            form_of=lambda num_values: DenseForm(codec_named(codec), num_values),
+            form_of=SparseForm if codec == "sparse" else lambda num_values: DenseForm(codec_named(codec), num_values),
             round_timeout_s=600.0,
             invite_after_s=10.0,
         )
@@ -154,7 +154,8 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     payload = bytes(own.form_of(num_values).encode(1e-3 * torch.randn(num_values)))
     collective = _WithOthers(BucketCollective(own), others, payload, url)
     config = DiLoCoConfig(inner_steps=overlap_steps + 1, overlap_steps=overlap_steps)
-    trainer = DiLoCoTrainer(model, config, collective)
+    decay = 0.95 if codec == "sparse" else None
+    trainer = DiLoCoTrainer(model, config, collective, residual_decay=decay)
     trainer.state_digest()
     stalls: list[float] = []
     processor: list[float] = []
@@ -224,6 +225,6 @@ def as_text(report: dict[str, Any]) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this part."""
-    parser.add_argument("--bucket-codecs", nargs="+", default=["int8", "fp16"], help="for bucket")
+    parser.add_argument("--bucket-codecs", nargs="+", default=["sparse", "int8"], help="for bucket")
     parser.add_argument("--bucket-url", default="", help="s3://bucket/prefix, for bucket; a folder by default")
     parser.add_argument("--bucket-dir", type=Path, default=None, help="where that folder is made, for bucket")

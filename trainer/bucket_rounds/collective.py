@@ -136,7 +136,11 @@ class BucketCollective:
             return set()
         settings = self._settings
         listed = settings.place.round(before.round_index).states
-        found = {member for member in listed[: 2 * settings.config.max_members] if self._num_missed[member] < _MISSES}
+        found = {
+            member
+            for member in listed[: 2 * settings.config.max_members]
+            if self._num_missed[member] < _MISSES and not settings.is_unwelcome(member)
+        }
         allowed = set(settings.config.members)
         self._awaited = found & allowed if allowed else found
         return self._awaited

@@ -23,7 +23,8 @@ class BucketConfig:
     url: str = ""
     """``s3://bucket/prefix`` or a folder that all nodes share; empty: rounds go from node to node."""
     members: tuple[str, ...] = ()
-    """Keys of the nodes that may take part; empty: whoever can write to the bucket."""
+    """Keys of the nodes that may take part; empty: whoever can write to the bucket, or whom the run's authority
+    admits."""
     max_members: int = 48
     """Contributions to a round; of more, those that come first in the round's own order."""
     quorum: int = 0

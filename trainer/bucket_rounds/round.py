@@ -104,6 +104,8 @@ class BucketSettings:
     refusal: Callable[[ContributionHeader, float], str] = lambda _header, _put_at: ""
     """Why a member may not take part, by its contribution and when it was put; empty: it may."""
     credential: Callable[[], Credential | None] = lambda: None  # This node's, where the run has an authority.
+    is_unwelcome: Callable[[str], bool] = lambda _member: False
+    """Whether this node leaves a member out of rounds that it closes; it takes part in those that others close."""
     vocabulary_rows: Callable[[], int] = lambda: 0
     carried_share: float = 1.0
     """Of work that a round did not take, which goes into the next; the rest stays in the parameters by the merge."""
@@ -216,7 +218,10 @@ class BucketRound:
             cost.text(self._place.prices),
         )
         return RoundResult(
-            vector=result.vector, report=report, residual=self._residual(agreement), progress=progress_of(agreement)
+            vector=result.vector,
+            report=report,
+            residual=self._residual(agreement, result),
+            progress=progress_of(agreement),
         )
 
     # -- until the round is agreed -------------------------------------------------------------------------------------
@@ -448,7 +453,7 @@ class BucketRound:
         settings, facts = self._settings, self._facts
         fitting: dict[str, PutContribution] = {}
         for (member, _), read in sorted(self._read.items()):
-            if read.payload is not None:
+            if read.payload is not None and not self._settings.is_unwelcome(member):
                 fitting.setdefault(member, read.put)
         found = chosen(fitting, facts, settings.rules) if fitting else []
         excluded = {proposer for proposer in self._void.values() if proposer}
@@ -502,7 +507,7 @@ class BucketRound:
         weights = {each.member: each.weight for each in agreement.members}
         return self._form.aggregate(payloads, weights, self._settings.rule, self._contribution.reference)
 
-    def _residual(self, agreement: Agreement) -> Tensor | None:
+    def _residual(self, agreement: Agreement, result: Aggregated) -> Tensor | None:
         """What the round has not taken of this node's work, which goes into its next contribution; None: nothing."""
         contribution, settings = self._contribution, self._settings
         if not contribution.num_batches:
@@ -514,6 +519,8 @@ class BucketRound:
             # What a residual holds was in no parameter, so all of that stays.
             kept = contribution.vector * settings.carried_share
             return kept if contribution.residual is None else kept.add_(contribution.residual)
+        if own.member in dict(result.dropped) and not self._form.keeps_what_was_odd:
+            return None
         if self._form.is_lossless and own.payload_sha256 == self._own_sha256 and self._own_payload is not None:
             return None
         contribution.wait_until_filled()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ from tests.support.bucket_rounds import (
     together,
 )
 from trainer.aggregation import RuleConfig
+from trainer.aggregation.sparse import Averaging
 from trainer.bucket_rounds.documents import Agreement, ContributionHeader, contribution_body, payload_digest
+from trainer.bucket_rounds.forms import SparseForm
 from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
 from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.round import BucketSettings
@@ -66,6 +69,25 @@ def test_members_end_alike_with_one_agreement_a_round(tmp_path: Path, codec: str
         assert_alike(replicas)
     assert agreements_in(tmp_path) == {"0000000000": 1, "0000000001": 1}
     assert [len(each.report.members) for each in replicas[0].results] == [5, 5]
+
+
+@pytest.mark.parametrize("averaging", ["replicas", "senders"])
+def test_sparse_members_end_alike_and_keep_what_was_not_sent(tmp_path: Path, averaging: Averaging) -> None:
+    form_of = partial(SparseForm, averaging=averaging)
+    replicas = members(tmp_path, 4, rule=ROBUST, form_of=form_of)
+    liar = replicas[0]
+    liar.lie = lambda vector: -50.0 * vector
+    for _ in range(2):
+        one_round(replicas)
+        assert_alike(replicas)
+    report = replicas[1].results[0].report
+    assert report.rule == "clipped_mean"
+    assert report.sent_bytes < 8000
+    honest = replicas[1].residual
+    assert honest is not None
+    assert int((honest == 0).sum()) < 100
+    assert liar.residual is None
+    assert liar.settings.own_id in dict(report.dropped)
 
 
 def test_fp32_mean_is_the_weighted_mean_of_what_members_brought(tmp_path: Path) -> None:

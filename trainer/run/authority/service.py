@@ -60,6 +60,8 @@ class AuthorityConfig:
     """Seconds for which a credential is valid."""
     package_digests: tuple[str, ...] = ()
     """Digests of installed files that are admitted; empty: any."""
+    outbound_only: bool = False
+    """Admit nodes that name no address: those of a run whose rounds go through a bucket need none."""
     allow_private: bool = False
     """Dial private addresses for requesters from anywhere."""
     tls: bool = True
@@ -181,6 +183,8 @@ class AuthorityService:
 
     async def _is_reached(self, request: JoinRequest, remote_host: str, *, is_member: bool) -> bool:
         """Returns whether the sender's key answers at its address; raises RefusedError where it has to."""
+        if self.config.outbound_only and request.role == "node" and not request.address:
+            return False
         try:
             await self._dial_back.check(request.peer_id, request.address, remote_host)
         except RefusedError as error:

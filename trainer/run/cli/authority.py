@@ -55,6 +55,12 @@ def authority_command(
     allow_private: Annotated[
         bool, typer.Option("--allow-private", help="Dial private addresses for requesters from anywhere.")
     ] = False,
+    outbound_only: Annotated[
+        bool,
+        typer.Option(
+            "--outbound-only", help="Admit nodes without an address: of a run whose rounds go through a bucket."
+        ),
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="The nodes have rpc.tls=false.")] = False,
     trusted_proxy: Annotated[
         str, typer.Option(help="Address of a proxy in front, whose X-Forwarded-For is believed.")
@@ -79,6 +85,7 @@ def authority_command(
         stages=tuple(stage_names(stages)) if stages else (),
         life_s=life_s,
         package_digests=digests,
+        outbound_only=outbound_only,
         allow_private=allow_private,
         tls=not plain,
     )

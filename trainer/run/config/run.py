@@ -439,22 +439,17 @@ class RunConfig:
                 f"--rounds: expected a node that holds a whole model and has neither port nor peers, found "
                 f"{', '.join(found)}; rounds go through the bucket or from node to node, not both"
             )
-        if self.strategy != "diloco":
+        if not self.moves_anchor:
             raise TrainerUsageError(
-                f"--rounds: expected strategy diloco, found {self.strategy}: it averages before each step, and a round "
-                "through a bucket takes seconds"
+                f"--rounds: expected strategy diloco or sparseloco, found {self.strategy}: it averages before each "
+                "step, or now and then in slices, and a round through a bucket takes seconds"
             )
         if self.powersgd_rank:
             raise TrainerUsageError(
                 "--rounds: expected collective.powersgd_rank 0, since its second factor depends on the first round's "
                 f"result, found {self.powersgd_rank}"
             )
-        if self.admission.is_required:
-            raise TrainerUsageError(
-                "--rounds: expected no authority (admission.authorities, admission.urls), which admits whom it has "
-                "reached at a port of their own, found one; name the nodes that may take part (bucket.members)"
-            )
-        if self.rule.validation == "off" and not self.bucket.members:
+        if self.rule.validation == "off" and not self.bucket.members and not self.admission.is_required:
             raise TrainerUsageError(
                 "--rounds: expected rule.validation log or enforce where anybody who can write to the bucket may take "
                 "part, found off; name the nodes (bucket.members), or leave validation on"

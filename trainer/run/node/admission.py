@@ -155,14 +155,20 @@ class AdmissionClient:
         self._next = (await self._asked_to_join(address, stage)).credential
         self._store()
 
-    def start(self, address: Callable[[], str], discovery: Discovery, endpoint: Endpoint) -> None:
-        """Begins to renew and to listen for revocations, beside everything else; returns at once."""
+    def start(self, address: Callable[[], str], discovery: Discovery | None, endpoint: Endpoint | None) -> None:
+        """Begins to renew and to listen for revocations, beside everything else; returns at once.
+
+        A node without an endpoint hears of revocations from the authority alone.
+        """
         self._tasks = [
             asyncio.create_task(self._renew_forever(address), name="admission-renewal"),
             asyncio.create_task(self._check_forever(), name="admission-check"),
-            asyncio.create_task(self._news.spread_forever(discovery.peers, endpoint), name="admission-news"),
-            asyncio.create_task(self._news.look_up_forever(discovery), name="admission-dht"),
         ]
+        if endpoint is not None and discovery is not None:
+            self._tasks += [
+                asyncio.create_task(self._news.spread_forever(discovery.peers, endpoint), name="admission-news"),
+                asyncio.create_task(self._news.look_up_forever(discovery), name="admission-dht"),
+            ]
 
     async def stop(self) -> None:
         """Ends what `start` began."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -23,7 +24,7 @@ from genesis.store.opening import open_store
 from manifests.serialisation import canonical_json
 from trainer.bucket_rounds.collective import BucketCollective
 from trainer.bucket_rounds.documents import Agreement, ContributionHeader
-from trainer.bucket_rounds.forms import DenseForm
+from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
 from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import RUN_KEY, Place
@@ -34,8 +35,11 @@ from trainer.collective import Terms
 from trainer.compression.vectors import codec_named
 from trainer.errors import IncompatiblePeerError, RefusedError, StateTransferError, TrainerUsageError
 from trainer.network.rpc import Counters, Identity, Message
+from trainer.network.rpc.admission import Admission
 from trainer.outer.diloco import SharedState
 from trainer.run.config import RunConfig
+from trainer.run.node.admission import AdmissionClient, admission_client
+from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.state_form import StateForm
 
 if TYPE_CHECKING:
@@ -81,7 +85,9 @@ class BucketNetwork:
         self._form = form
         self._stopping = stopping
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
-        self._settings = settings_of(config, identity, vocabulary_rows, stopping)
+        self._admission = admission_client(config, identity, "node")
+        self._loop = LoopThread("genesis-admission") if self._admission is not None else None
+        self._settings = settings_of(config, identity, vocabulary_rows, stopping, self._admission)
         self.collective = BucketCollective(self._settings, self._is_snapshot_due, self._note)
         self._keeping = Keeping(self._settings, self.collective.clock)
         self._listener: Listener | None = None
@@ -127,10 +133,13 @@ class BucketNetwork:
         """Probes the bucket, and compares the run in it with this node's.
 
         Raises:
-            TrainerUsageError: it cannot be written, or does not honour conditional writes.
+            TrainerUsageError: it cannot be written, or does not honour conditional writes, or the run's authority
+                refuses this node.
+            AdmissionError: no authority answers, and there is no valid credential.
             IncompatiblePeerError: the nodes there train something else.
         """
         self._listener = listener
+        self._join()
         self._settings.place.check()
         try:
             self._compare_run()
@@ -149,9 +158,31 @@ class BucketNetwork:
         if self._worker is not None:
             self._worker.join(_LEAVE_S)
         self._settings.place.close()
+        if self._loop is not None and self._admission is not None:
+            if self._loop.is_running:
+                self._loop.run(self._admission.stop(), _LEAVE_S)
+            self._loop.stop()
 
     def check_fit(self) -> None:
-        """Nothing is found out in the background."""
+        """Raises `AdmissionError` once the run's authority has revoked this node."""
+        if self._admission is not None:
+            self._admission.check()
+
+    def _join(self) -> None:
+        """Gets this node's credential, where the run has an authority, and keeps it fresh from then on."""
+        admission, loop = self._admission, self._loop
+        if admission is None or loop is None:
+            return
+
+        async def nobody() -> list[Announcement]:
+            return []
+
+        async def join() -> None:
+            await admission.join("", self._stopping)
+            admission.start(lambda: "", None, None)
+
+        loop.start()
+        loop.run(join(), _LEAVE_S + self._config.admission.join_timeout_s)
 
     def alike(self) -> list[Announcement]:
         """Returns nobody: nodes over a bucket do not announce themselves."""
@@ -169,7 +200,7 @@ class BucketNetwork:
     def publish(self, shared: SharedState | GradState, members: tuple[str, ...] = ()) -> None:
         """Says in the bucket that this node holds a state, in the background."""
         if not isinstance(shared, SharedState):
-            raise TrainerUsageError("--rounds: expected the state of strategy diloco, found that of averaged gradients")
+            raise TrainerUsageError("--rounds: expected the state of a common anchor, found that of averaged gradients")
         with self._changed:
             if len(self._unpublished) < _MOST_UNPUBLISHED:
                 self._num_undigested += 1
@@ -287,7 +318,7 @@ class BucketNetwork:
                 logger.exception("saying what this node holds")
 
     def _publish(self, shared: SharedState) -> None:
-        num_rounds = shared.outer_step * self._config.diloco.num_fragments + shared.fragment
+        num_rounds = shared.outer_step * self._config.outer.num_fragments + shared.fragment
         digest = shared.digest()
         with self._changed:
             self._own = (num_rounds, digest)
@@ -346,7 +377,11 @@ class BucketNetwork:
 
 
 def settings_of(
-    config: RunConfig, identity: Identity, vocabulary_rows: Callable[[], int], stopping: Callable[[], bool]
+    config: RunConfig,
+    identity: Identity,
+    vocabulary_rows: Callable[[], int],
+    stopping: Callable[[], bool],
+    admission: AdmissionClient | None = None,
 ) -> BucketSettings:
     """Returns what all rounds of a node have in common; nothing is contacted. Raises TrainerUsageError."""
     options, bucket = config.round_options, config.bucket
@@ -354,8 +389,7 @@ def settings_of(
         store = open_store(bucket.url, policy=RetryPolicy())
     except GenesisError as error:
         raise TrainerUsageError(f"--rounds: {error}") from None
-    codec = codec_named(options.compression)
-    overlaps = config.diloco.overlap_steps > 0
+    overlaps = config.outer.overlap_steps > 0
     return BucketSettings(
         identity=identity,
         place=Place(store, bucket.prices),
@@ -371,20 +405,44 @@ def settings_of(
         ),
         rule=config.rule,
         config=bucket,
-        form_of=lambda num_values: DenseForm(codec, num_values),
+        form_of=_form_of(config),
         round_timeout_s=options.round_timeout_s,
         invite_after_s=options.invite_after_s,
-        refusal=_allowed(bucket.members),
+        refusal=_refusal(bucket.members, None if admission is None else admission.admission),
+        credential=lambda: None if admission is None else admission.admission.own,
+        is_unwelcome=lambda member: admission is not None and admission.admission.is_revoked(member),
         vocabulary_rows=vocabulary_rows,
-        carried_share=1.0 - config.diloco.merge_alpha if overlaps else 1.0,
+        carried_share=1.0 - config.outer.merge_alpha if overlaps else 1.0,
         stopping=stopping,
     )
 
 
-def _allowed(members: Sequence[str]) -> Callable[[ContributionHeader, float], str]:
+def _form_of(config: RunConfig) -> Callable[[int], Form]:
+    """Returns how vectors of some length travel in this run."""
+    if config.strategy == "sparseloco":
+        return partial(SparseForm, averaging=config.sparseloco.averaging)
+    return partial(DenseForm, codec_named(config.round_options.compression))
+
+
+def _refusal(members: Sequence[str], admission: Admission | None) -> Callable[[ContributionHeader, float], str]:
+    """Returns what says why a contribution does not count, if it does not, by the time at which it was put.
+
+    Revocations have no part in it: members hear of them at different times, and have to judge alike.
+    """
     allowed = frozenset(members)
 
-    def refusal(header: ContributionHeader, _put_at: float) -> str:
-        return "" if not allowed or header.member in allowed else "the run does not name this node (bucket.members)"
+    def refusal(header: ContributionHeader, put_at: float) -> str:
+        if allowed and header.member not in allowed:
+            return "the run does not name this node (bucket.members)"
+        if admission is None or header.member in admission.authorities:
+            return ""
+        try:
+            credential = header.read_credential()
+            if credential is None or credential.peer_id != header.member or credential.role != "node":
+                return "it has no credential of the run's authority for a node"
+            credential.verify(admission.run_name, admission.authorities, put_at, ())
+        except RefusedError as error:
+            return str(error)
+        return ""
 
     return refusal

@@ -55,6 +55,18 @@ async def test_an_invitation_admits_as_often_as_it_says_and_members_need_none(tm
         assert [member.peer_id for member in authority.register.members()] == [node.peer_id for node in nodes]
 
 
+async def test_a_node_without_an_address_is_admitted_where_rounds_go_through_a_bucket(tmp_path: Path) -> None:
+    async with running_authority(tmp_path, over_http=False, outbound_only=True) as authority:
+        identity = Identity.create()
+        reply = await _join(authority, identity, "", authority.invite("node"), role="node")
+        reply.credential.verify(RUN_ID, [authority.key], time.time(), ())
+        with pytest.raises(RefusedError):  # A worker has to be reached.
+            await _join(authority, Identity.create(), "", authority.invite("worker"), role="worker")
+    async with running_authority(tmp_path / "other", over_http=False) as authority:
+        with pytest.raises(RefusedError):
+            await _join(authority, identity, "", authority.invite("node"), role="node")
+
+
 async def test_uses_are_counted_once_however_many_come_at_the_same_moment(tmp_path: Path) -> None:
     """Two authorities on one file, eight nodes at once, three uses."""
     async with (

@@ -13,8 +13,16 @@ import torch
 from genesis.store.folder import FolderStore
 from tests.support.s3_servers import Server, moto_s3, rclone_s3
 from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand, TrainerHere, differences
+from trainer.bucket_rounds.config import BucketConfig
+from trainer.bucket_rounds.documents import Claims, ContributionHeader, credential_field
 from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.round import BUCKET_CRASH_POINTS
+from trainer.network.rpc import Identity
+from trainer.network.rpc.credential import Credential, Role
+from trainer.run.config import RunConfig
+from trainer.run.config.admission import AdmissionConfig
+from trainer.run.node.admission import admission_client
+from trainer.run.node.bucket_network import settings_of
 
 ROUNDS = (
     *("--inner-steps", "10", "--max-steps", "30", "--set", "collective.gather_timeout_s=60"),
@@ -117,6 +125,44 @@ def test_a_node_of_another_run_is_refused(here: TrainerHere, tmp_path: Path) -> 
     here(*arguments(tmp_path / "bucket", 0, *more))
     said = here(*arguments(tmp_path / "bucket", 1, *more, "--compression", "int8"), expect=1)
     assert "compression" in said
+
+
+def test_only_whom_the_authority_has_admitted_takes_part(tmp_path: Path) -> None:
+    authority, member, stranger = Identity.create(), Identity.create(), Identity.create()
+    config = RunConfig(
+        node_id="home-1",
+        run_id="run-1",
+        bucket=BucketConfig(url=str(tmp_path)),
+        admission=AdmissionConfig(authorities=(authority.peer_id,), urls=("http://127.0.0.1:1",)),
+        state_dir=str(tmp_path / "state"),
+    )
+    client = admission_client(config, member, "node")
+    settings = settings_of(config, member, lambda: 0, lambda: False, client)
+    now = 1_800_000_000.0
+
+    def header(identity: Identity, credential: Credential | None) -> ContributionHeader:
+        return ContributionHeader(
+            run_id="run-1",
+            member=identity.peer_id,
+            round_index=0,
+            state_digest="",
+            form="dense-fp32",
+            num_values=1,
+            payload_bytes=4,
+            payload_sha256="0" * 64,
+            claims=Claims(num_batches=1, age_s=0.0, progress=1.0, vocabulary_rows=0),
+            credential=credential_field(credential),
+        ).signed(identity)
+
+    def issued(by: Identity, role: Role = "node") -> Credential:
+        return Credential.issue(by, "run-1", member.peer_id, role, None, now, 3600.0)
+
+    assert settings.refusal(header(member, issued(authority)), now) == ""
+    assert "no credential" in settings.refusal(header(member, None), now)
+    assert "no credential" in settings.refusal(header(stranger, issued(authority)), now)
+    assert "no credential" in settings.refusal(header(member, issued(authority, "driver")), now)
+    assert "authority that the run names" in settings.refusal(header(member, issued(stranger)), now)
+    assert "expired" in settings.refusal(header(member, issued(authority)), now + 8000.0)
 
 
 @pytest.mark.slow
