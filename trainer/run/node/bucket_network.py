@@ -174,9 +174,6 @@ class BucketNetwork:
         if admission is None or loop is None:
             return
 
-        async def nobody() -> list[Announcement]:
-            return []
-
         async def join() -> None:
             await admission.join("", self._stopping)
             admission.start(lambda: "", None, None)
