@@ -37,8 +37,8 @@ _CURES: Final = {
     "no_route": "check this machine's network, VPN and IPv6: there is no way from here to that address",
     "name": "correct the host's name, or this machine's name service (DNS)",
     "tls": "correct the port: something else than a node of this run listens there (or the run has rpc.tls=false)",
-    "silent": "run it again: something takes connections there and does not answer in time; it is busy, the link is slow, "
-    "or it is no node of this run",
+    "silent": "run it again: something takes connections there and does not answer in time; it is busy, or the link is "
+    "slow, or it is no node of this run",
     "another": "leave the key or address out that no longer belongs together: another identity answers there",
     Reason.RUN: "give that run's file (--run) or name (--run-id): the node there is of another run",
     Reason.PROTOCOL: "install the release that the run uses: the node there speaks another protocol",
