@@ -27,7 +27,7 @@ from trainer.network.rpc import Endpoint, Peer
 from trainer.network.rpc.messages import Reason
 from trainer.run.node.identity import TERMS
 
-TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 20.0
 _CONNECT_S: Final = 5.0
 _MAX_UNCERTAIN_S: Final = 5.0
 """An answer that took longer than twice that says nothing of its clock."""
@@ -37,6 +37,8 @@ _CURES: Final = {
     "no_route": "check this machine's network, VPN and IPv6: there is no way from here to that address",
     "name": "correct the host's name, or this machine's name service (DNS)",
     "tls": "correct the port: something else than a node of this run listens there (or the run has rpc.tls=false)",
+    "silent": "run it again: something takes connections there and does not answer in time; it is busy, or the link is "
+    "slow, or it is no node of this run",
     "another": "leave the key or address out that no longer belongs together: another identity answers there",
     Reason.RUN: "give that run's file (--run) or name (--run-id): the node there is of another run",
     Reason.PROTOCOL: "install the release that the run uses: the node there speaks another protocol",
@@ -87,7 +89,8 @@ async def greet(endpoint: Endpoint, peer: Peer, clock: Callable[[], float] = tim
         return Silence(peer.address, error.reason, problem_of(error))
     except PeerUnavailableError as error:
         cause = error.cause or await connect_cause(peer.address)
-        return Silence(peer.address, cause, problem_of(error))
+        # Had it shown no certificate, the error would say so: it takes connections, and does not answer.
+        return Silence(peer.address, error.cause or ("silent" if cause == "tls" else cause), problem_of(error))
     except (RpcError, TrainerUsageError) as error:
         return Silence(peer.address, "", problem_of(error))
     uncertain_s = (time.monotonic() - began_s) / 2

@@ -2,7 +2,7 @@
 
 Machine and store need nobody else. Then peers are greeted without a credential; the node's own port is opened, where
 the run has an authority the node is admitted, and a peer calls it back, exchanges some payloads, and tells what it
-trains. All of it takes some ten seconds, of which a silent address takes five.
+trains. All of it takes some ten seconds, and 20 more where something takes connections and says nothing.
 """
 
 from __future__ import annotations
