@@ -44,7 +44,7 @@ _MAX_PATH_BYTES: Final = 256
 _ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 _PAUSE_S: Final = 0.005
 """Between two segments of the index, for whoever waits for the interpreter."""
-_LOOK_EVERY_S: Final = 2.0
+_LOOK_EVERY_S: Final = 0.5
 
 _ANSWERED: Final = {**SECURITY_HEADERS, "cache-control": "no-store"}
 _RETRY: Final = {**_ANSWERED, "retry-after": "2"}
