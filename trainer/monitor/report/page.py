@@ -2,7 +2,8 @@
 
 With plotly (the extra ``page``) the file has 5 MB of charts and zooms as the live page does; without it the same
 figures stand in tables, and the file is small. It asks nobody for anything, whoever opens it
-(`genesis.pages.single_file`)."""
+(`genesis.pages.single_file`).
+"""
 
 from __future__ import annotations
 
