@@ -224,7 +224,7 @@ def test_steps_and_rounds_are_counted_with_their_units(node):
         node.observer.step(Step(step=index, loss=4.0, seconds=0.2), loader_wait_s=0.25)
     node.observer.step(Step(step=10, loss=math.nan, grad_norm=math.inf, skipped=True, seconds=5.0))
     node.observer.round(Report(), outer_step=1, state_digest="d")
-    expected = {"hash_agreement_percent": 100, "sync_success_percent": 100, "node_info gpu-7 run": 1}
+    expected = {"hash_agreement_percent": 100, "sync_success_percent": 100, "node_info gpu-7 node run ": 1}
     expected |= {"steps_total": 11, "skipped_steps_total": 1, "tokens_total": 11 * 4096, "loss_nats": 4.0}
     expected |= {"gradient_norm": 0.5, "learning_rate": 1e-4, "step_index": 10, "loader_wait_seconds_total": 2.5}
     expected |= {"step_seconds_count": 11, "step_seconds_bucket 0.3": 10, "global_loss_nats": 4.0}

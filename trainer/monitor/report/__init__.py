@@ -4,8 +4,8 @@
     page.py: the report as a page with its data inside, drawn by the modules of the live page
 
 Guarantees: logs are only read, one line at a time, and may be cut in mid-line, of any release, and of anybody: texts
-are cut and harmless, figures finite, lists bounded. Memory does not grow with the number of steps. The trade-off: of more
-than 4,096 steps a curve shows means, lows and highs of some together; a million steps take 25 s on one core.
+are cut and harmless, figures finite, lists bounded. Memory does not grow with the number of steps. The trade-off: of
+more than 4,096 steps a curve shows means, lows and highs of some together; a million steps take 25 s on one core.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A report on a run as typed values: what `run_report` reads out of logs, what ``--json`` prints and the page shows.
 
 Everything is bounded, whatever the logs hold: curves by points, lists by rows, texts by characters;
-`RunReport.left_out` says in words what did not fit. Texts of others have control and direction marks shown as signs, so that they cannot
-hide or turn what stands beside them. A figure that no log has is null. Times are UTC in ISO 8601, or seconds.
+`RunReport.left_out` says in words what did not fit. Texts of others have control and direction marks shown as signs,
+so that they cannot hide or turn what stands beside them. A figure that no log has is null. Times are UTC in ISO 8601,
+or seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A report as a page: one HTML file with its data, style and scripts inside, drawn by the modules of the live page.
 
 With plotly (the extra ``page``) the file has 5 MB of charts and zooms as the live page does; without it the same
-figures stand in tables, and the file is small. It asks nobody for anything, whoever opens it (`genesis.pages.single_file`).
+figures stand in tables, and the file is small. It asks nobody for anything, whoever opens it
+(`genesis.pages.single_file`).
 """
 
 from __future__ import annotations
