@@ -186,7 +186,8 @@ async def test_a_driver_keeps_where_the_others_are_for_its_next_start(config, sh
     own = replace(config, state_dir=str(tmp_path), discovery=DiscoveryConfig(poll_interval_s=0.1))
     async with running_endpoint(run_id=config.run_id) as endpoint, running_endpoint(run_id=config.run_id) as other:
         view = DriverPeerView(own, endpoint, shape, NodeStats, lambda _: None)
-        beside = replace(own, node_id="driver-3", discovery=DiscoveryConfig((endpoint.address,), poll_interval_s=0.1))
+        discovery = DiscoveryConfig(initial_peers=(endpoint.address,), poll_interval_s=0.1)
+        beside = replace(own, node_id="driver-3", discovery=discovery)
         view.remembered = RememberedPeers.of(own)
         theirs = DriverPeerView(beside, other, shape, NodeStats, lambda _: None)
         await view.start()
