@@ -541,6 +541,7 @@ class RoundMember:
             validation=validation,
             findings=findings,
             note=note,
+            num_values=agreement.num_values,
             result_digest=_digest_of(commit),
         )
 

@@ -85,6 +85,8 @@ class TrainingMetrics(Collector):
         text = "Wall time of rounds with a result."
         self._round_seconds = Histogram("round_seconds", text, buckets=_ROUND_SECONDS, **own)
         self._round_bytes = Counter("round_bytes", "Bytes of rounds with a result.", ["direction"], **own)
+        text = "Bits of the latest result's round for each parameter in it, agreement and vote included."
+        self._round_bits = Gauge("round_bits_per_parameter", text, ["direction"], **own)
         text = "Share of the contributions agreed upon that the latest result has."
         self._completeness = Gauge("round_completeness_ratio", text, **own)
         self._members = Gauge("round_members", "Members of the latest round.", **own)
@@ -122,6 +124,9 @@ class TrainingMetrics(Collector):
         self._round_seconds.observe(report.seconds)
         self._round_bytes.labels("sent").inc(report.sent_bytes)
         self._round_bytes.labels("received").inc(report.received_bytes)
+        if report.bits_per_value is not None:
+            for direction, bits in zip(("sent", "received"), report.bits_per_value, strict=True):
+                self._round_bits.labels(direction).set(bits)
         self._completeness.set(report.completeness)
         self._members.set(len(report.members))
         for _, why in report.dropped:
