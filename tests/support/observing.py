@@ -25,7 +25,7 @@ from trainer.monitor.metrics import Sources
 _OF_STEP = {"step": 1, "loss": 4.0, "grad_norm": 0.5, "lr": 1e-4, "num_tokens": 4096, "skipped": False, "seconds": 0.25}
 _OF_ROUND = {"round_index": 0, "members": ("a" * 64, "b" * 64), "dropped": (), "completeness": 1.0, "rule": "mean"}
 _OF_ROUND |= {"sent_bytes": 1_000, "received_bytes": 2_000, "seconds": 1.5, "num_passes": 1, "weights": (1.0, 1.0)}
-_OF_ROUND |= {"validation": (), "note": "", "phases": (0.2, 1.0, 0.3)}
+_OF_ROUND |= {"validation": (), "note": "", "phases": (0.2, 1.0, 0.3), "bits_per_value": (8.0, 16.0)}
 Step: Any = partial(SimpleNamespace, **_OF_STEP)
 Report: Any = partial(SimpleNamespace, **_OF_ROUND)
 

@@ -39,7 +39,8 @@ class RoundFacts(Protocol):
 
     ``members`` contributed, this node included; ``dropped`` are others, and why: a word or two, then a colon and text.
     ``completeness`` is the share of the contributions agreed upon that are in the result, 0 to 1; ``num_passes`` is 1,
-    and one more for each time a reducer died. ``phases`` are the seconds until all agreed, of the tensors, of the vote.
+    and one more for each time a reducer died. ``bits_per_value`` are those sent and received for each parameter of the
+    result; None: not known. ``phases`` are the seconds until all agreed, of the tensors, of the vote.
     """
 
     @property
@@ -54,6 +55,8 @@ class RoundFacts(Protocol):
     def sent_bytes(self) -> int: ...
     @property
     def received_bytes(self) -> int: ...
+    @property
+    def bits_per_value(self) -> tuple[float, float] | None: ...
     @property
     def seconds(self) -> float: ...
     @property

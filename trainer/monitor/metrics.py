@@ -92,9 +92,11 @@ class TrainingMetrics(Collector):
         text = "Wall time of rounds with a result."
         self._round_seconds = Histogram("round_seconds", text, buckets=_ROUND_SECONDS, **own)
         self._round_bytes = Counter("round_bytes", "Bytes of rounds with a result.", ["direction"], **own)
-        text = "Share of the contributions agreed upon that the latest result has."
+        text = "Bits of the latest result's round for each parameter in it, agreement and vote included."
+        self._round_bits = Gauge("round_bits_per_parameter", text, ["direction"], **own)
         text = "Seconds of rounds with a result, by phase: agree (on who takes part), reduce (the tensors), vote."
         self._round_phases = Counter("round_phase_seconds", text, ["phase"], **own)
+        text = "Share of the contributions agreed upon that the latest result has."
         self._completeness = Gauge("round_completeness_ratio", text, **own)
         self._members = Gauge("round_members", "Members of the latest round.", **own)
         self._dropped = Counter("dropped_members", "Members left out of rounds, by reason.", ["reason"], **own)
@@ -136,6 +138,9 @@ class TrainingMetrics(Collector):
         self._round_bytes.labels("received").inc(report.received_bytes)
         for phase, seconds in zip(("agree", "reduce", "vote"), report.phases, strict=True):
             self._round_phases.labels(phase).inc(max(0.0, seconds))
+        if report.bits_per_value is not None:
+            for direction, bits in zip(("sent", "received"), report.bits_per_value, strict=True):
+                self._round_bits.labels(direction).set(bits)
         self._completeness.set(report.completeness)
         self._members.set(len(report.members))
         for _, why in report.dropped:

@@ -236,6 +236,7 @@ def test_steps_and_rounds_are_counted_with_their_units(node):
     expected = {f"rounds_total {outcome}": 1 for outcome in ("shared", "alone", "failed")}
     expected |= {"round_seconds_count": 2, "round_completeness_ratio": 0.5, "outer_step": 2}
     expected |= {"round_bytes_total sent": 2_000, "round_bytes_total received": 4_000}
+    expected |= {"round_bits_per_parameter sent": 8.0, "round_bits_per_parameter received": 16.0}
     expected |= {"dropped_members_total dead": 1, "dropped_members_total not_finite": 1}
     assert expected.items() <= read(node).items()
 

@@ -97,7 +97,15 @@ class RoundReport:
     note: str = ""  # Anything else a reader of the log must know.
     phases: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of `seconds`: until all had agreed, while tensors moved, for the vote; zeros where an engine does not tell."""
+    num_values: int = 0  # Of the vector that was agreed on: sent and received bytes count for so many parameters.
     result_digest: str = ""  # SHA-256 of what all members hold as the result; empty: the engine knows none.
+
+    @property
+    def bits_per_value(self) -> tuple[float, float] | None:
+        """Bits sent and received for each value of the vector, messages of the round included; None: not known."""
+        if not self.num_values:
+            return None
+        return 8 * self.sent_bytes / self.num_values, 8 * self.received_bytes / self.num_values
 
     def remarks(self) -> tuple[str, ...]:
         """Returns lines for people: members left out, members that look odd and were kept, and the note."""

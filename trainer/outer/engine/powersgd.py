@@ -177,6 +177,7 @@ class _FactoredRound:
             residual = left_out(self.plan, self.carried, self.p, sent)
         return replace(
             agreed,
+            report=replace(agreed.report, num_values=self.plan.num_values),
             vector=decompress(self.plan, self.p, agreed.vector),
             residual=residual,
             basis=self.plan.basis_of(agreed.vector),

@@ -218,6 +218,7 @@ class TorchCollective:
             validation=tuple((finding.member, finding.reason) for finding in findings if finding.reason),
             findings=findings,
             note=decision.note,
+            num_values=contribution.vector.numel(),
         )
 
 

@@ -127,4 +127,5 @@ class SparseTorchCollective:
             validation=tuple((finding.member, finding.reason) for finding in findings if finding.reason),
             findings=findings,
             note=outcome.decision.note,
+            num_values=contribution.vector.numel(),
         )

@@ -210,6 +210,9 @@ def _round(result: OuterResult) -> str:
         f"{100 * report.completeness:.0f} % complete, {report.seconds:.2f} s, "
         f"{report.sent_bytes / 1e6:.1f} MB out, {report.received_bytes / 1e6:.1f} MB in"
     )
+    bits = report.bits_per_value
+    if bits is not None and report.sent_bytes:
+        text += f" ({bits[0]:.2f} and {bits[1]:.2f} bits a parameter)"
     return "; ".join((text, *report.remarks()))
 
 

@@ -270,7 +270,7 @@ def _history_path(config: RunConfig) -> Path | None:
 
 def _device_memory() -> Iterator[tuple[str, str, float]]:
     """Yields name, help and value of the memory of the GPU that this process computes on, if it does."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         free, total = torch.cuda.mem_get_info()
         yield "device_memory_bytes", "Memory of the GPU.", total
         yield "device_memory_used_bytes", "Of it, in use by any process.", total - free

@@ -121,6 +121,8 @@ def test_peers_end_bit_identical_with_what_one_process_computes_and_send_little(
             assert result.report.completeness == 1.0
             assert len(result.report.result_digest) == 64
             assert {finding.reason for finding in result.report.findings} == {""}
+            sent_bits, _ = result.report.bits_per_value
+            assert sent_bits == 8 * result.report.sent_bytes / NUM_VALUES
             assert 0 < (result.vector != 0).double().mean() < 0.07
             # What the members' messages cost beside the tensors (agreement, vote) is the same for any model.
             assert result.report.sent_bytes < 4 * SPARSE.encoded_bytes(NUM_VALUES) + 40_000
