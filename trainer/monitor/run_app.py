@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from trainer.monitor.app import add_guards
 from trainer.monitor.config import ApiConfig
 from trainer.monitor.pages.routes import PageSource, add_page
-from trainer.monitor.run_view import AlarmKind, Health, RunView
+from trainer.monitor.run_view import AlarmKind, Health, RunView, StageSummary
 
 RUN_PATH: Final = "/api/run"
 
@@ -97,7 +97,7 @@ def _metrics(view: RunView) -> bytes:
 
 def _stage_metrics(view: RunView, gauge: Callable[..., Gauge]) -> None:
     """Figures by stage; of a run of whole models the stage is empty."""
-    of_stages = [
+    of_stages: list[tuple[Gauge, Callable[[StageSummary], float | None]]] = [
         (gauge("stage_replicas", "Workers that serve a stage.", ("stage",)), lambda stage: stage.num_replicas),
         (gauge("stage_version", "Optimizer steps of its newest weights.", ("stage",)), lambda stage: stage.version),
         (gauge("stage_rows_per_second", "Of its workers together.", ("stage",)), lambda stage: stage.rows_per_s),
