@@ -174,7 +174,8 @@ export class CourseChart {
   }
 
   #describe(course, curves) {
-    const main = curves.find(curve => curve.who === "run") ?? curves[0];
+    // Of the run and of this node the one with more points: a node's looks at the run are fewer than its steps.
+    const main = curves.filter(curve => curve.who !== "node").sort((a, b) => b.x.length - a.x.length)[0] ?? curves[0];
     if (!main) {
       setText(this.summary, "Nothing is recorded yet.");
       this.details.hidden = true;
