@@ -172,7 +172,8 @@ def test_nodes_killed_at_each_step_of_a_round_end_as_if_nobody_had_been(
     trainer: TrainerCommand, tmp_path: Path, points: tuple[str, ...], overlap: int
 ) -> None:
     more = ("--set", "collective.min_members=4", "--set", f"diloco.overlap_steps={overlap}", "--compression", "int8")
-    more += ("--set", "collective.invite_after_s=1000")
+    more += ("--set", "bucket.quorum=4", "--set", "collective.gather_timeout_s=1000")
+    more += ("--set", "collective.invite_after_s=1000")  # Who is back late is awaited with a whole round's work.
     train_together(trainer, tmp_path / "bucket", 4, *more)
     assert_alike(trainer, 4)
     whole = anchor_of(trainer, 0)
@@ -187,19 +188,16 @@ def test_nodes_killed_at_each_step_of_a_round_end_as_if_nobody_had_been(
 @pytest.mark.slow
 def test_a_late_node_takes_up_the_state_that_most_vouch_for(trainer: TrainerCommand, tmp_path: Path) -> None:
     bucket = tmp_path / "bucket"
-    more = ("--max-steps", "120", "--set", "collective.gather_timeout_s=20")
+    more = ("--max-steps", "0", "--set", "collective.gather_timeout_s=20")
     with ExitStack() as stack:
         nodes = [stack.enter_context(trainer.running(*arguments(bucket, n, *more))) for n in range(2)]
         nodes[0].wait_for("round", 5)
         late = stack.enter_context(trainer.running(*arguments(bucket, 2, *more)))
-        event = late.wait_for("round", 6)
+        late.wait_for("round", 6)
         said = "".join(late.errors)
         assert "fetching the state after round" in said or "made without this node" in said
-        assert event["outer_step"] >= 6
-        shared = next(
-            each for node in nodes for each in [node.wait_for("round", event["outer_step"])] if each["kind"] == "round"
-        )
-        assert shared["committed"]
+        late.wait_for("round", late.events[-1].get("outer_step", 6) + 2)
+        assert any(len(each["members"]) == 3 for each in late.events if each["kind"] == "round")
         for node in (*nodes, late):
             node.stop()
 
