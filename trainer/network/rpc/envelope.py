@@ -42,7 +42,7 @@ from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Reason
 
 MAGIC: Final = b"\x89GnR"
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 _PREFIX: Final = struct.Struct("<4sIII")
 _HEADER_START: Final = _PREFIX.size + 64
 _MAX_HEADER_BYTES: Final = 1 << 16
