@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import Annotated, Final
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
@@ -151,14 +151,14 @@ def add_page(app: FastAPI, source: PageSource) -> None:
 
     @app.get(
         VIEW_PATH,
-        summary="What the page shows.",
-        response_model=PageView,
-        responses={503: {"description": "Nothing is known yet."}, 304: {"description": "Nothing has changed."}},
+        summary="What the page shows; null as long as nothing is known.",
+        response_model=PageView | None,
+        responses={304: {"description": "Nothing has changed."}},
     )
     def page_view(request: Request) -> Response:
         found = source.body()
-        if found is None:
-            raise HTTPException(503, "nothing is known of the run yet; ask again")
+        if found is None:  # No error: a browser would report one in its console each time it asks.
+            return Response("null", media_type="application/json", headers=SECURITY_HEADERS)
         body, etag = found
         headers = {**SECURITY_HEADERS, "etag": etag, "cache-control": "no-cache"}
         if request.headers.get("if-none-match") == etag:

@@ -38,7 +38,7 @@ def test_only_the_range_is_shown_and_nothing_but_numbers():
 
 
 def test_a_run_of_300_nodes_is_a_mean_and_a_band():
-    with History(None, "run-1") as history:
+    with History(None, "run-1", clock=lambda: 1e9) as history:
         fill(history, num_nodes=300, num_looks=200, every_s=10.0, end_at=1e9)
         for by in ("step", "tokens", "time"):
             course = run_course(history.rows_of, CourseRange(by=by, points=100))
@@ -57,14 +57,14 @@ def test_a_run_of_300_nodes_is_a_mean_and_a_band():
 
 
 def test_few_nodes_have_a_curve_each_by_name():
-    with History(None, "run-1") as history:
+    with History(None, "run-1", clock=lambda: 1e9) as history:
         fill(history, num_nodes=3, num_looks=50, every_s=60.0, end_at=1e9)
         course = run_course(history.rows_of, CourseRange(by="time"))
         assert [it.name for it in course.curves if it.who == "node"] == ["node-0", "node-1", "node-2"]
 
 
 def test_nothing_recorded_is_no_curve():
-    with History(None, "run-1") as history:
+    with History(None, "run-1", clock=lambda: 1e9) as history:
         assert run_course(history.rows_of, CourseRange()) == CourseView(by="step", begin=None, end=None)
 
 

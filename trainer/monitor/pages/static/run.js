@@ -116,6 +116,10 @@ async function lookAtCourse() {
 
 async function look() {
   const view = await fetchJson("api/page");
+  if (view === null) {
+    tell("Nothing is known of the run yet; this page goes on asking.");
+    return;
+  }
   const isNew = lastView === null || view.time !== lastView.time;
   if (lastView === null && view.scope === "run" && view.kind === "whole-model") {
     wanted.by = "time";  // Its steps are outer steps, of which there are few.
@@ -131,8 +135,11 @@ async function look() {
 function failed(error) {
   const isOver = error.status === 401;
   if (isOver) location.reload();
-  setText(byId("problem"), error.status === 503 ? "Nothing is known of the run yet; this page goes on asking."
-    : "The server does not answer; this page goes on asking. What it shows is as of the time above.");
+  tell("The server does not answer; this page goes on asking. What it shows is as of the time above.");
+}
+
+function tell(problem) {
+  setText(byId("problem"), problem);
   byId("problem").hidden = false;
 }
 
