@@ -523,7 +523,7 @@ class RoundMember:
                 left_out.setdefault(agreement.peer_ids[position], reason)
         findings = measured_of(agreement, self._sums_of_all or self._own_sums(), self._settings.rule)
         validation = tuple((finding.peer_id, finding.reason) for finding in commit.findings)
-        rule = decision.rule_used if decision is not None else effective.rule
+        rule: str = decision.rule_used if decision is not None else effective.rule
         note = decision.note if decision is not None else effective.note
         if isinstance(self._settings.codec, SparseCodec):
             judged = () if decision is None else decision.findings
