@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--sparse-steps", type=int, default=600, help="inner steps; 0: no training, for sparse")
     parser.add_argument("--sparse-inner-steps", type=int, nargs="+", default=[30, 100], help="H, for sparse")
     parser.add_argument("--sparse-seeds", type=int, default=3, help="for sparse")
+    parser.add_argument("--sparse-contestants", nargs="+", help="such as 'diloco int8'; all by default, for sparse")
     parser.add_argument("--sparse-lr", type=float, default=3e-3, help="greatest of the inner steps, for sparse")
     run_parts(parser, BENCHES)
 

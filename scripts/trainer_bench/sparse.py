@@ -150,6 +150,8 @@ def losses(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[
                 seed=seed,
             )
             for name, train in _contestants(training).items():
+                if name not in (arguments.sparse_contestants or (name,)):
+                    continue
                 found.setdefault(name, []).append(train())
                 progress(f"sparse: H {inner_steps}, seed {seed}, {name}: {found[name][-1]:.4f}")
         yield str(inner_steps), found
@@ -287,7 +289,7 @@ def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
             f" a member of {found['members']} sends {found['sent_bits']:.3f} in a round of {found['round_s']:.2f} s"
         )
     for inner_steps, by_name in report.get("loss", {}).items():
-        beside = fmean(by_name["diloco int8"])
+        beside = fmean(by_name.get("diloco int8", [math.nan]))
         lines.append(
             f"  H {inner_steps}: {arguments.members} members, {arguments.sparse_preset}, {arguments.sparse_steps} steps"
             f" of {_ROWS} x {_SEQ_LEN} tokens each, {arguments.sparse_seeds} seeds"
