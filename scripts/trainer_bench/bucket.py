@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,8 +23,9 @@ from typing import Any
 from scripts.trainer_bench.crew import load_average, progress
 from scripts.trainer_bench.outer import copies_s, seconds_of
 
-_ROUNDS = 3
 _OTHERS = 3
+_PART_VALUES = 1 << 24
+_SHAPE_VALUES = 125_000_000
 _OVERLAP_STEPS = 20
 _VOCAB_ROWS = 32_768
 _INNER_STEPS = 500
@@ -44,16 +46,76 @@ def bench_bucket(arguments: argparse.Namespace) -> dict[str, Any]:
         "step_s": arguments.tokens_per_step * flops_per_token(shape, _SEQ_LEN) / reached,
         "codecs": {},
     }
-    for codec in arguments.bucket_codecs:
+    report["parts"] = {codec: part_times(codec) for codec in arguments.bucket_codecs}
+    print(parts_text(report["parts"]), flush=True)
+    for codec in arguments.bucket_codecs if arguments.bucket_rounds else ():
         with tempfile.TemporaryDirectory(prefix="genesis-bench-bucket-", dir=arguments.bucket_dir) as folder:
             url = f"{arguments.bucket_url}/{time.time_ns()}" if arguments.bucket_url else folder
-            report["codecs"][codec] = bucket_stalls(arguments.outer_preset, codec, url)
+            report["codecs"][codec] = bucket_stalls(arguments.outer_preset, codec, url, arguments.bucket_rounds)
+            progress(f"{codec}: {report['codecs'][codec]}")
     report["load"].append(load_average())
     print(as_text(report), flush=True)
     return report
 
 
-def bucket_stalls(preset_name: str, codec: str, url: str) -> dict[str, Any]:
+def part_times(codec: str) -> dict[str, float]:
+    """Processor seconds of one core for the parts of a round of four, of a vector that is measured, per 125M values."""
+    import torch
+
+    from trainer.aggregation import RuleConfig
+    from trainer.bucket_rounds.documents import payload_digest
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    vector, form = 1e-3 * torch.randn(_PART_VALUES), form_of(codec, num_threads=1)(_PART_VALUES)
+    payloads = {}
+    for number in range(_OTHERS + 1):
+        payloads[str(number) * 64] = bytes(form.encode(vector + 3e-4 * torch.randn(_PART_VALUES)))
+    own, weights = payloads["0" * 64], dict.fromkeys(payloads, 1.0)
+    reference, left = torch.zeros(_PART_VALUES), vector.clone()
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: left.copy_(vector),
+        "encode": lambda: form.encode(vector),
+        "digests": lambda: [payload_digest(each) for each in payloads.values()],
+        "aggregate": lambda: form.aggregate(payloads, weights, RuleConfig(), reference),
+        "left out": lambda: form.left_out(left, own),
+    }
+    found = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(3):
+            began_s = time.thread_time()
+            call()
+            times.append(time.thread_time() - began_s)
+        found[name] = median(times) * _SHAPE_VALUES / _PART_VALUES
+    torch.set_num_threads(threads)
+    return found | {"bits": 8 * len(own) / _PART_VALUES}
+
+
+def parts_text(parts: dict[str, dict[str, float]]) -> str:
+    """The parts for people."""
+    lines = ["processor seconds of one core for the parts of a round of four members, per 125 million values:"]
+    for codec, found in parts.items():
+        total_s = sum(seconds for name, seconds in found.items() if name not in ("copy", "bits"))
+        each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.items() if name not in ("copy", "bits"))
+        lines.append(
+            f"  {codec} ({found['bits']:.2f} bits a value): {each}; together {total_s:.2f} s, "
+            f"{total_s / found['copy']:.0f} copies of the vector"
+        )
+    return "\n".join(lines)
+
+
+def form_of(codec: str, num_threads: int = 0) -> Callable[[int], Any]:
+    """Returns what makes the form of vectors of some length."""
+    from trainer.bucket_rounds.forms import DenseForm, SparseForm
+    from trainer.compression.vectors import codec_named
+
+    if codec == "sparse":
+        return SparseForm
+    return lambda num_values: DenseForm(codec_named(codec), num_values, num_threads)
+
+
+def bucket_stalls(preset_name: str, codec: str, url: str, num_rounds: int) -> dict[str, Any]:
     """Stalls and costs of some rounds, of a model of that size."""
     import torch
 
@@ -67,9 +129,9 @@ def bucket_stalls(preset_name: str, codec: str, url: str) -> dict[str, Any]:
         torch.nn.init.constant_(parameter, 0.01)
     num_values = sum(parameter.numel() for parameter in model.parameters())
     report: dict[str, Any] = {"num_values": num_values, "copy_s": copies_s(num_values)}
-    report |= _rounds(model, codec, f"{url}/off", overlap_steps=0, pause_s=0.0, name="off")
+    report |= _rounds(model, codec, f"{url}/off", overlap_steps=0, pause_s=0.0, num_rounds=num_rounds)
     pause_s = 3.0 * median(report["off_s"]) / _OVERLAP_STEPS + 0.01
-    report |= _rounds(model, codec, f"{url}/on", overlap_steps=_OVERLAP_STEPS, pause_s=pause_s, name="on")
+    report |= _rounds(model, codec, f"{url}/on", overlap_steps=_OVERLAP_STEPS, pause_s=pause_s, num_rounds=num_rounds)
     return report
 
 
@@ -120,7 +182,7 @@ class _WithOthers:
         self._collective.close()
 
 
-def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: float, name: str) -> dict[str, Any]:
+def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: float, num_rounds: int) -> dict[str, Any]:
     """The seconds that each round costs the training thread; of the first, which touches new memory, none."""
     import torch
 
@@ -128,11 +190,9 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     from trainer.aggregation import RuleConfig
     from trainer.bucket_rounds.collective import BucketCollective
     from trainer.bucket_rounds.config import BucketConfig
-    from trainer.bucket_rounds.forms import DenseForm, SparseForm
     from trainer.bucket_rounds.place import Place
     from trainer.bucket_rounds.round import BucketSettings
     from trainer.bucket_rounds.rules import RoundRules
-    from trainer.compression.vectors import codec_named
     from trainer.network.rpc import Identity
     from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 
@@ -143,7 +203,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
             rules=RoundRules(run_id="bench", quorum=_OTHERS + 1, propose_after_s=1e-3),
             rule=RuleConfig(),
             config=BucketConfig(url=url, quorum=_OTHERS + 1, poll_interval_s=0.05),
-            form_of=SparseForm if codec == "sparse" else lambda num_values: DenseForm(codec_named(codec), num_values),
+            form_of=form_of(codec),
             round_timeout_s=600.0,
             invite_after_s=10.0,
         )
@@ -161,7 +221,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     processor: list[float] = []
     reports = []
     stall_s = 0.0
-    while len(stalls) <= _ROUNDS:
+    while len(stalls) <= num_rounds:
         time.sleep(pause_s)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -184,7 +244,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
         for key in own.place.removable(trainer.round_index):
             own.place.delete(key)
     collective.close()
-    last = reports[-1]
+    last, name = reports[-1], "on" if overlap_steps else "off"
     return {
         f"{name}_s": stalls[1:],
         f"{name}_processor_s": processor[1:],
@@ -226,5 +286,6 @@ def as_text(report: dict[str, Any]) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this part."""
     parser.add_argument("--bucket-codecs", nargs="+", default=["sparse", "int8"], help="for bucket")
+    parser.add_argument("--bucket-rounds", type=int, default=3, help="counted of each kind, for bucket; 0: parts alone")
     parser.add_argument("--bucket-url", default="", help="s3://bucket/prefix, for bucket; a folder by default")
     parser.add_argument("--bucket-dir", type=Path, default=None, help="where that folder is made, for bucket")

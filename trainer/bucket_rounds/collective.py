@@ -45,6 +45,7 @@ class BucketCollective:
         self._clock = StoreClock()
         self._last: Agreement | None = None
         self._next_round = -1  # Towards which this node trains; -1: none.
+        self._tried_round = -1  # The last one that this process took part in.
         self._is_requested = False
         self._watcher: threading.Thread | None = None
         self._wake = threading.Event()
@@ -64,6 +65,7 @@ class BucketCollective:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
         round_index = contribution.round_index
         self._next_round, self._is_requested, self.behind = -1, False, False
+        self._tried_round = round_index
         try:
             before = self._agreement_before(round_index)
             current = BucketRound(
@@ -171,6 +173,11 @@ class BucketCollective:
         settings = self._settings
         listing = settings.place.round(round_index)
         self._clock.observe(listing.newest_at)
+        has_contributed = any(each.member == settings.own_id for each in listing.contributions)
+        if has_contributed and self._tried_round != round_index:
+            # By an earlier life of this node, which then had all of the round's steps: it makes them again, and goes on
+            # bit for bit as if it had not been killed.
+            return False
         if listing.agreements:
             return True
         others = [each.put_at for each in listing.contributions if each.member != settings.own_id]
