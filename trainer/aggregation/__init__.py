@@ -11,20 +11,6 @@ The trade-off: exact second moments (float64), the only barrier of a round, wher
 
 from __future__ import annotations
 
-from trainer.aggregation.config import RuleConfig as RuleConfig
-from trainer.aggregation.deciding import RuleDecision as RuleDecision
-from trainer.aggregation.deciding import decide as decide
-from trainer.aggregation.deciding import effective_rule as effective_rule
-from trainer.aggregation.deciding import needs_decision as needs_decision
-from trainer.aggregation.deciding import needs_moments as needs_moments
-from trainer.aggregation.reducing import reduce_part as reduce_part
-from trainer.aggregation.second_moments import Moments as Moments
-from trainer.aggregation.second_moments import finite_rows as finite_rows
-from trainer.aggregation.second_moments import moments as moments
-from trainer.aggregation.validation import DEFAULT_MAX_RATIO as DEFAULT_MAX_RATIO
-from trainer.aggregation.validation import Finding as Finding
-from trainer.aggregation.validation import Weighing as Weighing
-from trainer.aggregation.validation import cap_weights as cap_weights
-from trainer.aggregation.validation import common_progress as common_progress
-from trainer.aggregation.validation import contribution_weight as contribution_weight
-from trainer.aggregation.validation import validate as validate
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,6 +9,8 @@ from trainer.errors import TrainerUsageError
 
 RuleName = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "centered_clip"]
 ValidationMode = Literal["off", "log", "enforce"]
+Averaging = Literal["replicas", "senders"]
+"""By what the sum at a coordinate is divided: the weight of all members of the result, or of those that sent it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +54,21 @@ class RuleConfig:
         ):
             if not is_valid:
                 raise TrainerUsageError(f"{field}: expected {expected}, found {getattr(self, field)!r}")
+
+
+def require_sparse_rule(rule: RuleConfig) -> None:
+    """Raises TrainerUsageError for a rule that sparse contributions cannot go through.
+
+    The default of dense rounds, ``trimmed_mean``, and ``mean`` both stand for the mean clipped to the median norm.
+    """
+    reasons = {
+        "median": "most members send nothing at a coordinate, so that the middle value is zero nearly everywhere",
+        "krum": "vectors that hardly overlap are as far from each other as they are long, and the shortest would win",
+        "multi_krum": "vectors that hardly overlap are as far from each other as they are long",
+        "centered_clip": "it begins with one member's vector, which hardly overlaps with the others'",
+    }
+    if rule.rule in reasons:
+        raise TrainerUsageError(
+            f"rule.rule: expected mean with sparse contributions, which clips it to the median norm, found "
+            f"{rule.rule}: {reasons[rule.rule]}"
+        )

@@ -21,20 +21,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.aggregation.config import Averaging as Averaging
 from trainer.aggregation.config import RuleConfig
+from trainer.aggregation.config import require_sparse_rule as require_sparse_rule
 from trainer.aggregation.deciding import RuleDecision, decide
 from trainer.aggregation.second_moments import Moments
-from trainer.errors import RoundFailedError, TrainerUsageError
-
-Averaging = Literal["replicas", "senders"]
-"""By what the sum at a coordinate is divided: the weight of all members of the result, or of those that sent it."""
+from trainer.errors import RoundFailedError
 
 SPARSE_RULE: Final = "clipped_mean"
 _LEAST_COMPARED: Final = 3  # Fewer have nothing but a reference to be compared with, and sparse rounds have none.
@@ -67,24 +66,6 @@ class SparseOutcome:
     decision: RuleDecision
     clipped: Mapping[int, float]
     """By position, what members longer than the median were multiplied by."""
-
-
-def require_sparse_rule(rule: RuleConfig) -> None:
-    """Raises TrainerUsageError for a rule that sparse contributions cannot go through.
-
-    The default of dense rounds, ``trimmed_mean``, and ``mean`` both stand for the mean clipped to the median norm.
-    """
-    reasons = {
-        "median": "most members send nothing at a coordinate, so that the middle value is zero nearly everywhere",
-        "krum": "vectors that hardly overlap are as far from each other as they are long, and the shortest would win",
-        "multi_krum": "vectors that hardly overlap are as far from each other as they are long",
-        "centered_clip": "it begins with one member's vector, which hardly overlaps with the others'",
-    }
-    if rule.rule in reasons:
-        raise TrainerUsageError(
-            f"rule.rule: expected mean with sparse contributions, which clips it to the median norm, found "
-            f"{rule.rule}: {reasons[rule.rule]}"
-        )
 
 
 def aggregate_sparse(

@@ -11,8 +11,6 @@ than a plain butterfly for the agreement and one for the vote.
 
 from __future__ import annotations
 
-from trainer.collective.config import CollectiveConfig, Directory
-from trainer.collective.messages import Terms
-from trainer.collective.peer_collective import PeerCollective
+import lazy_loader
 
-__all__ = ["CollectiveConfig", "Directory", "PeerCollective", "Terms"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

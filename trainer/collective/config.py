@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from trainer.aggregation import RuleConfig, Weighing
-from trainer.aggregation.sparse import Averaging
-from trainer.collective.messages import Terms
-from trainer.compression.powersgd import MAX_RANK
-from trainer.compression.vectors import Codec, CodecName
+from trainer.compression import MAX_RANK, CodecName
 from trainer.errors import TrainerUsageError
-from trainer.network.rpc import Endpoint, Peer
+
+if TYPE_CHECKING:
+    from trainer.aggregation import RuleConfig, Weighing
+    from trainer.aggregation.config import Averaging
+    from trainer.collective.messages import Terms
+    from trainer.compression.vectors import Codec
+    from trainer.network.rpc import Endpoint, Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from trainer.aggregation import RuleConfig, Weighing
-from trainer.aggregation.sparse import Averaging
+from trainer.aggregation.config import Averaging
 from trainer.collective.config import CollectiveConfig, Directory, RoundChanges, RoundSettings
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Terms

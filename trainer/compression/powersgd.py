@@ -35,13 +35,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.compression import DEFAULT_RANK as DEFAULT_RANK
+from trainer.compression import MAX_RANK as MAX_RANK
 from trainer.errors import TrainerUsageError
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 _Columns: TypeAlias = NDArray[np.float64]
 
-DEFAULT_RANK: Final = 64
-MAX_RANK: Final = 4096
 _LEAST_SAVING: Final = 2  # A matrix is factored if it has at least so many times the values of its factors.
 _EXACT_BITS: Final = 53  # Integers up to 2**53, and their sums, are exact in fp64.
 _DEPENDENT: Final = 1e-6

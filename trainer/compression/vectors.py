@@ -18,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from functools import cache
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Buffer
 
+from trainer.compression import CodecName as CodecName
 from trainer.errors import CodecError, TrainerUsageError
-
-CodecName = Literal["fp32", "fp16", "int8", "int4", "e3m0", "sparse"]
 
 BLOCK_VALUES: Final = 1024  # Values of an int8 block.
 FOUR_BIT_BLOCK_VALUES: Final = 256

@@ -6,9 +6,6 @@ to EleutherAI's lm-evaluation-harness, which is optional.
 
 from __future__ import annotations
 
-from trainer.evaluation.config import EvalConfig
-from trainer.evaluation.evaluator import Evaluation, Evaluator
-from trainer.evaluation.held_out import HeldOut, HeldOutLoss, SourceLoss
-from trainer.evaluation.sampling import Sample, sample_text
+import lazy_loader
 
-__all__ = ["EvalConfig", "Evaluation", "Evaluator", "HeldOut", "HeldOutLoss", "Sample", "SourceLoss", "sample_text"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -12,23 +12,6 @@ disk (twice its size with the two snapshots kept), so that serving it needs no m
 
 from __future__ import annotations
 
-from trainer.network.transfer.descriptor import Descriptor, Expectation, TensorSpec
-from trainer.network.transfer.donor import StateConfig, StateDonor
-from trainer.network.transfer.fetch import choose_state, fetch_descriptor, fetch_state
-from trainer.network.transfer.snapshot import Snapshot, describe, load_snapshot, snapshots_in, write_snapshot
+import lazy_loader
 
-__all__ = [
-    "Descriptor",
-    "Expectation",
-    "Snapshot",
-    "StateConfig",
-    "StateDonor",
-    "TensorSpec",
-    "choose_state",
-    "describe",
-    "fetch_descriptor",
-    "fetch_state",
-    "load_snapshot",
-    "snapshots_in",
-    "write_snapshot",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

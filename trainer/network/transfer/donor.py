@@ -8,7 +8,6 @@ within the last minute stays readable after newer ones have replaced it, because
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from typing import Annotated
 from pydantic import Field
 
 from genesis.store.limits import Throttle
-from trainer.errors import RefusedError, StateTransferError, TrainerUsageError
+from trainer.errors import RefusedError, StateTransferError
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Reply, Request
 from trainer.network.rpc.stream import ServerStream
+from trainer.network.transfer.config import StateConfig
 from trainer.network.transfer.descriptor import (
     CHUNK_BYTES,
     DATA_NAME,
@@ -40,46 +40,6 @@ CHUNKS_METHOD = "state/chunks"
 _MAX_CHUNKS_PER_REQUEST = 256
 _HOLD_S = 60.0
 _MAX_HELD = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateConfig:
-    """How nodes serve and fetch state."""
-
-    keep_snapshots: int = 2
-    """Snapshots kept on disk; one more exists while it is written."""
-    max_upload_bytes_per_s: float = 0.0
-    """Most bytes a second served to all fetchers together; 0: no limit."""
-    max_uploads: int = 8
-    """Most transfers served at once; further requests are refused as busy."""
-    parallel_per_donor: int = 2
-    """Concurrent transfers from one donor."""
-    chunks_per_request: int = 16
-    """Most chunks (1 MiB each) per request; fewer towards the end, so that all donors finish together."""
-    stall_timeout_s: float = 10.0
-    """Seconds without a chunk or a heartbeat after which a donor's chunks are requested from others."""
-    chunk_timeout_s: float = 60.0
-    """Seconds one chunk may take, with or without heartbeats."""
-    max_failures: int = 3
-    """Consecutive failures (no chunk between them) after which a donor is dropped."""
-    retry_pause_s: float = 1.0
-    """Seconds before a donor that failed, or was busy, is retried; doubles each time."""
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("keep_snapshots", 1, 1000),
-            ("max_uploads", 1, 1024),
-            ("parallel_per_donor", 1, 64),
-            ("chunks_per_request", 1, 256),
-            ("stall_timeout_s", 0.1, 3600),
-            ("chunk_timeout_s", 0.1, 3600),
-            ("max_failures", 1, 1000),
-            ("retry_pause_s", 0.01, 3600),
-            ("max_upload_bytes_per_s", 0, 1e15),
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
-                raise TrainerUsageError(f"{name}: expected {low:g} to {high:g}, found {value!r}")
 
 
 class DescriptorRequest(Message):

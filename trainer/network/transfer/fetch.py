@@ -28,6 +28,7 @@ from trainer.network.discovery.announcement import Announcement
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer, Reply
 from trainer.network.rpc.stream import Stream
+from trainer.network.transfer.config import StateConfig
 from trainer.network.transfer.descriptor import (
     DESCRIPTOR_NAME,
     DIGEST_BYTES,
@@ -44,7 +45,6 @@ from trainer.network.transfer.donor import (
     DescriptorRequest,
     Empty,
     PageRequest,
-    StateConfig,
 )
 from trainer.network.transfer.snapshot import PartFile, Snapshot, load_snapshot
 

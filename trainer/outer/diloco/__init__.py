@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from trainer.outer.diloco.config import DiLoCoConfig
-from trainer.outer.diloco.flat import FlatLayout, FragmentPlan, synchronised_parameters
-from trainer.outer.diloco.outer import OuterOptimizer
-from trainer.outer.diloco.state import SharedState
-from trainer.outer.diloco.trainer import DiLoCoTrainer
+import lazy_loader
 
-__all__ = [
-    "DiLoCoConfig",
-    "DiLoCoTrainer",
-    "FlatLayout",
-    "FragmentPlan",
-    "OuterOptimizer",
-    "SharedState",
-    "synchronised_parameters",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

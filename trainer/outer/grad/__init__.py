@@ -9,21 +9,6 @@ collective's; with ``powersgd_rank`` matrices travel as two thin factors, by `tr
 
 from __future__ import annotations
 
-from trainer.outer.grad.averaging import GradientSource, GradientSum, Packing
-from trainer.outer.grad.config import GradConfig
-from trainer.outer.grad.state import GradFit, GradState
-from trainer.outer.grad.timing import Progress
-from trainer.outer.grad.trainer import GradOutcome, GradStep, GradTrainer
+import lazy_loader
 
-__all__ = [
-    "GradConfig",
-    "GradFit",
-    "GradOutcome",
-    "GradState",
-    "GradStep",
-    "GradTrainer",
-    "GradientSource",
-    "GradientSum",
-    "Packing",
-    "Progress",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

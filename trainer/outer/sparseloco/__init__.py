@@ -16,6 +16,6 @@ and last result, which this strategy does not read, are still part of what membe
 
 from __future__ import annotations
 
-from trainer.outer.sparseloco.config import SparseLoCoConfig
+import lazy_loader
 
-__all__ = ["SparseLoCoConfig"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

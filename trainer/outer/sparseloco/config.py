@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
-from trainer.aggregation.sparse import Averaging
+from trainer.aggregation.config import Averaging
 from trainer.errors import TrainerUsageError
 from trainer.outer.diloco.config import DiLoCoConfig
 

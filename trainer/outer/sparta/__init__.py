@@ -9,17 +9,6 @@ whole, and keeps the steps taken meanwhile; moments are never averaged. Replicas
 
 from __future__ import annotations
 
-from trainer.outer.sparta.config import SpartaConfig
-from trainer.outer.sparta.rounds import NOBODY, OtherRounds, choose_recent_state, frontier_of
-from trainer.outer.sparta.state import SpartaFit
-from trainer.outer.sparta.trainer import SpartaTrainer
+import lazy_loader
 
-__all__ = [
-    "NOBODY",
-    "OtherRounds",
-    "SpartaConfig",
-    "SpartaFit",
-    "SpartaTrainer",
-    "choose_recent_state",
-    "frontier_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,10 +10,6 @@ sees neither activations nor each worker's time.
 
 from __future__ import annotations
 
-from trainer.pipeline.driver.config import DriverConfig
-from trainer.pipeline.driver.driver import PipelineDriver
-from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
-from trainer.pipeline.driver.stage_caller import LinkForm
-from trainer.pipeline.driver.workers import StageWorker
+import lazy_loader
 
-__all__ = ["DriverConfig", "LinkForm", "MicroBatchResult", "PipelineDriver", "StageWorker", "StepLoss"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,40 +15,6 @@ its keeper's machine, a put of the store (50 ms) or a round to most members for 
 
 from __future__ import annotations
 
-from trainer.pipeline.ledger.client import LedgerClient
-from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.ledger.journal import Journal
-from trainer.pipeline.ledger.ledger import AppliedReport
-from trainer.pipeline.ledger.ledger_state import LedgerState
-from trainer.pipeline.ledger.messages import LEDGER_ACCOUNT, LEDGER_LEASE, LEDGER_RENEW, LEDGER_SETTLE, Account
-from trainer.pipeline.ledger.rows import LedgerLane, MicroBatches, lanes_of, preferred_shards, spec_of
-from trainer.pipeline.ledger.service import LedgerService, WorkerInquiry, ledger_in, open_ledger
-from trainer.pipeline.ledger.succession import KeeperSeat
-from trainer.pipeline.ledger.units import LaneSpec, Layout, LedgerSpec, Run
+import lazy_loader
 
-__all__ = [
-    "LEDGER_ACCOUNT",
-    "LEDGER_LEASE",
-    "LEDGER_RENEW",
-    "LEDGER_SETTLE",
-    "Account",
-    "AppliedReport",
-    "Journal",
-    "KeeperSeat",
-    "LaneSpec",
-    "Layout",
-    "LedgerClient",
-    "LedgerConfig",
-    "LedgerLane",
-    "LedgerService",
-    "LedgerSpec",
-    "LedgerState",
-    "MicroBatches",
-    "Run",
-    "WorkerInquiry",
-    "lanes_of",
-    "ledger_in",
-    "open_ledger",
-    "preferred_shards",
-    "spec_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

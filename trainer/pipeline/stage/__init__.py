@@ -11,24 +11,6 @@ over a plain autograd loop with `tiny` in three stages and 1,024 tokens. All met
 
 from __future__ import annotations
 
-from trainer.pipeline.stage.interface import (
-    Accumulated,
-    BackwardResult,
-    StageConfig,
-    StageKind,
-    StageShape,
-    StepInfo,
-    TailResult,
-)
-from trainer.pipeline.stage.replica import StageReplica
+import lazy_loader
 
-__all__ = [
-    "Accumulated",
-    "BackwardResult",
-    "StageConfig",
-    "StageKind",
-    "StageReplica",
-    "StageShape",
-    "StepInfo",
-    "TailResult",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -32,7 +32,8 @@ from trainer.model.loss import IGNORED_LABEL
 from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.outer.diloco import FlatLayout, synchronised_parameters
 from trainer.outer.grad import GradientSum
-from trainer.pipeline.stage.interface import Accumulated, BackwardResult, StageConfig, StageKind, StepInfo, TailResult
+from trainer.pipeline.stage.config import StageConfig
+from trainer.pipeline.stage.interface import Accumulated, BackwardResult, StageKind, StepInfo, TailResult
 from trainer.pipeline.stage.passes import (
     CachedForward,
     GradientAccumulator,

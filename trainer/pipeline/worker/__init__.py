@@ -41,10 +41,6 @@ Backward may leave out ``activation`` (head: ``ids``) where it asks the worker t
 
 from __future__ import annotations
 
-from trainer.pipeline.worker.config import WorkerConfig
-from trainer.pipeline.worker.replies import ReplyCache
-from trainer.pipeline.worker.runtime import Runtime
-from trainer.pipeline.worker.service import StageService, StageWorker
-from trainer.pipeline.worker.stepping import StageStepper
+import lazy_loader
 
-__all__ = ["ReplyCache", "Runtime", "StageService", "StageStepper", "StageWorker", "WorkerConfig"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 from loader.stream.assignment import Assignment
 from loader.stream.plateau import PlateauKind
-from trainer.aggregation import RuleConfig
-from trainer.aggregation.sparse import require_sparse_rule
+from trainer.aggregation.config import RuleConfig, require_sparse_rule
 from trainer.bucket_rounds.config import BucketConfig
 from trainer.checkpoint.stages.config import StagewiseConfig
-from trainer.collective import CollectiveConfig
-from trainer.compression.powersgd import DEFAULT_RANK
+from trainer.collective.config import CollectiveConfig
+from trainer.compression import DEFAULT_RANK
 from trainer.errors import TrainerUsageError
 from trainer.evaluation.config import EvalConfig
-from trainer.inner import InnerConfig
+from trainer.inner.config import InnerConfig
 from trainer.inner.rank_place import Parallel
 from trainer.model.choice import ModelChoice
 from trainer.model.subspace.config import SubspaceConfig
@@ -33,14 +32,14 @@ from trainer.network.relay.config import RelayConfig
 from trainer.network.rpc import RpcConfig
 from trainer.network.rpc.config import has_port, split_address
 from trainer.network.rpc.dialing import is_private_host
-from trainer.network.transfer import StateConfig
-from trainer.outer.diloco import DiLoCoConfig
+from trainer.network.transfer.config import StateConfig
+from trainer.outer.diloco.config import DiLoCoConfig
 from trainer.outer.grad.config import GradConfig
 from trainer.outer.sparseloco.config import SparseLoCoConfig
 from trainer.outer.sparta.config import SpartaConfig
 from trainer.pipeline.driver.config import DriverConfig
 from trainer.pipeline.ledger.config import LedgerConfig
-from trainer.pipeline.stage import StageConfig
+from trainer.pipeline.stage.config import StageConfig
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.config.reading import SECRET
