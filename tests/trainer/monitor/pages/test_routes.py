@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 
 import httpx
@@ -142,8 +143,10 @@ def test_hostile_names_lines_and_figures_are_cut_and_are_json():
         assert found["nodes"][0]["loss"] is None and found["nodes"][0]["tokens_per_s"] is None
 
 
-def test_hostile_workers_rounds_and_log_lines_of_a_node(caplog):
+def test_hostile_workers_rounds_and_log_lines_of_a_node(monkeypatch, caplog):
     caplog.set_level("INFO", "trainer")
+    # pytest would send what it captures to another process, which takes no lone surrogate.
+    monkeypatch.setattr(logging.getLogger("trainer"), "propagate", False)
     worker = a_worker("head.0.1", node_id=HOSTILE, unsaved_because=HOSTILE, busy=float("nan"))
     stages = some_stages()
     stage = stages.stages[0].model_copy(update={"workers": (worker,)})
@@ -154,8 +157,6 @@ def test_hostile_workers_rounds_and_log_lines_of_a_node(caplog):
             Report(dropped=(("c" * 64, HOSTILE),) * 100, seconds=float("nan")), outer_step=1, state_digest=""
         )
         node.observer.event("withdrew", reason=HOSTILE)
-        import logging
-
         logging.getLogger("trainer.somewhere").warning("%s", HOSTILE)
         body = client.get(VIEW_PATH).content
         assert len(body) < 60_000
