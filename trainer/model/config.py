@@ -21,6 +21,9 @@ Recomputation = Literal["off", "selective", "full"]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Family = Literal["", "mistral"]
 
+IGNORED_LABEL: Final = -100
+"""A label that counts neither as a loss nor as a token."""
+
 _LARGEST: Final = {
     "vocab_size": MAX_VOCABULARY + 1024,
     "dim": 1 << 17,

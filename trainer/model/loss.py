@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.errors import TrainerUsageError
-
-IGNORED_LABEL = -100  # A label that counts neither as a loss nor as a token.
+from trainer.model.config import IGNORED_LABEL as IGNORED_LABEL
 
 TORCHS: Callable[..., Tensor] | None = (
     getattr(functional, "linear_cross_entropy", None) if hasattr(torch.nn, "LinearCrossEntropyOptions") else None

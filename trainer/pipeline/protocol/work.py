@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias
 
 from pydantic import Field
-from torch import Tensor
 
 from trainer.errors import TrainerUsageError
-from trainer.model.loss import IGNORED_LABEL
+from trainer.model.config import IGNORED_LABEL
 from trainer.network.discovery.stage_report import Counted, Incarnation, StageName
 from trainer.network.rpc.messages import Message
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PATTERN = r"e(0|[1-9][0-9]{0,8})\.s(0|[1-9][0-9]{0,9})\.r(0|[1-9][0-9]{0,9})"
 

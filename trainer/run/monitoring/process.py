@@ -36,7 +36,6 @@ from trainer.run.config import RunConfig
 from trainer.run.monitoring.summary import RunSummary, utc
 from trainer.run.monitoring.watcher import Look, RunWatcher
 from trainer.run.node.stopping import StopRequest
-from trainer.run.swarm.shape import shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +178,9 @@ def _stages_of(config: RunConfig) -> tuple[tuple[str, ...], dict[str, float]]:
     rows, seq_len = config.inner.micro_batch_size, config.inner.seq_len
     if not rows:
         return names, {}
+    # It brings torch, 220 MB that a monitor of whole models does without.
+    from trainer.run.swarm.shape import shape_of
+
     try:
         plan = shape_of(config).plan
     except (TrainerError, LoaderError, OSError) as error:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
-from trainer.aggregation import RuleConfig
-from trainer.collective import CollectiveConfig
+from trainer.aggregation.config import RuleConfig
+from trainer.collective.config import CollectiveConfig
 from trainer.errors import RefusedError, RunFileError
 from trainer.network.discovery.base import Discovery
 from trainer.network.discovery.exchange import RUN_METHOD
@@ -28,10 +28,12 @@ from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Peer, Reason, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
-from trainer.outer.diloco.rounds import AgreedChanges
 from trainer.run.config import RunConfig
 from trainer.run.signed.chain import ChangeChain, with_settings
 from trainer.run.signed.files import MAX_FILE_BYTES, RunFile, read_run_file, write_whole
+
+if TYPE_CHECKING:
+    from trainer.outer.diloco.rounds import AgreedChanges
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,8 @@ class SignedRun:
 
     def outer_changes(self, begin_by: Callable[[int], None]) -> AgreedChanges:
         """Returns by which DiLoCo's outer steps go; for ``begin_by`` see `AgreedChanges`."""
+        from trainer.outer.diloco.rounds import AgreedChanges  # It brings torch, which only nodes that train need.
+
         return AgreedChanges(lambda number: self.config_by(number).outer, begin_by)
 
     def authorities(self) -> frozenset[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -234,3 +236,9 @@ def test_the_run_file_is_one_and_the_account_an_answer_of_this_release() -> None
     account = SwarmAccount.model_validate_json(block)
     assert set(json.loads(block)) == set(an_account().model_dump())
     assert account.micro_batches.adds_up and account.tokens.adds_up
+
+
+@pytest.mark.parametrize("module", ["trainer.run.config", "trainer.run.monitoring.process"])
+def test_what_only_reads_options_or_watches_a_run_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
