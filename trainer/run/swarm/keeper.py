@@ -197,6 +197,7 @@ def write_last_account(config: RunConfig, account: SwarmAccount) -> None:
     path = ledger_folder(config) / _LAST_ACCOUNT
     temporary = path.with_name(f".{_LAST_ACCOUNT}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # With a journal elsewhere nothing else has made it.
         temporary.write_text(account.model_dump_json(), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
