@@ -191,6 +191,18 @@ class Register:
             [(number,)] = database.execute("SELECT coalesce(max(number), 0) FROM revocations")
         return int(number)
 
+    def member_key(self, beginning: str) -> PeerId:
+        """Returns the key of the member whose key begins so. Raises TrainerUsageError: none does, or several do."""
+        query = "SELECT peer_id FROM members WHERE substr(peer_id, 1, ?) = ? LIMIT 2"
+        with self._reading() as database:
+            found = database.execute(query, (len(beginning), beginning)).fetchall()
+        if len(found) != 1:
+            raise TrainerUsageError(
+                f"peer {beginning}: expected the beginning of one member's key, as 'authority list' prints it, found "
+                f"{'several' if found else 'none'}"
+            )
+        return str(found[0][0])
+
     def members(self) -> tuple[Member, ...]:
         """Returns all members, those longest admitted first."""
         query = (
@@ -305,7 +317,9 @@ class Register:
         right, role, uses_left, expires_at = invitation
         if expires_at <= now:
             raise RefusedError(
-                "token", f"expected an invitation that is valid, found one that expired {now - expires_at:.0f} s ago"
+                "token",
+                f"expected an invitation that is valid, found one that ended {now - expires_at:.0f} s ago: it expired "
+                "or was withdrawn; ask whoever runs this run for another",
             )
         if role != request.role:
             raise RefusedError("role", f"expected role {role}, as the invitation says, found {request.role}")

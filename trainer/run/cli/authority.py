@@ -32,6 +32,7 @@ authority_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None, 
 
 _Db = Annotated[Path, typer.Option("--db", help="File of all it knows; made if it is not there.")]
 _Role = Annotated[str, typer.Option(help="node (whole model), worker (a stage), driver or monitor.")]
+_MIN_KEY_DIGITS, _KEY_DIGITS = 8, 64
 _PeerKey = Annotated[str, typer.Argument(metavar="PEER_KEY", help="The node's key, as 'trainer identity' prints it.")]
 
 
@@ -172,7 +173,10 @@ def allow_command(peer_key: _PeerKey, role: _Role = "worker", db: _Db = _DB) -> 
 
 @authority_app.command("revoke")
 def revoke_command(
-    peer_key: _PeerKey,
+    peer_key: Annotated[
+        str,
+        typer.Argument(metavar="PEER_KEY", help="The node's key; of a member 8 digits or more, as 'list' prints it."),
+    ],
     db: _Db = _DB,
     life_s: Annotated[float, typer.Option(help="Life of credentials, if the authority has another one.")] = 14_400.0,
 ) -> None:
@@ -180,6 +184,8 @@ def revoke_command(
     from trainer.run.authority.register import opened
 
     with opened(db.expanduser()) as register:
+        if _MIN_KEY_DIGITS <= len(peer_key) < _KEY_DIGITS and not set(peer_key) - set("0123456789abcdef"):
+            peer_key = register.member_key(peer_key)
         number = register.revoke(_peer_key(peer_key), time.time(), life_s)
     typer.echo(f"{peer_key} is revoked, from list {number} on")
 

@@ -148,11 +148,16 @@ def show_command(
     run: Annotated[str, typer.Option(help="The run's file: a path or an address.")] = "run.yaml",
     offline: Annotated[bool, typer.Option("--offline", help="Ask no node; what is beside the file.")] = False,
     initial_peers: _Peers = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="The run's own key: where it admits the members itself, all of them answer to it."),
+    ] = None,
     fields: Annotated[bool, typer.Option("--fields", help="Which options may change, and no more.")] = False,
     json: _Json = False,
 ) -> None:
     """Prints a run: what its file says, each change of it, what is in force, and how far its nodes are."""
     from trainer.run.signed.fields import table_lines
+    from trainer.run.signed.files import read_key
 
     if fields:
         typer.echo("\n".join(table_lines()))
@@ -160,8 +165,14 @@ def show_command(
     file, chain, _ = _opened(run)
     nodes: tuple[NodeFound, ...] = ()
     if not offline:
-        nodes = asyncio.run(_met(file, chain, None, initial_peers or []))
+        nodes = asyncio.run(_met(file, chain, read_key(key) if key else None, initial_peers or []))
     typer.echo(json_.dumps(_as_json(file, chain, nodes)) if json else "\n".join(_as_text(file, chain, nodes)))
+    if key is None and nodes and chain.authorities_at(0):
+        typer.echo(
+            f"{file.name} takes members only: of its nodes those named by --initial-peers were asked; --key run.key "
+            "asks all, where the run's own key admits its members",
+            err=True,
+        )
 
 
 @run_app.command("set")
@@ -402,10 +413,14 @@ def _as_text(file: RunFile, chain: ChangeChain, nodes: Sequence[NodeFound]) -> l
     for node in sorted(nodes, key=lambda node: node.node_id):
         place = f"round {node.round_index}" if node.round_index >= 0 else "no rounds"
         apart = "" if _is_of(chain, node) else f": ANOTHER {node.newest_change} than here ({node.newest_digest[:12]})"
-        lines.append(f"node {node.node_id}: {place}, knows {node.newest_change} changes{apart}")
+        lines.append(f"node {node.node_id}: {place}, {_known(node.newest_change)}{apart}")
     if not all(_is_of(chain, node) for node in nodes):
         lines.append("the owner's key has signed TWO changes of one number: see docs/running-a-run.md for what to do")
     return lines
+
+
+def _known(newest_change: int) -> str:
+    return f"knows change {newest_change}" if newest_change else "knows no change"
 
 
 def _is_of(chain: ChangeChain, node: NodeFound) -> bool:

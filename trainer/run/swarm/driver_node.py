@@ -48,7 +48,7 @@ from trainer.pipeline.ledger import (
 )
 from trainer.pipeline.ledger.group_commit import AccountJournal
 from trainer.pipeline.ledger.ledger import Ledger
-from trainer.pipeline.ledger.records import Record, WorkerSeen
+from trainer.pipeline.ledger.records import Record
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
 from trainer.run.config.run import keeper_option
@@ -62,7 +62,14 @@ from trainer.run.node.training import TrainingDisplay, Watch
 from trainer.run.signed import SignedRun
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
-from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeps_account, ledger_folder, write_last_account
+from trainer.run.swarm.keeper import (
+    AccountOpening,
+    check_keeper,
+    keeps_account,
+    ledger_folder,
+    workers_seen,
+    write_last_account,
+)
 from trainer.run.swarm.keeper_seat import num_shards_in, open_seat
 from trainer.run.swarm.peer_view import DriverPeerView
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, stage_of, target_tokens_of
@@ -120,6 +127,7 @@ class DriverNode:
         self._seat: KeeperSeat | None = None
         self._work_client: LedgerClient | None = None
         self._opening: AccountOpening | None = None
+        self._served: frozenset[str] = frozenset()  # Incarnations of workers that have served, and are announced.
         self._driver: PipelineDriver | None = None
         self._run = SignedRun.open(config)
         self._num_changes = 0
@@ -470,16 +478,8 @@ class DriverNode:
             keeper = self._service
             if keeper is not None:
                 reports = self._peers.reports()
-                seen = (
-                    WorkerSeen(
-                        stage=stage_of(report),
-                        incarnation=report.incarnation,
-                        shared_through=report.shared_through,
-                        resumed=report.resumed or None,
-                        resumed_through=report.resumed_through,
-                    )
-                    for report in reports
-                )
+                seen = workers_seen(reports, self._served)
+                self._served = frozenset(worker.incarnation for worker in seen)
                 version = self._opening.version(reports) if self._opening is not None else None
                 await keeper.note_workers(seen, version)
             await self.view.refresh()

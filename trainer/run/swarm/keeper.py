@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
@@ -23,6 +23,7 @@ from trainer.monitor.status import SwarmAccount
 from trainer.network.discovery.stage_report import StageReport
 from trainer.pipeline.ledger.config import is_key
 from trainer.pipeline.ledger.ledger import Ledger
+from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.run.config import RunConfig
 from trainer.run.config.run import keeper_option
 from trainer.run.node.identity import identity_of, identity_path
@@ -69,6 +70,29 @@ def keeps_account(config: RunConfig, key: str) -> bool:
     """Whether the driver with this configuration and key is the keeper of an account that is local."""
     ledger = config.swarm.ledger
     return ledger.keeper == (key if ledger.keeper_is_key else config.node_id)
+
+
+def workers_seen(reports: Iterable[StageReport], served: Collection[str]) -> tuple[WorkerSeen, ...]:
+    """Returns what the account notes of the workers that are announced: of those that serve, or ever did.
+
+    A worker that joins becomes another incarnation when it takes up its stage's state. The one that ends has counted
+    nothing; noted, it would look like a worker that died, and all that dead drivers hold would be lost as unclear.
+
+    Args:
+        reports: of all workers as announced now.
+        served: incarnations that this returned before.
+    """
+    return tuple(
+        WorkerSeen(
+            stage=stage_of(report),
+            incarnation=report.incarnation,
+            shared_through=report.shared_through,
+            resumed=report.resumed or None,
+            resumed_through=report.resumed_through,
+        )
+        for report in reports
+        if report.status != "joining" or report.incarnation in served
+    )
 
 
 def keeper_among(config: RunConfig, drivers: Iterable[str]) -> tuple[str, str]:
@@ -173,6 +197,7 @@ def write_last_account(config: RunConfig, account: SwarmAccount) -> None:
     path = ledger_folder(config) / _LAST_ACCOUNT
     temporary = path.with_name(f".{_LAST_ACCOUNT}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # With a journal elsewhere nothing else has made it.
         temporary.write_text(account.model_dump_json(), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

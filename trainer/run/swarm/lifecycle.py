@@ -96,7 +96,7 @@ class StartupVersionCheck:
     version: Callable[[], int]
     reports: Callable[[], Iterable[StageReport]]
     clock: Callable[[], float] = time.monotonic
-    has_first_weights: bool = True  # To be cleared when the worker goes on from a checkpoint or the others' state.
+    has_first_weights: bool = True  # To be cleared when the worker goes on from a checkpoint.
     _is_compared: bool = False
     _first_version: int | None = None
     _stepped_s: float | None = None
@@ -123,6 +123,13 @@ class StartupVersionCheck:
             _text(versions),
         )
         return True
+
+    def took_up_state(self) -> None:
+        """Notes that the worker has the state of others that serve its stage: it begins nothing, they have compared.
+
+        In a run of several steps a second, the stages' announcements are steps apart.
+        """
+        self.has_first_weights, self._is_compared = False, True
 
     def compare(self) -> None:
         """Logs a warning once, when all stages serve, if their versions are far apart."""

@@ -388,7 +388,7 @@ class WorkerNode:
         self._synchroniser.adopt(shared)
         self._go_by_changes()
         self._saving.changed(adopted=True)
-        self._startup_check.has_first_weights = False
+        self._startup_check.took_up_state()
         versions = [said.stage.version for said in self._network.donors if said.stage is not None]
         if self._averages_gradients:  # The version is part of the state, which the others have left soon.
             self._worker.stepper.start_over(shared.num_inner_steps)

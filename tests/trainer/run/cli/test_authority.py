@@ -107,7 +107,7 @@ def test_training_goes_on_without_the_authority_and_without_the_revoked(tmp_path
             assert "Traceback" not in swarm[name].output()
 
         bad = swarm["c"]
-        authority.ask("revoke", bad.peer_id)
+        authority.ask("revoke", bad.peer_id[:16])  # As 'authority list' prints it.
         began_s = time.monotonic()
         assert bad.exit_code(_WITHIN_S) == 1
         assert "has revoked this node" in bad.output()
@@ -202,6 +202,7 @@ def test_an_invitation_is_withdrawn_by_its_name_or_itself(
         (["authority", "withdraw", "abc"], "INVITATION: expected 8 hexadecimal digits"),
         (["authority", "withdraw", "0" * 8], "invitation 00000000: expected the name of one"),
         (["authority", "revoke", "abc"], "PEER_KEY: expected 64 hexadecimal digits"),
+        (["authority", "revoke", "0" * 16], "peer 0000000000000000: expected the beginning of one member's key"),
         (["authority", "--run-name", "x", "--life-s", "0"], "--life-s"),
     ],
 )

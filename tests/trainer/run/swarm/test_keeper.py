@@ -17,11 +17,12 @@ from trainer.errors import TrainerUsageError
 from trainer.model.plan import StagePlan
 from trainer.network.discovery.stage_report import StageReport, StageUid
 from trainer.pipeline.ledger import LedgerConfig
+from trainer.pipeline.ledger.ledger import AppliedReport
 from trainer.pipeline.ledger.records import WorkerSeen
 from trainer.run.cli.app import run
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.identity import identity_of, identity_path
-from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeper_among
+from trainer.run.swarm.keeper import AccountOpening, check_keeper, keeper_among, workers_seen
 
 Options = dict[str, Any]
 SEED = "/ip4/{}/tcp/4001/p2p/12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
@@ -125,6 +126,34 @@ def kept_until(version: int, leased: int = 0) -> ListedLedger:
     if leased:
         kept.ledger.lease("one", "b" * 32, (), leased // 2, 0.0)
     return kept
+
+
+def test_a_joiner_that_becomes_another_incarnation_costs_no_lease_of_a_dead_driver() -> None:
+    kept = ListedLedger(LedgerConfig(worker_gone_s=30.0))
+    serving, joining = (
+        reports(5, 5, 5),
+        StageReport(uid=str(StageUid("tail", 41)), incarnation="e" * 16, status="joining"),
+    )
+    became = joining.model_copy(update={"incarnation": "f" * 16, "status": "serving", "version": 5})
+    served: frozenset[str] = frozenset()
+    for now_s, now in (0.0, [*serving, joining]), (1.0, [*serving, became]), (40.0, [*serving, became]):
+        seen = workers_seen(now, served)
+        served = frozenset(worker.incarnation for worker in seen)
+        kept.ledger.note_workers(seen, now_s)
+        if now_s == 1.0:
+            given = micro_batches(kept.ledger.lease("dead", "a" * 32, (), 1, now_s).runs)
+    assert kept.state.announced_workers() == {*WORKER.values(), "f" * 16}
+    answered = AppliedReport({}, frozenset(kept.state.announced_workers()))
+    resolved = kept.ledger.resolve("a" * 32, answered, 200.0)
+    assert resolved is not None and not resolved.lost
+    assert micro_batches(resolved.returned) == given
+
+
+def test_a_worker_that_served_and_takes_itself_out_is_still_noted() -> None:
+    serving = reports(5, 5, 5)
+    served = frozenset(worker.incarnation for worker in workers_seen(serving, frozenset()))
+    withdrawn = [serving[0].model_copy(update={"status": "joining"}), *serving[1:]]
+    assert {worker.incarnation for worker in workers_seen(withdrawn, served)} == set(WORKER.values())
 
 
 def test_an_empty_account_begins_beside_workers_that_begin_when_all_stages_are_there(config: RunConfig) -> None:

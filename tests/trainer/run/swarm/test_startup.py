@@ -226,6 +226,14 @@ def test_others_that_come_later_are_looked_at_until_the_stage_has_stepped_for_a_
     assert beginner.check.may_serve(), "it has the stage's state"
 
 
+def test_a_worker_that_took_up_the_state_of_others_says_nothing_of_announcements_that_are_steps_apart(caplog):
+    beginner = Beginner([worker("body-1", 141), worker("tail", 146)], version=145)
+    beginner.check.took_up_state()
+    assert beginner.check.may_serve()
+    beginner.check.compare()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("head", "tail", "is_told"), [(12, 1, True), (12, 11, False), (5000, 4970, False)])
 def test_versions_far_apart_are_logged_once(head, tail, is_told, caplog):
     beginner = Beginner([worker("body-1", head), worker("tail", tail)], version=head)
