@@ -36,6 +36,7 @@ from trainer.network.relay.protocol import (
     write_line,
 )
 from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class RelayLinks:
         """``local`` is where this node listens, and ``changed`` is called when `address` has changed."""
         self._links = [_Link(each, identity, local, certificate_sha256, self._changed) for each in relays]
         self._notify = changed
+        self._local_host = _own_host(local[0])
+        self._has_stand_ins = self._local_host.startswith("127.")
         self._has_address = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -77,6 +80,10 @@ class RelayLinks:
     def is_relayed(self) -> bool:
         """Whether that is a relay's."""
         return any(link.lent_address for link in self._links) and not any(link.direct_address for link in self._links)
+
+    def may_be_caller(self, remote_host: str) -> bool:
+        """Returns whether whoever comes from this address may have come by way of a relay, from anywhere."""
+        return is_stand_in(remote_host) or (not self._has_stand_ins and remote_host == address_group(self._local_host))
 
     @property
     def carried_bytes(self) -> tuple[int, int]:
@@ -216,7 +223,7 @@ class _Link:
                 await end(writer)
 
     async def _open_own(self, caller_host: str) -> Streams:
-        host = self._local[0] if self._local[0] not in ("0.0.0.0", "::", "") else "127.0.0.1"
+        host = _own_host(self._local[0])
         source = (_loopback_of(caller_host), 0) if host.startswith("127.") else None
         async with asyncio.timeout(_LINE_S):
             return await asyncio.open_connection(host, self._local[1], limit=COPY_BYTES, local_addr=source)
@@ -251,8 +258,18 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _own_host(listen_host: str) -> str:
+    """Returns where a node is reached from its own machine."""
+    return listen_host if listen_host not in ("0.0.0.0", "::", "") else "127.0.0.1"
+
+
+def is_stand_in(host: str) -> bool:
+    """Returns whether an address is one of those that stand for callers' hosts: 127.0.0.0/8 beside 127.0.x.x."""
+    return host.startswith("127.") and not host.startswith("127.0.")
+
+
 def _loopback_of(host: str) -> str:
-    """Returns an address in 127.0.0.0/8, beside 127.0.0.x, that stands for a host."""
+    """Returns the stand-in (`is_stand_in`) for a host."""
     one, two, three = hashlib.sha256(host.encode()).digest()[:3]
     return f"127.{one or 1}.{two}.{three or 1}"
 

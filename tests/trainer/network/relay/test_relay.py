@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.support.rpc_node import FAST, RUN_ID, ask, endpoint_pair, register_test_methods, running_endpoint
 from tests.support.waiting import until
-from trainer.errors import PeerUnavailableError, TrainerUsageError
+from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
+from trainer.network.reachability import DIAL_BACK_METHOD, DialBackReply, DialBackRequest, ReachabilityService
 from trainer.network.relay import Relay, RelayConfig, RelayedReach
 from trainer.network.relay.carrying import FairShares
 from trainer.network.relay.protocol import COPY_BYTES, MAX_LINE_BYTES, end, proof_text
@@ -36,16 +37,22 @@ async def _relay(**options: object) -> AsyncIterator[Relay]:
 
 
 @asynccontextmanager
-async def _relayed(*relays: Relay, host: str = _OWN_HOST, identity: Identity | None = None) -> AsyncIterator[Endpoint]:
+async def _relayed(
+    *relays: Relay, host: str = _OWN_HOST, identity: Identity | None = None, is_dialling_back: bool = False
+) -> AsyncIterator[Endpoint]:
     through = tuple(f"127.0.0.1:{relay.port}" for relay in relays)
     reach = RelayedReach(RelayConfig(through=through, wait_s=10.0))
     config = RpcConfig(**{**FAST, "host": host})  # type: ignore[arg-type]
     endpoint = Endpoint(identity or Identity.create(), RUN_ID, config, reach=reach)
     register_test_methods(endpoint)
+    service = ReachabilityService(endpoint)
+    if is_dialling_back:
+        service.register()
     await endpoint.start()
     try:
         yield endpoint
     finally:
+        await service.close()
         await endpoint.stop()
 
 
@@ -66,6 +73,22 @@ async def test_two_relayed_nodes_call_each_other() -> None:
     async with _relay() as relay, _relayed(relay) as one, _relayed(relay, host="127.0.0.3") as other:
         for caller, callee in ((one, other), (other, one)):
             assert (await ask(caller, callee.peer, text="here")).sender == callee.peer_id
+
+
+async def test_a_stranger_behind_a_relay_cannot_have_a_node_try_ports_of_its_own_machine() -> None:
+    async with (
+        _relay() as relay,
+        _relayed(relay, is_dialling_back=True) as node,
+        running_endpoint(tls=True) as caller,
+    ):
+        # The call comes from a loopback address of the node's own machine, at which all that listens there answers.
+        with pytest.raises(RefusedError, match="by way of a relay"):
+            body = DialBackRequest(port=relay.port)
+            await caller.call(node.peer, DIAL_BACK_METHOD, body, DialBackReply, timeout_s=20.0)
+        direct = Peer(node.peer_id, f"{_OWN_HOST}:{node.port}", node.certificate)
+        port = int(caller.address.rpartition(":")[2])
+        reply = await caller.call(direct, DIAL_BACK_METHOD, DialBackRequest(port=port), DialBackReply, timeout_s=20.0)
+        assert reply.body.address == f"127.0.0.1:{port}"  # A direct caller is dialled.
 
 
 async def test_a_node_that_answers_where_it_comes_from_announces_its_own_address() -> None:
