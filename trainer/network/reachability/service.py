@@ -85,7 +85,8 @@ class ReachabilityService:
     async def _hello(self, request: Request[Hello]) -> Reply[HelloReply]:
         if not self._hellos.take(request.remote_address):
             raise _too_often("hellos")
-        seen_host = request.remote_address[:64]
+        is_relayed = self._endpoint.may_be_relayed(request.remote_address)
+        seen_host = "" if is_relayed else request.remote_address[:64]
         return Reply(HelloReply(version=__version__, now=self._clock(), seen_host=seen_host))
 
     async def _dial(self, request: Request[DialBackRequest]) -> Reply[DialBackReply]:

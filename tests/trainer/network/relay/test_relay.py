@@ -239,6 +239,67 @@ async def test_silent_connections_do_not_keep_nodes_out() -> None:
             await end(writer)
 
 
+async def test_connections_in_all_are_bounded_over_nodes() -> None:
+    async with _relay(max_connections=2) as relay, _relayed(relay) as one, _relayed(relay, host="127.0.0.3") as other:
+        opened = []
+        for node in (one, one, one, other, other):
+            host, _, port = node.address.rpartition(":")
+            opened.append(await asyncio.open_connection(host, int(port)))
+        ended = [asyncio.create_task(reader.read(1)) for reader, _ in opened]
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in ended) < 3:
+                await asyncio.sleep(0.01)
+        assert relay.num_connections == 2
+        for task, (_, writer) in zip(ended, opened, strict=True):
+            task.cancel()
+            await end(writer)
+        await asyncio.gather(*ended, return_exceptions=True)
+
+
+async def _registered(relay: Relay) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose node has proven its key and has a port."""
+    identity = Identity.create()
+    reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+    writer.write(_register(peer_id=identity.peer_id, listen_port=1))
+    nonce = json.loads(await reader.readline())["nonce"]
+    name = f"127.0.0.1:{relay.port}"
+    signature = identity.sign(proof_text(nonce, name, identity.peer_id)).hex()
+    writer.write(json.dumps({"kind": "proof", "relay": name, "signature": signature}).encode() + b"\n")
+    assert json.loads(await reader.readline())["kind"] == "lent"
+    return reader, writer
+
+
+async def test_a_node_that_floods_its_relay_loses_its_port() -> None:
+    async with _relay() as relay:
+        reader, writer = await _registered(relay)
+        assert relay.num_nodes == 1
+        writer.write(b'{"kind": "ping"}\n' * 1000)
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(10):
+                answers = (await reader.read(-1)).count(b"pong")
+            assert answers < 100
+        await until(lambda: relay.num_nodes == 0)
+        await end(writer)
+
+
+async def test_strangers_that_prove_nothing_do_not_keep_a_registered_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.network.relay.server._MAX_UNPROVEN", 4)
+    async with _relay() as relay, _relayed(relay) as node, running_endpoint(tls=True) as caller:
+        silent = []
+        for number in range(6):  # Half of them begin to register, and never answer the challenge.
+            streams = await asyncio.open_connection("127.0.0.1", relay.port, local_addr=(f"127.0.1.{number + 1}", 0))
+            if number % 2:
+                streams[1].write(_register())
+            silent.append(streams)
+        refused = [asyncio.create_task(reader.read(-1)) for reader, _ in silent]
+        await until(lambda: sum(task.done() for task in refused) == 2)
+        assert (await ask(caller, node.peer, text="in")).sender == node.peer_id
+        for task, (_, writer) in zip(refused, silent, strict=True):
+            task.cancel()
+            await end(writer)
+        await asyncio.gather(*refused, return_exceptions=True)
+
+
 async def test_a_relay_that_lies_about_its_node_is_found_out() -> None:
     """It can lead callers to another node of its own: that has not the certificate that the node has announced."""
     async with _relay() as relay, _relayed(relay) as node, endpoint_pair(tls=True) as (caller, impostor):
