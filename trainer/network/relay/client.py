@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -36,7 +37,7 @@ from trainer.network.relay.protocol import (
     write_line,
 )
 from trainer.network.rpc.config import split_address
-from trainer.network.rpc.dialing import address_group
+from trainer.network.rpc.dialing import address_group, parse_ip
 from trainer.network.rpc.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ _PING_S: Final = SILENCE_S / 3
 _CHECK_S: Final = 600.0
 _PAUSES_S: Final = (1.0, 60.0)
 _MAX_CONNECTIONS: Final = 256
+_NAME: Final = re.compile(r"[0-9A-Za-z.-]{1,253}")
+"""Of a host, as announcements have it."""
 
 
 class RelayLinks:
@@ -162,7 +165,7 @@ class _Link:
         try:
             lent = await self._lent(reader, writer)
             shown = lent.public_host or host
-            self.lent_address = _joined(shown, lent.port)
+            self.lent_address = _announceable(shown, lent.port)
             self._take_direct(lent.seen_host, lent.is_direct)
             how = f"directly, at {self.direct_address}" if self.direct_address else f"at {self.lent_address}"
             logger.info("relay %s: others reach this node %s", self._relay, how)
@@ -242,7 +245,7 @@ class _Link:
             self.sent_bytes += size_bytes
 
     def _take_direct(self, host: str, is_direct: bool) -> None:
-        found = _joined(host, self._local[1]) if is_direct else ""
+        found = _announceable(host, self._local[1]) if is_direct else ""
         if found != self.direct_address or not found:
             self.direct_address = found
             self._changed()
@@ -254,8 +257,14 @@ class _Link:
         cancel_once(self._carrying)
 
 
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+def _announceable(host: str, port: int) -> str:
+    """Returns the address; raises PeerUnavailableError where the relay names a host that no node can announce."""
+    ip = parse_ip(host) if "%" not in host else None
+    if ip is not None:
+        return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+    if not _NAME.fullmatch(host):
+        raise PeerUnavailableError(f"expected a host that others can call, found {host!r}")
+    return f"{host}:{port}"
 
 
 def _own_host(listen_host: str) -> str:

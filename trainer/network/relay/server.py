@@ -238,14 +238,29 @@ class Relay:
             asked.peer_id, proof_text(nonce, proof.relay, asked.peer_id), bytes.fromhex(proof.signature)
         ):
             return "expected the nonce signed by the node's key, found another signature"
-        if not _is_port(proof.relay, self.port):
-            return f"expected a proof for port {self.port}, found one for {proof.relay}"
+        if not self._is_own(proof.relay, writer):
+            own = f"{self._config.public_host or 'port'}{':' if self._config.public_host else ' '}{self.port}"
+            return f"expected a proof for {own}, found one for {proof.relay[:80]}; name the relay so"
         others = [it for it in self._nodes.values() if it.peer_id != asked.peer_id]
         if len(others) >= self._config.max_nodes:
             return f"expected fewer than {self._config.max_nodes} nodes at this relay, found it full; choose another"
         if sum(it.host == host for it in others) >= self._config.max_nodes_per_host:
             return f"expected fewer than {self._config.max_nodes_per_host} nodes of {host}, found as many already"
         return ""
+
+    def _is_own(self, address: str, writer: asyncio.StreamWriter) -> bool:
+        """Returns whether a node that has dialled ``address`` meant this relay.
+
+        Else another, with which the node registers, could pass its proof on, and take the node's place here. A relay
+        that was not told its public host knows itself by its port alone: behind a router it is called by another host.
+        """
+        try:
+            host, port = split_address(address)
+        except TrainerUsageError:
+            return False
+        public = self._config.public_host
+        own_ip = str(writer.get_extra_info("sockname", ("",))[0])
+        return port == self.port and (not public or host == public or address_group(host) == address_group(own_ip))
 
     async def _listen(self, node: _LentPort) -> asyncio.Server:
         async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -343,13 +358,6 @@ async def _answers_directly(asked: Register, ip: str) -> bool:
     except PeerUnavailableError:
         return False
     return bool(asked.certificate_sha256) and certificate_digest(found) == asked.certificate_sha256
-
-
-def _is_port(address: str, port: int) -> bool:
-    try:
-        return split_address(address)[1] == port
-    except TrainerUsageError:
-        return False
 
 
 def _ip_of(writer: asyncio.StreamWriter) -> str:

@@ -181,16 +181,19 @@ async def test_what_is_no_registration_ends_its_own_connection_only(line: bytes)
         assert (await ask(caller, node.peer, text="still")).sender == node.peer_id
 
 
-@pytest.mark.parametrize("fault", ["another key", "another nonce", "another relay", "another version"])
+@pytest.mark.parametrize(
+    "fault", ["another key", "another nonce", "another relay", "another relay's host", "another version"]
+)
 async def test_nobody_registers_without_the_nodes_own_key(fault: str) -> None:
     identity, other = Identity.create(), Identity.create()
-    async with _relay() as relay:
+    async with _relay(public_host="relay.example") as relay:
         reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
         writer.write(_register(peer_id=identity.peer_id, version=2 if fault == "another version" else 1))
         answer = json.loads(await reader.readline())
         if answer["kind"] == "challenge":
             nonce = "0" * 32 if fault == "another nonce" else answer["nonce"]
-            name = f"127.0.0.1:{relay.port + 1 if fault == 'another relay' else relay.port}"
+            host = "203.0.113.5" if fault == "another relay's host" else "relay.example"
+            name = f"{host}:{relay.port + 1 if fault == 'another relay' else relay.port}"
             text = proof_text(nonce, name, identity.peer_id)
             signer = other if fault == "another key" else identity
             writer.write(
@@ -201,6 +204,41 @@ async def test_nobody_registers_without_the_nodes_own_key(fault: str) -> None:
         assert "expected" in str(answer["text"])
         assert relay.num_nodes == 0
         writer.close()
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "relay.example"])
+async def test_a_relay_with_a_public_host_takes_nodes_that_call_it_so_or_by_its_own_address(name: str) -> None:
+    async with _relay(public_host="relay.example") as relay:
+        _, writer = await _registered(relay, name)
+        assert relay.num_nodes == 1
+        await end(writer)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"public_host": "a:b%c"},
+        {"public_host": "under_score"},
+        {"public_host": "fe80::1%eth0"},
+        {"seen_host": "", "is_direct": True},
+        {"seen_host": "::::", "is_direct": True},
+    ],
+)
+async def test_a_relay_cannot_have_a_node_announce_what_is_no_address(said: dict[str, object]) -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        lent = {"kind": "lent", "port": 4100, "public_host": "", "seen_host": "127.0.0.1", "is_direct": False, **said}
+        writer.write(json.dumps(lent).encode() + b"\n")
+        await reader.read()
+        await end(writer)
+
+    async with await asyncio.start_server(lie, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        reach = RelayedReach(RelayConfig(through=(f"127.0.0.1:{port}",), wait_s=0.5))
+        node = Endpoint(Identity.create(), RUN_ID, RpcConfig(**{**FAST, "host": _OWN_HOST}), reach=reach)  # type: ignore[arg-type]
+        await node.start()
+        assert node.address == f"{_OWN_HOST}:{node.port}"
+        await node.stop()
 
 
 async def test_nodes_of_one_host_and_in_all_are_bounded() -> None:
@@ -256,13 +294,13 @@ async def test_connections_in_all_are_bounded_over_nodes() -> None:
         await asyncio.gather(*ended, return_exceptions=True)
 
 
-async def _registered(relay: Relay) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _registered(relay: Relay, host: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection whose node has proven its key and has a port."""
     identity = Identity.create()
     reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
     writer.write(_register(peer_id=identity.peer_id, listen_port=1))
     nonce = json.loads(await reader.readline())["nonce"]
-    name = f"127.0.0.1:{relay.port}"
+    name = f"{host}:{relay.port}"
     signature = identity.sign(proof_text(nonce, name, identity.peer_id)).hex()
     writer.write(json.dumps({"kind": "proof", "relay": name, "signature": signature}).encode() + b"\n")
     assert json.loads(await reader.readline())["kind"] == "lent"
