@@ -51,7 +51,7 @@ class HelloReply(Message):
     now: Instant
     """Seconds since 1970 by its clock."""
     seen_host: _Text
-    """Where the call comes from: an IPv4 address, an IPv6 /64."""
+    """Where the call comes from: an IPv4 address, an IPv6 /64; empty: by way of a relay, so that is not known."""
 
 
 class DialBackRequest(Message):

@@ -3,7 +3,8 @@
 Whoever asks pays by address, not by identity: a hello costs 16 at once and then one a second, a dial-back 6 at once and
 then one in 10 s, and payloads are counted up and down together, 48 MiB at once and then 128 KiB a second, of all
 addresses 192 MiB and then 1 MiB a second. A dial-back goes to the address that the call came from and nowhere else, so
-a node can be had to knock at nobody's door but the asker's own.
+a node can be had to knock at nobody's door but the asker's own. Who comes by way of a relay is not dialled: that call
+comes from an address of the node's own machine, where a stranger must not have it try ports.
 """
 
 from __future__ import annotations
@@ -84,11 +85,16 @@ class ReachabilityService:
     async def _hello(self, request: Request[Hello]) -> Reply[HelloReply]:
         if not self._hellos.take(request.remote_address):
             raise _too_often("hellos")
-        seen_host = request.remote_address[:64]
+        is_relayed = self._endpoint.may_be_relayed(request.remote_address)
+        seen_host = "" if is_relayed else request.remote_address[:64]
         return Reply(HelloReply(version=__version__, now=self._clock(), seen_host=seen_host))
 
     async def _dial(self, request: Request[DialBackRequest]) -> Reply[DialBackReply]:
         host = _own_host(request.body.host, request.remote_address)
+        if self._endpoint.may_be_relayed(request.remote_address):  # That address is one of this machine itself.
+            raise RefusedError(
+                "address", "expected a call that comes directly, found one by way of a relay; ask another"
+            )
         if not self._dials.take(request.remote_address):
             raise _too_often("dial-backs")
         if self._dial_back is None:

@@ -1,7 +1,7 @@
 """Two joined connections: bytes from each to the other, paced, until both have ended or nothing moves any more.
 
-A side that reads slowly holds the other back (asyncio's flow control, `COPY_BYTES` ahead), so a connection takes some
-256 KiB of memory, however much is sent.
+A side that reads slowly holds the other back (asyncio's flow control): in each direction at most 2 `COPY_BYTES` wait to
+be read, one is on its way, and one is written ahead. So a connection takes at most half a MiB, however much is sent.
 """
 
 from __future__ import annotations

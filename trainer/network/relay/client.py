@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -36,6 +37,7 @@ from trainer.network.relay.protocol import (
     write_line,
 )
 from trainer.network.rpc.config import split_address
+from trainer.network.rpc.dialing import address_group, parse_ip
 from trainer.network.rpc.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ _PING_S: Final = SILENCE_S / 3
 _CHECK_S: Final = 600.0
 _PAUSES_S: Final = (1.0, 60.0)
 _MAX_CONNECTIONS: Final = 256
+_NAME: Final = re.compile(r"[0-9A-Za-z.-]{1,253}")
+"""Of a host, as announcements have it."""
 
 
 class RelayLinks:
@@ -63,6 +67,8 @@ class RelayLinks:
         """``local`` is where this node listens, and ``changed`` is called when `address` has changed."""
         self._links = [_Link(each, identity, local, certificate_sha256, self._changed) for each in relays]
         self._notify = changed
+        self._local_host = _own_host(local[0])
+        self._has_stand_ins = self._local_host.startswith("127.")
         self._has_address = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -77,6 +83,10 @@ class RelayLinks:
     def is_relayed(self) -> bool:
         """Whether that is a relay's."""
         return any(link.lent_address for link in self._links) and not any(link.direct_address for link in self._links)
+
+    def may_be_caller(self, remote_host: str) -> bool:
+        """Returns whether whoever comes from this address may have come by way of a relay, from anywhere."""
+        return is_stand_in(remote_host) or (not self._has_stand_ins and remote_host == address_group(self._local_host))
 
     @property
     def carried_bytes(self) -> tuple[int, int]:
@@ -155,7 +165,7 @@ class _Link:
         try:
             lent = await self._lent(reader, writer)
             shown = lent.public_host or host
-            self.lent_address = _joined(shown, lent.port)
+            self.lent_address = _announceable(shown, lent.port)
             self._take_direct(lent.seen_host, lent.is_direct)
             how = f"directly, at {self.direct_address}" if self.direct_address else f"at {self.lent_address}"
             logger.info("relay %s: others reach this node %s", self._relay, how)
@@ -216,7 +226,7 @@ class _Link:
                 await end(writer)
 
     async def _open_own(self, caller_host: str) -> Streams:
-        host = self._local[0] if self._local[0] not in ("0.0.0.0", "::", "") else "127.0.0.1"
+        host = _own_host(self._local[0])
         source = (_loopback_of(caller_host), 0) if host.startswith("127.") else None
         async with asyncio.timeout(_LINE_S):
             return await asyncio.open_connection(host, self._local[1], limit=COPY_BYTES, local_addr=source)
@@ -235,7 +245,7 @@ class _Link:
             self.sent_bytes += size_bytes
 
     def _take_direct(self, host: str, is_direct: bool) -> None:
-        found = _joined(host, self._local[1]) if is_direct else ""
+        found = _announceable(host, self._local[1]) if is_direct else ""
         if found != self.direct_address or not found:
             self.direct_address = found
             self._changed()
@@ -247,12 +257,28 @@ class _Link:
         cancel_once(self._carrying)
 
 
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+def _announceable(host: str, port: int) -> str:
+    """Returns the address; raises PeerUnavailableError where the relay names a host that no node can announce."""
+    ip = parse_ip(host) if "%" not in host else None
+    if ip is not None:
+        return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+    if not _NAME.fullmatch(host):
+        raise PeerUnavailableError(f"expected a host that others can call, found {host!r}")
+    return f"{host}:{port}"
+
+
+def _own_host(listen_host: str) -> str:
+    """Returns where a node is reached from its own machine."""
+    return listen_host if listen_host not in ("0.0.0.0", "::", "") else "127.0.0.1"
+
+
+def is_stand_in(host: str) -> bool:
+    """Returns whether an address is one of those that stand for callers' hosts: 127.0.0.0/8 beside 127.0.x.x."""
+    return host.startswith("127.") and not host.startswith("127.0.")
 
 
 def _loopback_of(host: str) -> str:
-    """Returns an address in 127.0.0.0/8, beside 127.0.0.x, that stands for a host."""
+    """Returns the stand-in (`is_stand_in`) for a host."""
     one, two, three = hashlib.sha256(host.encode()).digest()[:3]
     return f"127.{one or 1}.{two}.{three or 1}"
 

@@ -32,6 +32,9 @@ class RelayConfig:
     """Nodes that may be registered at once."""
     max_nodes_per_host: int = 8
     """Among them, of one IPv4 address or IPv6 /64."""
+    max_connections: int = 1024
+    """Connections carried at once in all, each of two open files and at most half a MiB of memory; fewer where the
+    process may open less than eight files for each."""
     max_connections_per_node: int = 128
     """Connections carried at once for one node."""
     max_connections_per_host: int = 32
@@ -55,6 +58,12 @@ class RelayConfig:
             )
         if not 0 <= self.bytes_per_s < float("inf"):
             raise TrainerUsageError(f"relay.bytes_per_s: expected 0 or more, found {self.bytes_per_s}")
-        for name in ("max_nodes", "max_nodes_per_host", "max_connections_per_node", "max_connections_per_host"):
+        for name in (
+            "max_nodes",
+            "max_nodes_per_host",
+            "max_connections",
+            "max_connections_per_node",
+            "max_connections_per_host",
+        ):
             if getattr(self, name) < 1:
                 raise TrainerUsageError(f"relay.{name}: expected 1 or more, found {getattr(self, name)}")

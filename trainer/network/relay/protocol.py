@@ -10,7 +10,9 @@
     on a connection of its own: Accept(token)   ──▶     from here on the bytes of the caller
 
 The lines are not encrypted. Somebody on the way could cut the connection, as they could any other; they can register
-nobody, since a proof names the relay and its nonce, and read nothing, since what is carried is TLS between its ends.
+nobody, since a proof names the relay and its nonce, and read nothing, since what is carried is TLS between its ends. A
+relay that was not told its `public_host` checks the port of its name only: then another relay of the same port could
+register there those that register with it, which cuts them off there, and lets nobody pass for them.
 """
 
 from __future__ import annotations

@@ -41,6 +41,10 @@ class RelayedReach:
         """Bytes that this node has carried for others."""
         return self._relay.carried_bytes if self._relay is not None else 0
 
+    def may_be_caller(self, remote_host: str) -> bool:
+        """Whether whoever comes from this address may have come by way of a relay, from anywhere."""
+        return self._links is not None and self._links.may_be_caller(remote_host)
+
     async def start(self, endpoint: Endpoint) -> None:
         """Registers with the relays, once ``endpoint`` listens; raises TrainerUsageError: the own port is taken."""
         if self._config.port:

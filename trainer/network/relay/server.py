@@ -1,9 +1,11 @@
 """The relay: lends ports to nodes that prove their key, and joins what connects there to what the node opens for it.
 
-Whatever anybody can send is bounded first: connections that have said nothing yet (256, 16 of one host, ten seconds
-each), registrations (`RelayConfig`, and per host 8 and then one in ten seconds), connections carried for a node and
-from a host, the time until a node accepts one. A relay connects to nobody but, once a registration or check, to the
-address that a node's own connection comes from, at the port it says it listens on: no third party can be named.
+Whatever anybody can send is bounded first: connections that have proven nothing yet (256, 16 of one host, ten seconds a
+line; hosts with a registered node are not kept out by others'), registrations (`RelayConfig`, and per host 8 and then
+one in ten seconds), a node's lines (16 and then one a second), connections carried in all, for a node and from a host,
+and how fast a host calls a node (64 and then 4 a second), the time until a node accepts one. Carried connections take
+at most a quarter of the files that the process may open. A relay connects to nobody but, once a registration or check,
+to the address that a node's own connection comes from, at the port it says it listens on: no third party can be named.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from genesis.open_files import raise_open_files
 from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.relay.carrying import FairShares, Streams, carry
 from trainer.network.relay.config import RelayConfig
@@ -27,7 +30,6 @@ from trainer.network.relay.protocol import (
     PROOF_LINE,
     PROTOCOL_VERSION,
     SILENCE_S,
-    Accept,
     Challenge,
     Check,
     Checked,
@@ -53,10 +55,14 @@ logger = logging.getLogger(__name__)
 _LINE_S: Final = 10.0
 _ACCEPT_S: Final = 10.0
 _DIAL_BACK_S: Final = 5.0
-_MAX_SILENT: Final = 256
-_MAX_SILENT_PER_HOST: Final = 16
+_MAX_UNPROVEN: Final = 256
+_MAX_UNPROVEN_PER_HOST: Final = 16
 _REGISTRATION_BURST: Final = 8.0
 _REGISTRATIONS_PER_S: Final = 0.1
+_LINES, _LINES_PER_S = 16.0, 1.0
+_CALLS, _CALLS_PER_S = 64.0, 4.0
+_FILES_PER_CONNECTION: Final = 8
+"""Two are its sockets: so the rest of the process keeps three quarters of what it may open."""
 _MIN_PORT: Final = 1024
 
 
@@ -88,8 +94,11 @@ class Relay:
         self._nodes: dict[str, _LentPort] = {}
         self._waiting: dict[str, asyncio.Future[Streams]] = {}
         """By token: callers whose node has not come for them yet."""
-        self._silent: Counter[str] = Counter()
+        self._unproven: Counter[str] = Counter()
         self._registrations = TokenBuckets(_REGISTRATION_BURST, _REGISTRATIONS_PER_S)
+        self._lines = TokenBuckets(_LINES, _LINES_PER_S)
+        self._calls = TokenBuckets(_CALLS, _CALLS_PER_S)
+        self._max_connections = config.max_connections
         self._shares = FairShares(config.bytes_per_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self.carried_bytes = 0
@@ -98,6 +107,11 @@ class Relay:
     def num_nodes(self) -> int:
         """Nodes that have a port now."""
         return len(self._nodes)
+
+    @property
+    def num_connections(self) -> int:
+        """Callers whose connections are carried now, or wait for the node."""
+        return sum(node.connections.total() for node in self._nodes.values())
 
     @property
     def port(self) -> int:
@@ -118,6 +132,13 @@ class Relay:
                 f"relay.port: expected a free port of {self._config.host}, found {self._config.port} ({error}); "
                 "choose another"
             ) from None
+        granted = raise_open_files(_FILES_PER_CONNECTION * self._config.max_connections)
+        self._max_connections = max(1, min(self._config.max_connections, granted // _FILES_PER_CONNECTION))
+        if self._max_connections < self._config.max_connections:
+            logger.warning(
+                "relay.max_connections: expected %d, found that %d open files suffice for %d; raise 'ulimit -n'",
+                *(self._config.max_connections, granted, self._max_connections),
+            )
         logger.info("relays for nodes that cannot be reached, at port %d", self.port)
 
     async def stop(self) -> None:
@@ -137,8 +158,14 @@ class Relay:
             is_handed_over = False
             try:
                 host = _host_of(writer)
-                first = await self._first_line(host, reader)
-                if isinstance(first, Register):
+                refusal = ""
+                with self._counted_unproven(host):
+                    first = await read_line(reader, FIRST_LINE, _LINE_S, host)
+                    if isinstance(first, Register):
+                        refusal = await self._proven(first, host, reader, writer)
+                if refusal:
+                    await write_line(writer, Refusal(text=refusal), _LINE_S, host)
+                elif isinstance(first, Register):
                     await self._keep_node(first, host, reader, writer)
                 elif (waiting := self._waiting.pop(first.token, None)) is not None and not waiting.done():
                     waiting.set_result((reader, writer))
@@ -149,24 +176,26 @@ class Relay:
                 if not is_handed_over:
                     await end(writer)
 
-    async def _first_line(self, host: str, reader: asyncio.StreamReader) -> Register | Accept:
-        """Returns what a connection begins with; raises PeerUnavailableError, also where too many have said nothing."""
-        if self._silent.total() >= _MAX_SILENT or self._silent[host] >= _MAX_SILENT_PER_HOST:
-            raise PeerUnavailableError(f"{host}: expected fewer connections that have said nothing yet, found too many")
-        self._silent[host] += 1
+    @contextlib.contextmanager
+    def _counted_unproven(self, host: str) -> Iterator[None]:
+        """Counts a connection that has proven nothing yet; raises PeerUnavailableError where there are too many.
+
+        However many others have, a host with a registered node can take up what is carried for it.
+        """
+        is_known = any(node.host == host for node in self._nodes.values())
+        is_full = self._unproven.total() >= _MAX_UNPROVEN and not is_known
+        if is_full or self._unproven[host] >= _MAX_UNPROVEN_PER_HOST:
+            raise PeerUnavailableError(f"{host}: expected fewer connections that prove nothing, found too many")
+        self._unproven[host] += 1
         try:
-            return await read_line(reader, FIRST_LINE, _LINE_S, host)
+            yield
         finally:
-            count_down(self._silent, host)
+            count_down(self._unproven, host)
 
     async def _keep_node(
         self, asked: Register, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Lends the node a port and answers it until it goes away, which raises PeerUnavailableError."""
-        refusal = await self._proven(asked, host, reader, writer)
-        if refusal:
-            await write_line(writer, Refusal(text=refusal), _LINE_S, host)
-            return
         node = _LentPort(asked.peer_id, host, writer)
         before = self._nodes.get(asked.peer_id)
         if before is not None:  # It has proven its key: its old connection is dead, or it has restarted.
@@ -182,6 +211,10 @@ class Relay:
             logger.info("relays for node %s… of %s at port %d", asked.peer_id[:12], host, node.port)
             while True:
                 line = await read_line(reader, NODE_LINE, SILENCE_S, host)
+                if not self._lines.take(asked.peer_id):
+                    raise PeerUnavailableError(
+                        f"{host}: expected three lines in {SILENCE_S:g} s, found more than one a second"
+                    )
                 if not isinstance(line, Check):
                     await write_line(writer, Pong(), _LINE_S, host)
                     continue
@@ -205,14 +238,29 @@ class Relay:
             asked.peer_id, proof_text(nonce, proof.relay, asked.peer_id), bytes.fromhex(proof.signature)
         ):
             return "expected the nonce signed by the node's key, found another signature"
-        if not _is_port(proof.relay, self.port):
-            return f"expected a proof for port {self.port}, found one for {proof.relay}"
+        if not self._is_own(proof.relay, writer):
+            own = f"{self._config.public_host or 'port'}{':' if self._config.public_host else ' '}{self.port}"
+            return f"expected a proof for {own}, found one for {proof.relay[:80]}; name the relay so"
         others = [it for it in self._nodes.values() if it.peer_id != asked.peer_id]
         if len(others) >= self._config.max_nodes:
             return f"expected fewer than {self._config.max_nodes} nodes at this relay, found it full; choose another"
         if sum(it.host == host for it in others) >= self._config.max_nodes_per_host:
             return f"expected fewer than {self._config.max_nodes_per_host} nodes of {host}, found as many already"
         return ""
+
+    def _is_own(self, address: str, writer: asyncio.StreamWriter) -> bool:
+        """Returns whether a node that has dialled ``address`` meant this relay.
+
+        Else another, with which the node registers, could pass its proof on, and take the node's place here. A relay
+        that was not told its public host knows itself by its port alone: behind a router it is called by another host.
+        """
+        try:
+            host, port = split_address(address)
+        except TrainerUsageError:
+            return False
+        public = self._config.public_host
+        own_ip = str(writer.get_extra_info("sockname", ("",))[0])
+        return port == self.port and (not public or host == public or address_group(host) == address_group(own_ip))
 
     async def _listen(self, node: _LentPort) -> asyncio.Server:
         async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -229,8 +277,12 @@ class Relay:
 
     async def _carry(self, node: _LentPort, caller: Streams) -> None:
         host = _host_of(caller[1])
-        is_full = node.connections.total() >= self._config.max_connections_per_node
-        if is_full or node.connections[host] >= self._config.max_connections_per_host:
+        is_full = (
+            self.num_connections >= self._max_connections
+            or node.connections.total() >= self._config.max_connections_per_node
+            or node.connections[host] >= self._config.max_connections_per_host
+        )
+        if is_full or not self._calls.take(f"{node.peer_id} {host}"):
             await end(caller[1])
             return
         node.connections[host] += 1
@@ -306,13 +358,6 @@ async def _answers_directly(asked: Register, ip: str) -> bool:
     except PeerUnavailableError:
         return False
     return bool(asked.certificate_sha256) and certificate_digest(found) == asked.certificate_sha256
-
-
-def _is_port(address: str, port: int) -> bool:
-    try:
-        return split_address(address)[1] == port
-    except TrainerUsageError:
-        return False
 
 
 def _ip_of(writer: asyncio.StreamWriter) -> str:

@@ -61,6 +61,9 @@ class Reach(Protocol):
     def relayed_bytes(self) -> tuple[int, int]:
         """Bytes sent and received that way."""
 
+    def may_be_caller(self, remote_host: str) -> bool:
+        """Whether whoever comes from this address, as limits count hosts, may have come that way, from anywhere."""
+
     async def start(self, endpoint: Endpoint) -> None:
         """Begins, once ``endpoint`` listens."""
 
@@ -129,6 +132,10 @@ class Endpoint:
     def relayed_bytes(self) -> tuple[int, int]:
         """Bytes sent and received by way of relays; the rest of `counters` came directly."""
         return self._reach.relayed_bytes if self._reach is not None else (0, 0)
+
+    def may_be_relayed(self, remote_address: str) -> bool:
+        """Returns whether the address of a request may be that of a relay's connections, and not the caller's own."""
+        return self._reach is not None and self._reach.may_be_caller(remote_address)
 
     @property
     def peer(self) -> Peer:
