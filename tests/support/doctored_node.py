@@ -29,7 +29,8 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
         "state_dir": str(folder / "state"),
         "model": {"preset": "tiny"},
         "inner": {"seq_len": 32, "micro_batch_size": 2},
-        "data": {"store": str(text_store()), "cache_dir": str(folder / "cache")},
+        # Not made where another is given: a process of its own would make it anew.
+        "data": {"store": changes.get("data__store") or str(text_store()), "cache_dir": str(folder / "cache")},
         "checkpoint": {"directory": str(folder / "checkpoints")},
         "rpc": {"host": LOCAL, "public_address": LOCAL, "connect_timeout_s": 2.0},
     }

@@ -69,18 +69,19 @@ def natted_network(num_hosts: int) -> Iterator[NattedNetwork]:
             _run(*_in(host), "ip", "link", "set", "eth0", "up")
             _run(*_in(host), "ip", "route", "add", "default", "via", f"{_INNER}.1")
             _run(*_in(router), "sysctl", "-qw", "net.ipv4.ip_forward=1")
-            _iptables(router, "-t", "nat", "-A", "POSTROUTING", "-o", "wan0", "-j", "MASQUERADE")
-            _iptables(router, "-P", "FORWARD", "DROP")
-            _iptables(router, "-A", "FORWARD", "-i", "lan0", "-j", "ACCEPT")
+            iptables(router, "-t", "nat", "-A", "POSTROUTING", "-o", "wan0", "-j", "MASQUERADE")
+            iptables(router, "-P", "FORWARD", "DROP")
+            iptables(router, "-A", "FORWARD", "-i", "lan0", "-j", "ACCEPT")
             replies = ("-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED")
-            _iptables(router, "-A", "FORWARD", "-i", "wan0", *replies, "-j", "ACCEPT")
+            iptables(router, "-A", "FORWARD", "-i", "wan0", *replies, "-j", "ACCEPT")
         yield NattedNetwork(public, tuple(hosts))
     finally:
         for name in made:
             _remove(name)
 
 
-def _iptables(namespace: str, *arguments: str) -> None:
+def iptables(namespace: str, *arguments: str) -> None:
+    """Runs Debian's iptables in a namespace: the installed one, or else one that is unpacked for the tests."""
     program = shutil.which("iptables-legacy") or shutil.which("iptables-legacy", path="/usr/sbin:/sbin")
     environment = dict(os.environ)
     if program is None:

@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.waiting import wait_until
 
 _WITHIN_S = 30.0
+_STARTS_WITHIN_S = 180.0
+"""Much longer than it takes: imports wait for a core while nodes train on the same machine."""
 
 
 def request(method: str, url: str, **headers: str) -> httpx.Response:
@@ -199,7 +201,11 @@ def genesis_serve(
 
 
 def _announced(process: subprocess.Popen[str], lines: queue.Queue[str], errors: list[str]) -> ServeProcess:
-    line = lines.get(timeout=_WITHIN_S)
+    try:
+        line = lines.get(timeout=_STARTS_WITHIN_S)
+    except queue.Empty:
+        text = f"expected an address from genesis serve within {_STARTS_WITHIN_S:.0f} s: {''.join(errors)}"
+        raise TimeoutError(text) from None
     if not line:
         raise RuntimeError(f"genesis serve ended with {process.wait(_WITHIN_S)}: {''.join(errors)}")
     address = next(part.strip('",') for part in line.split() if part.strip('",').startswith("http://"))

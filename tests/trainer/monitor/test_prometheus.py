@@ -224,7 +224,10 @@ def api_target(node: TrainingNode) -> str:
 
 @contextmanager
 def scraped(folder: Path) -> Iterator[tuple[Prometheus, PipelineSwarm]]:
-    """Two nodes that train together, two workers, a driver, a monitor and a store, scraped every second."""
+    """Two nodes that train together, two workers, a driver, a monitor and a store, scraped every five seconds.
+
+    Not oftener: the interval is Prometheus' time-out too, and seven processes may share two cores.
+    """
     small = {"discovery": {"report_interval_s": 1.0}, "swarm": {"num_stages": 2}}
     with ExitStack() as stack:
         serve = stack.enter_context(genesis_serve(text_store()))
@@ -243,7 +246,7 @@ def scraped(folder: Path) -> Iterator[tuple[Prometheus, PipelineSwarm]]:
         assert "genesis_run_nodes" in ask("/metrics")
         processes = [*nodes.nodes.values(), *swarm.nodes.values()]
         configuration = yaml.safe_load((DOCS / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
-        configuration["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        configuration["global"] = {"scrape_interval": "5s", "evaluation_interval": "5s"}
         configuration["rule_files"] = [str(RULES)]
         targets = {"genesis-nodes": [api_target(node) for node in processes], "genesis-monitor": [monitor]}
         targets["genesis-serve"] = [f"127.0.0.1:{serve.port}"]
@@ -257,7 +260,7 @@ def wait_for(holds: Callable[[], object], what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_each_panel_and_rule_reads_a_real_run(tmp_path):
     assert programs().prometheus
     with scraped(tmp_path) as (server, swarm):
@@ -284,9 +287,15 @@ def test_each_panel_and_rule_reads_a_real_run(tmp_path):
         assert used - names - NOT_HERE - LABELS == set()
         evaluated = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
         assert {rule["health"] for rule in evaluated} == {"ok"}, [rule.get("lastError") for rule in evaluated]
-        standing = {rule["name"] for rule in evaluated if rule["state"] != "inactive"}
         # With one worker a stage there is one that may be lost; nobody has trained for as long as it takes to verify.
-        assert standing <= {"GenesisRunWarning", "GenesisNotVerified", "GenesisNodeNeverBegan"}, standing
+        usual = {"GenesisRunWarning", "GenesisNotVerified", "GenesisNodeNeverBegan"}
+
+        def unusual() -> set[str]:
+            found = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+            return {rule["name"] for rule in found if rule["state"] != "inactive"} - usual
+
+        # A look that took too long passes; what is wrong stays.
+        wait_for(lambda: not unusual(), "no alert in a healthy run")
         swarm["head"].kill()
         wait_for(lambda: server.query('ALERTS{alertname="GenesisTargetDown"}'), "an alert for the target that is down")
         wait_for(lambda: server.query('ALERTS{alertname="GenesisRunAlarm", kind="empty-stage"}'), "one for its stage")

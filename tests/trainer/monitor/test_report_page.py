@@ -33,6 +33,7 @@ def a_run(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("width", "is_dark"), [(1280, False), (1280, True), (400, False)])
 def test_the_file_in_a_browser(tmp_path: Path, width: int, is_dark: bool) -> None:
     report = run_report([a_run(tmp_path / "log")])
@@ -100,6 +101,7 @@ def test_the_command_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_pdf(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     program, environment = _chromium()
     for name, value in {**environment, "GENESIS_BROWSER": str(program)}.items():

@@ -14,6 +14,7 @@ import pytest
 
 from genesis.doctor import DoctorReport, Finding
 from tests.support.doctored_node import options
+from tests.support.natted_network import iptables
 from tests.support.small_store import text_store
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -40,13 +41,6 @@ def ip(*arguments: str) -> None:
 
 def within(network: str, *command: str) -> list[str]:
     return ["ip", "netns", "exec", network, *command]
-
-
-def rule(network: str, *arguments: str) -> None:
-    line = within(network, "iptables", *arguments)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode:
-        pytest.skip(f"no packet filter here: {done.stderr.strip()}")
 
 
 @contextmanager
@@ -80,7 +74,7 @@ class Internet:
         joined(self.router, INSIDE, self.node, NODE, "n")
         ip("-n", self.node, "route", "add", "default", "via", INSIDE)
         subprocess.run(within(self.router, "sysctl", "-qw", "net.ipv4.ip_forward=1"), check=True, timeout=20)
-        rule(self.router, "-t", "nat", "-A", "POSTROUTING", "-s", f"{NODE}/24", "-j", "MASQUERADE")
+        iptables(self.router, "-t", "nat", "-A", "POSTROUTING", "-s", f"{NODE}/24", "-j", "MASQUERADE")
         line = within(
             self.peer, sys.executable, "-c", PEER_PROGRAM, str(folder), PEER, str(PEER_PORT), str(text_store())
         )
@@ -124,7 +118,7 @@ def test_a_private_address_behind_a_router_is_found(internet: Internet) -> None:
 
 def test_a_port_that_the_router_forwards_is_reached(internet: Internet) -> None:
     forward = ("PREROUTING", "-d", ROUTER, "-p", "tcp", "--dport", str(PORT), "-j", "DNAT", "--to", f"{NODE}:{PORT}")
-    rule(internet.router, "-t", "nat", "-A", *forward)
+    iptables(internet.router, "-t", "nat", "-A", *forward)
     try:
         found = internet.diagnosed(internet.node, f"{ROUTER}:{PORT}")
         assert found["address"].status == "ok"
@@ -133,25 +127,25 @@ def test_a_port_that_the_router_forwards_is_reached(internet: Internet) -> None:
         found = internet.diagnosed(internet.node, "8.8.9.9")
         assert f"--public-address {ROUTER}:{PORT}" in found["reachable"].cure
     finally:
-        rule(internet.router, "-t", "nat", "-D", *forward)
+        iptables(internet.router, "-t", "nat", "-D", *forward)
 
 
 def test_a_firewall_that_drops_is_found(internet: Internet) -> None:
     drop = ("INPUT", "-p", "tcp", "--dport", str(PORT), "-j", "DROP")
-    rule(internet.router, "-A", *drop)
+    iptables(internet.router, "-A", *drop)
     try:
         found = internet.diagnosed(internet.router, ROUTER)
     finally:
-        rule(internet.router, "-D", *drop)
+        iptables(internet.router, "-D", *drop)
     assert found["reachable"].status == "failed"
     assert found["reachable"].cure.startswith("the firewall drops it")
 
 
 def test_a_peer_behind_a_firewall_and_one_without_a_route_are_told_apart(internet: Internet) -> None:
     drop = ("INPUT", "-p", "tcp", "--dport", str(PEER_PORT), "-j", "DROP")
-    rule(internet.peer, "-A", *drop)
+    iptables(internet.peer, "-A", *drop)
     try:
         assert "open the port in the firewall there" in internet.diagnosed(internet.node)["peers"].cure
     finally:
-        rule(internet.peer, "-D", *drop)
+        iptables(internet.peer, "-D", *drop)
     assert "no way from here" in internet.diagnosed(internet.router, peer="9.9.9.9:4100")["peers"].cure
