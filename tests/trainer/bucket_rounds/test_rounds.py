@@ -425,7 +425,7 @@ def test_who_is_not_named_takes_no_part(tmp_path: Path) -> None:
     replicas = members(tmp_path, 3)
     allowed = {each.settings.own_id for each in replicas[:2]}
 
-    def refusal(header: ContributionHeader, _put_at: float) -> str:
+    def refusal(header: ContributionHeader | StateRecord, _put_at: float) -> str:
         return "" if header.member in allowed else "not named"
 
     replicas = [Replica(replace(each.settings, refusal=refusal, round_timeout_s=5.0)) for each in replicas]
