@@ -124,7 +124,7 @@ class BucketCollective:
         deadline_s = time.monotonic() + settings.round_timeout_s
         while not settings.stopping():
             try:
-                return accepted_agreement(settings.place, settings.rules, round_index - 1)
+                return accepted_agreement(settings.place, settings.rules, round_index - 1, settings.refusal)
             except GenesisError as error:
                 if time.monotonic() > deadline_s:
                     raise RoundFailedError(f"round {round_index}: {error}") from error

@@ -124,7 +124,7 @@ class ContributionHeader(SignedDocument):
 
     def read_credential(self) -> Credential | None:
         """Returns the credential; raises RefusedError where it is none."""
-        return None if self.credential is None else Credential.parse(canonical_json(self.credential))
+        return read_credential_field(self.credential)
 
 
 class AgreedMember(Message):
@@ -172,6 +172,11 @@ class StateRecord(SignedDocument):
     agreement: Digest  # By which it went.
     state_digest: Digest
     snapshot: MaybeDigest = ""  # Of its snapshot's descriptor, if the agreement asked for one.
+    credential: dict[str, JsonValue] | None = None  # As of a contribution.
+
+    def read_credential(self) -> Credential | None:
+        """Returns the credential; raises RefusedError where it is none."""
+        return read_credential_field(self.credential)
 
 
 class Wish(SignedDocument):
@@ -208,6 +213,11 @@ def split_contribution(body: bytes, run_id: str) -> tuple[ContributionHeader, me
 def payload_digest(payload: bytes | bytearray | memoryview) -> str:
     """SHA-256 of an encoded vector, hexadecimal."""
     return sha256_hex(payload)
+
+
+def read_credential_field(field: dict[str, JsonValue] | None) -> Credential | None:
+    """Returns the credential in a field of a document; raises RefusedError where it is none."""
+    return None if field is None else Credential.parse(canonical_json(field))
 
 
 def credential_field(credential: Credential | None) -> dict[str, Any] | None:

@@ -68,6 +68,7 @@ class Keeping:
             agreement=agreement.digest,
             state_digest=state_digest,
             snapshot="" if described is None else described[0].digest,
+            credential=credential_field(settings.credential()),
         ).signed(settings.identity)
         settings.place.put_once(state_key(agreement.round_index, settings.own_id), record.wire())
         crash_point("bucket-state-put")
@@ -101,8 +102,8 @@ class Keeping:
         there = {key for key, names in settings.place.snapshots().items() if _is_whole(names)}
         for round_index in sorted({each for each, _ in there if each <= newest_round}, reverse=True)[:_MOST_JUDGED]:
             if round_index not in self._vouched:
-                agreement = accepted_agreement(settings.place, settings.rules, round_index)
-                record = None if agreement is None else vouched_state(settings.place, agreement)
+                agreement = accepted_agreement(settings.place, settings.rules, round_index, settings.refusal)
+                record = None if agreement is None else vouched_state(settings.place, agreement, settings.refusal)
                 if record is None or not record.snapshot:
                     continue
                 self._vouched[round_index] = record

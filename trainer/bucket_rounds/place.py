@@ -187,11 +187,17 @@ class Place:
 
     def get_bounded(self, key: str, max_bytes: int) -> bytes | None:
         """Returns an object; None: there is none, or a larger one. For objects that no listing has shown."""
+        found = self.get_dated(key, max_bytes)
+        return None if found is None else found[0]
+
+    def get_dated(self, key: str, max_bytes: int) -> tuple[bytes, float] | None:
+        """As `get_bounded`, with the time at which it was put, Unix time by the store's clock."""
         self._count(num_reads=1)
         info = self._store.head(key)
         if info is None or info.size_bytes > max_bytes:
             return None
-        return self.get(key, max_bytes)
+        body = self.get(key, max_bytes)
+        return None if body is None else (body, _unix(info))
 
     def put_once(self, key: str, body: bytes | bytearray | memoryview) -> bool:
         """Puts an object unless there is one of that name; returns whether this one is there now."""

@@ -37,6 +37,7 @@ from trainer.bucket_rounds.documents import (
     split_contribution,
 )
 from trainer.bucket_rounds.forms import Aggregated, Form, Payload
+from trainer.bucket_rounds.history import Refusal, nobody_refused
 from trainer.bucket_rounds.place import (
     ListedContribution,
     Place,
@@ -101,8 +102,8 @@ class BucketSettings:
     form_of: Callable[[int], Form]  # By the length of a vector.
     round_timeout_s: float
     invite_after_s: float
-    refusal: Callable[[ContributionHeader, float], str] = lambda _header, _put_at: ""
-    """Why a member may not take part, by its contribution and when it was put; empty: it may."""
+    refusal: Refusal = nobody_refused
+    """Why a member may not take part, or say what it holds, by the document and when it was put; empty: it may."""
     credential: Callable[[], Credential | None] = lambda: None  # This node's, where the run has an authority.
     is_unwelcome: Callable[[str], bool] = lambda _member: False
     """Whether this node leaves a member out of rounds that it closes; it takes part in those that others close."""

@@ -33,6 +33,7 @@ class RoundRules:
     """What all members of a run must have alike, for they judge by it."""
 
     run_id: str
+    members: tuple[str, ...] = ()  # Who may take part; empty: whoever can write.
     min_members: int = 1
     max_members: int = 48
     quorum: int = 0
@@ -177,6 +178,8 @@ def check_outline(agreement: Agreement, facts: RoundFacts, attempt: int, rules: 
         raise _void(facts, "it does not follow the agreement of the round before")
     if keys != sorted(set(keys)) or agreement.member not in keys:
         raise _void(facts, "its members are not a sorted list with its proposer in it")
+    if rules.members and not set(keys) <= set(rules.members):
+        raise _void(facts, "it lists somebody whom the run does not name (bucket.members)")
     if not max(1, rules.min_members) <= len(keys) <= rules.max_members:
         raise _void(facts, f"it has {len(keys)} members, not {rules.min_members} to {rules.max_members}")
     expected = weights_of([each.claims for each in agreement.members], rules)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from genesis.errors import StoreUnavailableError
-from genesis.store.base import CachePolicy
+from genesis.store.base import CachePolicy, Store
 from tests.support.bucket_rounds import (
     FAST,
     Interposed,
@@ -28,11 +28,18 @@ from tests.support.bucket_rounds import (
 )
 from trainer.aggregation import RuleConfig
 from trainer.aggregation.sparse import Averaging
-from trainer.bucket_rounds.documents import Agreement, ContributionHeader, contribution_body, payload_digest
+from trainer.bucket_rounds.documents import (
+    Agreement,
+    ContributionHeader,
+    StateRecord,
+    contribution_body,
+    payload_digest,
+)
 from trainer.bucket_rounds.forms import SparseForm
 from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
 from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.round import BucketSettings
+from trainer.bucket_rounds.rules import weights_of
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Identity
 
@@ -418,7 +425,7 @@ def test_who_is_not_named_takes_no_part(tmp_path: Path) -> None:
     replicas = members(tmp_path, 3)
     allowed = {each.settings.own_id for each in replicas[:2]}
 
-    def refusal(header: ContributionHeader, _put_at: float) -> str:
+    def refusal(header: ContributionHeader | StateRecord, _put_at: float) -> str:
         return "" if header.member in allowed else "not named"
 
     replicas = [Replica(replace(each.settings, refusal=refusal, round_timeout_s=5.0)) for each in replicas]
@@ -449,6 +456,71 @@ def test_most_members_vouch_for_the_newest_state(tmp_path: Path) -> None:
     folder(tmp_path).delete(state_key(1, replicas[0].settings.own_id))
     folder(tmp_path).delete(state_key(1, replicas[1].settings.own_id))
     assert vouched_state(place, newest) is None
+
+
+def put_round_of(store: Store, stranger: BucketSettings, follows: Agreement) -> Agreement:
+    """Puts an agreement that lists a stranger alone, and the stranger's word for the state after it."""
+    entry = follows.members[0].model_copy(update={"member": stranger.own_id})
+    said = {"round_index": follows.round_index + 1, "follows": follows.digest, "members": (entry,)}
+    own = follows.model_copy(update=said)
+    weights = weights_of([entry.claims], stranger.rules)
+    own = own.model_copy(update={"members": (entry.model_copy(update={"weight": weights[0]}),)}).signed(
+        stranger.identity
+    )
+    store.put(agreement_key(own.round_index, 0), own.wire(), cache=CachePolicy.NONE)
+    record = StateRecord(
+        run_id="test",
+        member=stranger.own_id,
+        round_index=own.round_index,
+        agreement=own.digest,
+        state_digest="e" * 64,
+        snapshot="f" * 64,
+    ).signed(stranger.identity)
+    store.put(state_key(own.round_index, stranger.own_id), record.wire(), cache=CachePolicy.NONE)
+    return own
+
+
+@pytest.mark.parametrize("admits", ["names", "an authority"])
+def test_a_stranger_with_credentials_for_the_bucket_has_no_state_of_its_own_believed(
+    tmp_path: Path, admits: str
+) -> None:
+    replicas = members(tmp_path, 3)
+    one_round(replicas)
+    place, stranger = Place(folder(tmp_path)), settings_of(folder(tmp_path))
+    allowed = [each.settings.own_id for each in replicas]
+    newest = newest_agreement(place, replicas[0].settings.rules)
+    assert newest is not None
+    forged = put_round_of(folder(tmp_path), stranger, newest)
+    if admits == "names":
+        rules = replace(replicas[0].settings.rules, members=tuple(sorted(allowed)))
+        assert accepted_agreement(place, rules, forged.round_index) is None
+        assert newest_agreement(place, rules) == newest
+    else:
+
+        def refusal(document: ContributionHeader | StateRecord, _put_at: float) -> str:
+            return "" if document.member in allowed else "no credential"
+
+        assert vouched_state(place, forged) is not None
+        assert vouched_state(place, forged, refusal) is None
+        assert vouched_state(place, newest, refusal) is not None
+
+
+def test_of_two_agreements_for_a_round_the_one_counts_that_most_members_went_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.bucket_rounds.round._ABSENT_AFTER_S", 1.0)
+    replicas = members(tmp_path, 3)
+    one_round(replicas)
+    place, rules = Place(folder(tmp_path)), replicas[0].settings.rules
+    first = accepted_agreement(place, rules, 0)
+    assert first is not None
+    stranger = settings_of(folder(tmp_path))
+    forged = put_round_of(folder(tmp_path), stranger, first)
+    one_round(replicas)
+    put_round_of(folder(tmp_path), stranger, forged)  # It follows its own, as if a round had judged that.
+    accepted = accepted_agreement(place, rules, 1)
+    assert accepted is not None
+    assert set(accepted.keys) == {each.settings.own_id for each in replicas}
 
 
 def test_agreements_beyond_a_gap_are_not_the_runs(tmp_path: Path) -> None:

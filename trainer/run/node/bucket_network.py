@@ -23,9 +23,9 @@ from genesis.store.limits import RetryPolicy
 from genesis.store.opening import open_store
 from manifests.serialisation import canonical_json
 from trainer.bucket_rounds.collective import BucketCollective
-from trainer.bucket_rounds.documents import Agreement, ContributionHeader
+from trainer.bucket_rounds.documents import Agreement, ContributionHeader, StateRecord
 from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
-from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
+from trainer.bucket_rounds.history import Refusal, accepted_agreement, newest_agreement, vouched_state
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import RUN_KEY, Place
 from trainer.bucket_rounds.round import BucketSettings
@@ -262,9 +262,9 @@ class BucketNetwork:
         if newest is None or own_round > newest.round_index + 1:
             return False
         if own_round == newest.round_index + 1:
-            record = vouched_state(place, newest)
+            record = vouched_state(place, newest, self._settings.refusal)
             return not own_digest or (record is not None and record.state_digest != own_digest)
-        agreement = accepted_agreement(place, rules, own_round)
+        agreement = accepted_agreement(place, rules, own_round, self._settings.refusal)
         if agreement is None or agreement.state_digest != own_digest:
             return True
         there = {(each.member, each.payload_sha256) for each in place.round(own_round).contributions}
@@ -337,11 +337,12 @@ class BucketNetwork:
         for agreement in self._agreements:
             if agreement.round_index == round_index:
                 return agreement
-        return accepted_agreement(self._settings.place, self._settings.rules, round_index)
+        settings = self._settings
+        return accepted_agreement(settings.place, settings.rules, round_index, settings.refusal)
 
     def _compare_run(self) -> None:
         place, config = self._settings.place, self._config
-        rounds = {**asdict(self._settings.rules), "members": sorted(config.bucket.members)}
+        rounds = {**asdict(self._settings.rules), "members": list(self._settings.rules.members)}
         own = BucketRun(run_id=config.run_id, terms=self._terms.model_dump(mode="json"), rounds=rounds)
         wire = canonical_json(own.model_dump(mode="json"))
         body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
@@ -392,6 +393,7 @@ def settings_of(
         place=Place(store, bucket.prices),
         rules=RoundRules(
             run_id=config.run_id,
+            members=tuple(sorted(bucket.members)),
             min_members=options.min_members,
             max_members=bucket.max_members,
             quorum=bucket.quorum,
@@ -421,14 +423,14 @@ def _form_of(config: RunConfig) -> Callable[[int], Form]:
     return partial(DenseForm, codec_named(config.round_options.compression))
 
 
-def _refusal(members: Sequence[str], admission: Admission | None) -> Callable[[ContributionHeader, float], str]:
-    """Returns what says why a contribution does not count, if it does not, by the time at which it was put.
+def _refusal(members: Sequence[str], admission: Admission | None) -> Refusal:
+    """Returns what says why a contribution, or a state record, does not count, by the time at which it was put.
 
     Revocations have no part in it: members hear of them at different times, and have to judge alike.
     """
     allowed = frozenset(members)
 
-    def refusal(header: ContributionHeader, put_at: float) -> str:
+    def refusal(header: ContributionHeader | StateRecord, put_at: float) -> str:
         if allowed and header.member not in allowed:
             return "the run does not name this node (bucket.members)"
         if admission is None or header.member in admission.authorities:
