@@ -38,8 +38,8 @@ _FLAGS = [
     "--disable-sync",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 ]
-_STARTS_WITHIN_MS = 60_000
-_WAITS_MS = 90_000
+_STARTS_WITHIN_MS = 240_000
+_WAITS_MS = 240_000
 _AXE_TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 _OWN_SCHEMES = ("data", "blob", "about")
 
