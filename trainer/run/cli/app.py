@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         result = _INTERRUPTED
     except (TrainerUsageError, LoaderUsageError) as error:
-        return _failed_start(_fail(str(error), 2), arguments)
+        return _fail(str(error), 2)
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
         return _failed_start(_fail(str(error), 1), arguments)
     except OSError as error:
@@ -86,7 +86,10 @@ def _fail(message: str, code: int) -> int:
 
 
 def _failed_start(code: int, arguments: Sequence[str]) -> int:
-    """Names the doctor where a node could not start or go on; its options are not repeated: they may hold a token."""
+    """Names the doctor where a node could not start or go on, for another reason than an option that makes no sense.
+
+    Its options are not repeated: they may hold a token.
+    """
     first = next(iter(arguments), "")
     if first == "worker" or first.startswith("-"):
         options = "the same options" if first != "worker" else "the same options behind 'worker' (and --stage)"
