@@ -57,7 +57,8 @@ def accepted_agreement(
 ) -> Agreement | None:
     """Returns the agreement that counted for a round; None: the bucket has none. Raises what the store does.
 
-    Of several that for which the most members vouch; among equals, the one that the next round follows.
+    Of several that for which the most members vouch; among equals, the one that the next round follows, or one whose
+    contributions are all there.
     """
     found = agreements_of(place, rules, round_index)
     if len(found) < 2:
@@ -66,7 +67,9 @@ def accepted_agreement(
     found = [each for each, number in zip(found, numbers, strict=True) if number == max(numbers)]
     following = {each.follows for each in agreements_of(place, rules, round_index + 1)}
     followed = [each for each in found if each.digest in following]
-    return (followed or found)[0]
+    brought = {(each.member, each.payload_sha256) for each in place.round(round_index).contributions}
+    whole = [each for each in found if all((it.member, it.payload_sha256) in brought for it in each.members)]
+    return (followed or whole or found)[0]
 
 
 def vouched_state(place: Place, agreement: Agreement, refusal: Refusal = nobody_refused) -> StateRecord | None:
