@@ -279,7 +279,7 @@ def _reasons_against(
     """Returns why training cannot be called verified; none if it can."""
     reasons = []
     if len(recent) < _MIN_STEPS:
-        reasons.append(f"expected {_MIN_STEPS} losses or more to judge by, found {len(recent)}; wait")
+        reasons.append(f"too early to judge: {len(recent)} losses of the {_MIN_STEPS} needed; wait")
     elif not has_fallen(first, recent[-FIRST_LOSSES:]):
         reasons.append("the latest losses are not below the first ones by more than their noise")
     if was_applied and 2 * sum(was_applied) < len(was_applied):

@@ -43,7 +43,7 @@ def learning(length, seed=0):
 def test_before_the_first_step_nothing_is_claimed(tracker):
     status = tracker.status()
     assert not status.training_verified
-    assert status.reasons == ("expected 100 losses or more to judge by, found 0; wait",)
+    assert status.reasons == ("too early to judge: 0 losses of the 100 needed; wait",)
     assert (status.loss_trend, status.global_loss, status.loss) == ("unknown", None, None)
     assert (status.hash_agreement_rate, status.hash_agreement.reason) == (None, "no outer step yet")
     assert (status.sync_success_rate, status.sync_success.reason) == (None, "no round yet")

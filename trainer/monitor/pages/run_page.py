@@ -102,7 +102,7 @@ def _verdict(
     if reasons:
         return "not-verified", tuple(map(harmless, reasons)), trend
     if len(latest) < _MIN_LOOKS:
-        text = f"expected {_MIN_LOOKS} looks with a loss or more to judge by, found {len(latest)}; wait"
+        text = f"too early to judge: {len(latest)} looks with a loss of the {_MIN_LOOKS} needed; wait"
         return "unknown", (text,), trend
     if not has_fallen(first[:size], latest[-size:]):
         text = "the latest losses are not below the first ones that this monitor saw by more than their noise"

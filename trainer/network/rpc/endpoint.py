@@ -413,9 +413,10 @@ class Endpoint:
                 return server.add_insecure_port(address)
             certificate_pem, key_pem = make_certificate()
             port = server.add_secure_port(address, grpc.ssl_server_credentials([(key_pem, certificate_pem)]))
-        except RuntimeError as error:
+        except RuntimeError:  # gRPC's own text names an environment variable of its own, and no cause.
             raise TrainerUsageError(
-                f"expected to listen on {address}, found it taken or not of this machine ({error}); choose another port"
+                f"expected to listen on {address}, found it taken or not of this machine; see 'ss -ltnp', or choose "
+                "another port"
             ) from None
         self.certificate = certificate_pem
         self._serving.certificate_sha256 = certificate_digest(certificate_pem)

@@ -9,7 +9,7 @@ import { showRounds } from "./rounds.js";
 import { rate, showAccount, showStages } from "./swarm.js";
 
 const VERDICTS = {
-  verified: ["good", "training, verified"], "not-verified": ["bad", "not verified"], unknown: ["warning", "not known yet"],
+  verified: ["good", "training, verified"], "not-verified": ["bad", "not verified"], unknown: ["warning", "too early to judge"],
 };
 const TRENDS = { improving: "↘ improving", stable: "→ stable", degrading: "↗ degrading", unknown: "trend not known yet" };
 const HEALTH = { ok: "good", quiet: "warning", failing: "warning", doubtful: "warning", unreachable: "bad", gone: "" };
