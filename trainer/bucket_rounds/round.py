@@ -37,7 +37,7 @@ from trainer.bucket_rounds.documents import (
     split_contribution,
 )
 from trainer.bucket_rounds.forms import Aggregated, Form, Payload
-from trainer.bucket_rounds.history import Refusal, nobody_refused
+from trainer.bucket_rounds.history import Refusal, agreements_of, nobody_refused
 from trainer.bucket_rounds.place import (
     ListedContribution,
     Place,
@@ -297,7 +297,7 @@ class BucketRound:
             raise RefusedError("agreement", f"it lists what {sorted(bad)[0][0][:12]} did not properly contribute")
         missing = wanted - self._read.keys()
         if missing:
-            return self._waits_for(missing, attempt)
+            return self._waits_for(missing, attempt, agreement)
         found = {member: self._read[member, sha256].put for member, sha256 in wanted}
         excluded = {proposer for number, proposer in self._void.items() if number < attempt and proposer}
         check_members(agreement, found, facts, put_at, settings.rules, excluded)
@@ -308,10 +308,11 @@ class BucketRound:
             )
         return True
 
-    def _waits_for(self, missing: set[tuple[str, str]], attempt: int) -> bool:
+    def _waits_for(self, missing: set[tuple[str, str]], attempt: int, agreement: Agreement) -> bool:
         """Returns False while what an agreement lists may still come; raises as `_is_valid`."""
         round_index = self._facts.round_index
-        if self._place.round(round_index + 1).agreements:
+        later = agreements_of(self._place, self._settings.rules, round_index + 1)
+        if any(each.follows == agreement.digest for each in later):
             raise StateBehindError(
                 f"round {round_index} is over, and {len(missing)} contributions to it were removed; this node was away "
                 "for too long, and needs the others' state"

@@ -536,3 +536,28 @@ def test_agreements_beyond_a_gap_are_not_the_runs(tmp_path: Path) -> None:
     newest = newest_agreement(Place(folder(tmp_path)), stranger.rules)
     assert newest is not None
     assert newest.digest == first.digest
+
+
+def test_garbage_where_the_next_rounds_agreement_belongs_ends_no_round(tmp_path: Path) -> None:
+    """With it, an agreement that lists what is not there would have sent all members to fetch a state."""
+    store = folder(tmp_path)
+    replicas = members(tmp_path, 3, rule=ROBUST)
+    one_round(replicas)
+    store.put(agreement_key(2, 0), b"garbage", cache=CachePolicy.NONE)
+    liar = replicas[2]
+    put_contribution_of(liar)
+    before = accepted_agreement(Place(store), liar.settings.rules, 0)
+    assert before is not None
+    absent = before.model_copy(
+        update={
+            "round_index": 1,
+            "follows": before.digest,
+            "state_digest": liar.digest(),
+            "members": (
+                before.members[0].model_copy(update={"member": liar.settings.own_id, "payload_sha256": "a" * 64}),
+            ),
+        }
+    )
+    store.put(agreement_key(1, 0), absent.signed(liar.settings.identity).wire(), cache=CachePolicy.NONE)
+    one_round(replicas[:2])
+    assert_alike(replicas[:2])
