@@ -285,9 +285,9 @@ async def test_whoever_comes_next_finds_all_and_the_former_keepers_writes_fail_o
 
 async def test_a_journal_that_is_kept_is_not_taken_and_one_that_was_given_back_is_at_once(place: StorePlace) -> None:
     first = await site_in(place, "a").follow()
-    site = site_in(place, "b", takeover_s=1.0)
+    site = site_in(place, "b", takeover_s=4.0)
     waiting = asyncio.create_task(site.follow())
-    for _ in range(8):
+    for _ in range(22):
         await asyncio.sleep(0.2)
         await first.target.confirm()
         assert not waiting.done()

@@ -71,7 +71,7 @@ def s3() -> Iterator[Server]:
 
 
 def test_two_nodes_over_a_folder_end_alike_and_tell_what_it_cost(trainer: TrainerCommand, tmp_path: Path) -> None:
-    nodes = train_together(trainer, tmp_path / "bucket", 2, "--set", "collective.min_members=2")
+    nodes = train_together(trainer, tmp_path / "bucket", 2, "--set", "bucket.quorum=2")
     assert_alike(trainer, 2)
     rounds = [event for event in nodes[0].events if event["kind"] == "round"]
     assert [(each["round_index"], len(each["members"])) for each in rounds] == [(0, 2), (1, 2), (2, 2)]
