@@ -115,8 +115,8 @@ class RunningTrainer:
         self.process.send_signal(number)
         return self.wait()
 
-    def wait(self) -> int:
-        code = self.process.wait(WAIT_S)
+    def wait(self, within_s: float = WAIT_S) -> int:
+        code = self.process.wait(within_s)
         for reader in self._readers:
             reader.join(WAIT_S)
         assert "Traceback" not in "".join(self.errors), "".join(self.errors)

@@ -259,7 +259,7 @@ def wait_for(holds: Callable[[], object], what: str) -> None:
     wait_until(lambda: bool(holds()), f"expected {what}", 240.0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_each_panel_and_rule_reads_a_real_run(tmp_path):
     assert programs().prometheus

@@ -19,7 +19,7 @@ from tests.support.pipeline_swarm import PipelineSwarm
 from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1_200)]
 ROOT = Path(__file__).resolve().parents[3]
 OFTEN = {"discovery": {"report_interval_s": 1.0}}
 

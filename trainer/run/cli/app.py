@@ -70,10 +70,10 @@ def run(arguments: Sequence[str]) -> int:
     except (TrainerUsageError, LoaderUsageError) as error:
         return _fail(str(error), 2)
     except (TrainerError, LoaderError, GenesisError, ContractError) as error:
-        return _failed_start(_fail(str(error), 1), arguments)
+        return _fail(f"{error}{_advice(arguments)}", 1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _failed_start(_fail(f"cannot go on: {where}{error.strerror or error}", 1), arguments)
+        return _fail(f"cannot go on: {where}{error.strerror or error}{_advice(arguments)}", 1)
     if result == _INTERRUPTED:  # typer since 0.16 returns it for an interrupt, and raised Abort before.
         return _fail("interrupted; nothing was saved since the last checkpoint", _INTERRUPTED)
     return result if isinstance(result, int) else 0
@@ -85,16 +85,16 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _failed_start(code: int, arguments: Sequence[str]) -> int:
+def _advice(arguments: Sequence[str]) -> str:
     """Names the doctor where a node could not start or go on, for another reason than an option that makes no sense.
 
     Its options are not repeated: they may hold a token.
     """
     first = next(iter(arguments), "")
-    if first == "worker" or first.startswith("-"):
-        options = "the same options" if first != "worker" else "the same options behind 'worker' (and --stage)"
-        typer.echo(f"trainer: 'python -m trainer doctor' with {options} says what stands in the way", err=True)
-    return code
+    if first != "worker" and not first.startswith("-"):
+        return ""
+    options = "the same options" if first != "worker" else "the same options behind 'worker' (and --stage)"
+    return f"; 'python -m trainer doctor' with {options} says what stands in the way"
 
 
 def _set_up_output() -> None:

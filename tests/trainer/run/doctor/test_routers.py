@@ -103,7 +103,7 @@ def internet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Internet]:
         yield Internet(tmp_path_factory.mktemp("internet"), stack)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_a_private_address_behind_a_router_is_found(internet: Internet) -> None:

@@ -55,7 +55,7 @@ def train_together(
             assert nodes[number].process.wait(WAIT_S) == -signal.SIGKILL, "".join(nodes[number].errors)
             nodes[number] = start(number)
         for node in nodes:
-            assert node.wait() == 0, "".join(node.errors)
+            assert node.wait(300.0) == 0, "".join(node.errors)
         return nodes
 
 
@@ -165,7 +165,8 @@ def test_only_whom_the_authority_has_admitted_takes_part(tmp_path: Path) -> None
     assert "expired" in settings.refusal(header(member, issued(authority)), now + 8000.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlap", [0, 4])
 @pytest.mark.parametrize("points", [BUCKET_CRASH_POINTS[:4], BUCKET_CRASH_POINTS[4:]])
 def test_nodes_killed_at_each_step_of_a_round_end_as_if_nobody_had_been(
