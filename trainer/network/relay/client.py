@@ -79,11 +79,6 @@ class RelayLinks:
         relayed = (link.lent_address for link in self._links)
         return next(filter(None, (*direct, *relayed)), "")
 
-    @property
-    def is_relayed(self) -> bool:
-        """Whether that is a relay's."""
-        return any(link.lent_address for link in self._links) and not any(link.direct_address for link in self._links)
-
     def may_be_caller(self, remote_host: str) -> bool:
         """Returns whether whoever comes from this address may have come by way of a relay, from anywhere."""
         return is_stand_in(remote_host) or (not self._has_stand_ins and remote_host == address_group(self._local_host))

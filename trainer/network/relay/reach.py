@@ -27,19 +27,9 @@ class RelayedReach:
         return self._links.address if self._links is not None else ""
 
     @property
-    def is_relayed(self) -> bool:
-        """Whether others reach the node by way of a relay now."""
-        return self._links is not None and self._links.is_relayed
-
-    @property
     def relayed_bytes(self) -> tuple[int, int]:
         """Bytes of this node sent and received by way of relays."""
         return self._links.carried_bytes if self._links is not None else (0, 0)
-
-    @property
-    def carried_bytes(self) -> int:
-        """Bytes that this node has carried for others."""
-        return self._relay.carried_bytes if self._relay is not None else 0
 
     def may_be_caller(self, remote_host: str) -> bool:
         """Whether whoever comes from this address may have come by way of a relay, from anywhere."""
