@@ -158,7 +158,7 @@ def test_a_word_is_as_old_as_the_announcement_not_as_the_look(view: DriverPeerVi
     assert view.silence_s == 20.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_a_driver_whose_addresses_are_dead_looks_on(config, shape, monkeypatch, caplog):
     monkeypatch.setattr("trainer.run.swarm.peer_view._UNHEARD_S", 0.2)
     looks = iter(range(1000))
@@ -231,7 +231,7 @@ class Working:
         self.stopped.set()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: SwarmShape) -> None:
     node, driver = make().node, Working()
     *some, last = workers_of_all(shape)
@@ -246,7 +246,7 @@ async def test_a_driver_waits_for_a_worker_of_each_stage(make: Make, shape: Swar
     await working
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(make, monkeypatch):
     asked, released, given_up = threading.Event(), threading.Event(), threading.Event()
 
@@ -280,7 +280,7 @@ def test_steps_and_their_rate_go_on_where_the_account_is(config: RunConfig, make
     assert [result.lr for result in made.told] == [lr_at(result.step, config.inner) for result in made.told]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 async def test_what_a_keeper_leaves_is_the_account_behind_its_own_settling(tmp_path, monkeypatch):
     """It has leased and the workers it heard of are gone: in the end nothing is held, all is handed back."""
     serving = {"incarnation": "1" * 16, "status": "serving"}

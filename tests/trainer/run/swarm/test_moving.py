@@ -48,7 +48,7 @@ def test_a_worker_that_nobody_placed_takes_over_a_stage_that_is_left_empty(tmp_p
         assert "Traceback" not in spare.output()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_node_that_is_of_no_use_says_why_and_ends_alone(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
@@ -78,7 +78,7 @@ def test_a_node_that_is_of_no_use_says_why_and_ends_alone(tmp_path: Path) -> Non
         assert swarm.stop() == [TERMINATED] * 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_node_that_computes_nonsense_tries_again_and_then_gives_up(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
