@@ -42,7 +42,7 @@ def check_all_agree(swarm: TrainingSwarm, ahead: int) -> None:
     check_agreement(swarm.nodes.values(), together, together + 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_nodes_hold_one_state_after_every_outer_step(tmp_path: Path) -> None:
     num_rounds, inner_steps = 10, 20
     with TrainingSwarm(tmp_path, max_steps=num_rounds * inner_steps, collective={"min_members": 4}) as swarm:
@@ -78,7 +78,7 @@ def test_four_nodes_hold_one_state_after_every_outer_step(tmp_path: Path) -> Non
         assert first["current_loss"] < math.log(1024) - 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_are_killed_at_different_outer_steps(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
         swarm.begin(*NAMES)
@@ -109,7 +109,7 @@ def first_round_with(node: TrainingNode, peer_id: str, after: int) -> int | None
     return next((step for step, members in rounds if step > after and peer_id in members), None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_hangs_and_another_dies_and_both_come_back(tmp_path: Path) -> None:
     with TrainingSwarm(tmp_path) as swarm:
         swarm.begin(*FOUR)
@@ -163,7 +163,7 @@ def seed(folder: Path, name: str, *initial_peers: str) -> Iterator[tuple[subproc
         wait_until_gone(family)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_meet_through_seeds_also_when_one_of_the_seeds_is_gone(tmp_path: Path) -> None:
     with (
         seed(tmp_path, "first") as (first, first_address),
@@ -200,7 +200,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_who_does_not_fit_is_told_why_and_harms_no_round(tmp_path: Path) -> None:
     residents = ("north", "south")
     with TrainingSwarm(tmp_path) as swarm:
@@ -288,7 +288,7 @@ def diloco(folder: Path) -> dict[str, Any]:
     return saved[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not CORPUS.exists(), reason="the manuals' topics differ so much that each node learns its own")
 def test_diloco_against_ddp_held_out_loss_at_equal_tokens(tmp_path: Path) -> None:
