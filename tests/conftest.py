@@ -25,14 +25,16 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.event_loop import on_event_loop
 
-settings.register_profile(
-    "genesis",
-    deadline=None,
-    derandomize=True,
-    max_examples=50,
-    suppress_health_check=[HealthCheck.too_slow],
-    print_blob=True,
-)
+# By default what four minutes allow; `--hypothesis-profile thorough` looks at eight times as many.
+for _profile, _examples in (("genesis", 25), ("thorough", 200)):
+    settings.register_profile(
+        _profile,
+        deadline=None,
+        derandomize=True,
+        max_examples=_examples,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+    )
 settings.load_profile("genesis")
 
 _BEGUN_S = time.monotonic()

@@ -268,6 +268,7 @@ def test_a_store_that_fails_costs_time_only(tmp_path: Path) -> None:
     assert [len(each.report.members) for each in replicas[0].results] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_store_that_stalls_costs_time_only(tmp_path: Path) -> None:
     stalled = threading.Event()
 
@@ -362,7 +363,17 @@ def forged_agreement(settings: BucketSettings, honest: Agreement, **changes: obj
 
 
 @pytest.mark.parametrize(
-    "kind", ["garbage", "too early", "weights", "absent", "not a member", "too large", "another attempt", "repeated"]
+    "kind",
+    [
+        "garbage",
+        "too early",
+        "weights",
+        pytest.param("absent", marks=pytest.mark.slow),
+        "not a member",
+        "too large",
+        "another attempt",
+        "repeated",
+    ],
 )
 def test_a_void_agreement_costs_an_attempt_and_its_proposer_the_round(tmp_path: Path, kind: str) -> None:
     store = folder(tmp_path)
@@ -538,6 +549,7 @@ def test_agreements_beyond_a_gap_are_not_the_runs(tmp_path: Path) -> None:
     assert newest.digest == first.digest
 
 
+@pytest.mark.slow
 def test_garbage_where_the_next_rounds_agreement_belongs_ends_no_round(tmp_path: Path) -> None:
     """With it, an agreement that lists what is not there would have sent all members to fetch a state."""
     store = folder(tmp_path)

@@ -61,7 +61,7 @@ BOUNDS = {
 
 
 @all_codecs
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values=vectors)
 @example(values=np.random.default_rng(1).standard_normal(600 * BLOCK_VALUES + 3, dtype=np.float32))  # Several chunks.
 @example(values=np.float32([LARGEST, -LARGEST, LARGEST / 2, 0.0]))

@@ -214,6 +214,7 @@ async def test_a_proven_peer_that_takes_no_answer_loses_its_own_slots() -> None:
         await until(lambda: not standing.is_proven(identity.peer_id))
 
 
+@pytest.mark.slow
 async def test_a_greylisted_address_has_one_call_of_a_connection_served_at_a_time() -> None:
     """What 32 calls of one connection cost is what one does, and a newcomer of the same address gets in at once."""
     async with running_endpoint() as victim, running_endpoint() as newcomer, AsyncExitStack() as stack:

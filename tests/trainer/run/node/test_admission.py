@@ -168,6 +168,7 @@ async def test_a_revocation_reaches_nodes_that_cannot_reach_the_authority(tmp_pa
         await ask(nodes[1].endpoint, nodes[2].endpoint.peer)
 
 
+@pytest.mark.slow
 async def test_a_revocation_is_heard_of_in_the_dht(tmp_path: Path) -> None:
     """Neither node knows the other; one asks the authority, and what strangers have stored hides nothing."""
     async with (

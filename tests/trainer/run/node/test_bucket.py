@@ -70,6 +70,7 @@ def s3() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_two_nodes_over_a_folder_end_alike_and_tell_what_it_cost(trainer: TrainerCommand, tmp_path: Path) -> None:
     nodes = train_together(trainer, tmp_path / "bucket", 2, "--set", "bucket.quorum=2")
     assert_alike(trainer, 2)

@@ -104,6 +104,7 @@ def network_of(name: str, folder: Path, initial_peers: list[str], port: int, ter
     return Network(config, Identity.create(), terms, lambda: 1024, FIT, lambda: False)
 
 
+@pytest.mark.slow
 def test_only_a_state_that_fits_is_taken(begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They claim to be further, and would be taken first; the model of the first would not fit into any memory."""
     short = torch.zeros(8)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.signed_runs import OWNER, chain_of, run_file, wire_of
@@ -31,6 +31,7 @@ def test_what_is_in_force_follows_from_the_round_alone(at_rounds: list[int], rou
     assert chain.settings_by(number).get("inner.lr") == (number * 1e-4 if number else None)
 
 
+@settings(max_examples=15)
 @given(st.permutations(range(6)))
 def test_in_whatever_order_they_come_the_chain_is_the_same(order: list[int]) -> None:
     whole, known = chain_of(FILE, *range(6)), ChangeChain(FILE)

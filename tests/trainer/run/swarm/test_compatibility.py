@@ -156,6 +156,7 @@ def test_who_began_with_another_model_is_told(mine: str, others: tuple[str, ...]
         check_first_weights(mine, "/models/a", reports)
 
 
+@pytest.mark.slow
 def test_stages_begin_with_the_model_of_a_folder_unless_they_have_checkpoints(tmp_path: Path) -> None:
     tokenizer, model = tmp_path / "tokenizer.json", tmp_path / "model"
     tokenizer.write_bytes(VocabularyFile.from_pairs([(114 + 10, 111)], {"tiny": 1}).to_json())

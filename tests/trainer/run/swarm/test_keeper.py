@@ -199,6 +199,7 @@ def test_an_account_fits_workers_a_few_steps_ahead(versions, leased, fits, confi
         assert opening.is_over(reports(*versions)) == bool(fits)
 
 
+@pytest.mark.slow
 def test_one_liar_a_stage_keeps_no_keeper_from_beginning_and_checkpoints_here_tell_first(config: RunConfig) -> None:
     for version, kept in ((0, ListedLedger(LedgerConfig())), (1000, kept_until(1000))):
         assert opening_of(config, kept).is_over([*reports(*[version] * 3), *reports(*[2**53 - 1] * 3)])

@@ -175,6 +175,7 @@ def test_a_lie_is_not_taken_and_its_teller_distrusted(lie: str, strategy: str) -
     assert all(result.committed for result in results[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["diloco", "sparta"])
 @pytest.mark.parametrize("brought", HARMLESS)
 def test_what_an_honest_replica_may_bring_is_averaged(brought: str, strategy: str) -> None:
