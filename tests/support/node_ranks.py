@@ -15,8 +15,9 @@ from trainer.model.choice import ModelChoice
 from trainer.outer.engine.collective import Contribution
 from trainer.outer.engine.torch_collective import RankedBytes
 from trainer.run.config import RunConfig
+from trainer.run.node.cluster import Ranks, cluster_collective
 from trainer.run.node.origin import Origin
-from trainer.run.node.starting import Ranks, _check_ranks, cluster_collective
+from trainer.run.node.starting import _check_ranks
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node
 

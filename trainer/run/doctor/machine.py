@@ -28,7 +28,7 @@ from trainer.model.sizing import (
 )
 from trainer.run.config import RunConfig
 from trainer.run.doctor.subject import Share
-from trainer.run.node.starting import num_processes
+from trainer.run.node.cluster import num_processes
 
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 _CHECKPOINT_BYTES_PER_PARAMETER: Final = 24

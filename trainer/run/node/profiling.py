@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.errors import TrainerError, TrainerUsageError
 from trainer.monitor.status import SpeedStatus
 from trainer.run.config import RunConfig
-from trainer.run.node.starting import num_processes, run_node
+from trainer.run.node.cluster import num_processes
+from trainer.run.node.starting import run_node
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay
 

@@ -157,7 +157,7 @@ def resident_bytes() -> int:
 
 
 class Tracked(Protocol):
-    """What watches a node's training (`trainer.run.node.training.Watch`)."""
+    """What watches a node's training (`trainer.run.node.watch.Watch`)."""
 
     @property
     def tracker(self) -> TrainingTracker:

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import secrets
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +34,6 @@ from trainer.checkpoint.node import (
     take_over_former_names,
     wallet_id,
 )
-from trainer.compression.vectors import codec_named
 from trainer.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -55,15 +51,14 @@ from trainer.model import ModelConfig, available_memory_bytes, choose_architectu
 from trainer.model.sizing import SHARED_BYTES_PER_PARAMETER, TRAINING_BYTES_PER_PARAMETER
 from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
-from trainer.outer.engine.torch_collective import RankedBytes, TorchCollective
-from trainer.outer.engine.torch_sparse import SparseTorchCollective
 from trainer.run.config import RunConfig, changed_options, to_mapping, to_yaml
+from trainer.run.node.cluster import Ranks, cluster_collective, joined_cluster, num_processes
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.origin import Origin, origin_of
-from trainer.run.node.process_group import join_process_group
 from trainer.run.node.replica import Replica
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import Node, TrainingDisplay, Watch
+from trainer.run.node.training import Node, TrainingDisplay
+from trainer.run.node.watch import Watch
 
 if TYPE_CHECKING:
     from loader.session import Session
@@ -83,8 +78,6 @@ _GROWTH = 1.5  # A run's vocabulary may be larger than this node's first guess.
 _NO_MEMORY = "can't allocate memory"
 """What torch's allocator for main memory says; it has no exception class of its own."""
 _BACKENDS = ("gloo", "NCCL")
-_NUMBER = struct.Struct("<q")
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_node(
@@ -119,49 +112,6 @@ def run_node(
             node_ranks.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process among those of a torchrun job; by default one that belongs to none."""
-
-    rank: int = 0
-    local_rank: int = 0
-    local_size: int = 1  # Ranks on this machine: they share its memory.
-    control: RankedBytes | None = None  # For what the ranks decide; None outside a cluster.
-
-    @property
-    def in_cluster(self) -> bool:
-        """Whether there are other ranks."""
-        return self.control is not None
-
-    @property
-    def instance(self) -> str:
-        """Distinguishes the ranks' checkpoints."""
-        return f"rank-{self.rank}" if self.in_cluster else ""
-
-    def own(self, config: RunConfig) -> RunConfig:
-        """Returns the configuration of this rank: data, log and HTTP port of its own."""
-        if not self.in_cluster:
-            return config
-        port = config.api.port + self.local_rank if config.api.port else 0
-        return replace(config, node_id=f"{config.node_id}-{self.rank}", api=replace(config.api, port=port))
-
-    def least(self, value: int) -> int:
-        """Returns the least of all ranks' values; all have to call it. Raises `PeerUnavailableError` if one is gone."""
-        if self.control is None:
-            return value
-        found = self.control.gather(_NUMBER.pack(value), _NUMBER.size)
-        return min(int(_NUMBER.unpack(number)[0]) for number in found)
-
-    def any(self, flag: bool) -> bool:
-        """Returns whether a flag is set at any rank; see `least`."""
-        return not self.least(not flag)
-
-
-def num_processes() -> int:
-    """Returns how many processes torchrun has started with this one; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-
 def _joined_node(config: RunConfig, stack: ExitStack) -> NodeRanks | None:
     """Joins the other processes of this node; None for a node of one, or where each of torchrun's is a node."""
     if num_processes() == 1 or config.engine == "torch":
@@ -170,36 +120,6 @@ def _joined_node(config: RunConfig, stack: ExitStack) -> NodeRanks | None:
     from trainer.run.node.node_ranks import joined_node
 
     return stack.enter_context(joined_node(config))
-
-
-@contextmanager
-def joined_cluster(config: RunConfig) -> Iterator[Ranks]:
-    """Joins the process group of the torch engine for as long as the node runs; with the other engine, none."""
-    if config.engine != "torch":
-        yield Ranks()
-        return
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        raise TrainerUsageError(
-            f"engine torch: expected to be started by torchrun, found no {', '.join(missing)}; run "
-            "`torchrun --nproc-per-node 8 -m trainer --engine torch ...`"
-        )
-    device = use_device(config.device)
-    timeout = timedelta(seconds=config.collective.round_timeout_s)
-    try:
-        join_process_group(device, timeout)
-        control = dist.new_group(backend="gloo", timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        raise TrainerUsageError(f"engine torch: the process group cannot be joined: {error}") from error
-    try:
-        yield Ranks(
-            rank=dist.get_rank(),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            control=RankedBytes(control),
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -447,17 +367,6 @@ def _signed_run(config: RunConfig, ranks: Ranks) -> SignedRun | None:
             f"{config.run_id}; take engine p2p"
         )
     return None if ranks.in_cluster else run
-
-
-def cluster_collective(config: RunConfig) -> Collective:
-    """Returns how ranks make their outer steps; under DDP they make none."""
-    if config.strategy == "ddp":
-        return LocalCollective(config.node_id)
-    if config.strategy == "sparseloco":
-        ratio = config.collective.max_weight_ratio
-        return SparseTorchCollective(config.rule, config.sparseloco.averaging, max_weight_ratio=ratio)
-    codec = codec_named(config.collective.compression)
-    return TorchCollective(codec, config.rule, max_weight_ratio=config.collective.max_weight_ratio)
 
 
 def _collective(

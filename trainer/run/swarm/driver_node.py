@@ -58,7 +58,8 @@ from trainer.run.node.identity import identity_of
 from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.reporting import NodeFigures
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import TrainingDisplay, Watch
+from trainer.run.node.training import TrainingDisplay
+from trainer.run.node.watch import Watch
 from trainer.run.signed import SignedRun
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView

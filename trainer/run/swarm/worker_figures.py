@@ -15,7 +15,7 @@ from trainer.network.discovery.stage_report import MAX_REASON, StageReport
 from trainer.pipeline.worker import StageWorker
 from trainer.run.config import RunConfig
 from trainer.run.node.reporting import OwnFigures
-from trainer.run.node.training import Watch
+from trainer.run.node.watch import Watch
 from trainer.run.swarm.building import BuiltStage, WorkerSaving
 from trainer.run.swarm.shape import SwarmShape
 

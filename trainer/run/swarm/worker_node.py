@@ -33,7 +33,7 @@ from trainer.run.node.health import Health
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
 from trainer.run.node.stopping import StopRequest
-from trainer.run.node.training import Watch
+from trainer.run.node.watch import Watch
 from trainer.run.signed import SignedRun
 from trainer.run.swarm.building import BuiltStage, WorkerSaving
 from trainer.run.swarm.lifecycle import (

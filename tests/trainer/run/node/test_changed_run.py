@@ -24,7 +24,8 @@ from trainer.monitor import Event, read_events
 from trainer.run.cli.displays import NoLines
 from trainer.run.cli.train import config_of
 from trainer.run.config import merged
-from trainer.run.node.starting import Ranks, _build
+from trainer.run.node.cluster import Ranks
+from trainer.run.node.starting import _build
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node
 
