@@ -249,7 +249,7 @@ class _Network:
                 checkup.add(peers.peers_findings(found))
             else:
                 checkup.add(
-                    Finding.warning("network", "seeds", f"{each.address}: {each.text}", each.cure)
+                    Finding.warning("network", "seeds", each.problem, each.cure)
                     for each in found
                     if isinstance(each, Silence)
                 )
