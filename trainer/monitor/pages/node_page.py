@@ -56,8 +56,8 @@ _STEP_NAMES: Final[dict[Role, str]] = {
     "driver": "steps of the run",
 }
 _LOSS_OF: Final[dict[Role, str]] = {
-    "node": "mean of each node's latest 50 or so steps",
-    "worker": "mean of its latest 50 or so steps",
+    "node": "mean of some 50 steps a node",
+    "worker": "mean of some 50 steps",
     "driver": "of this driver's latest step",
 }
 
