@@ -10,8 +10,11 @@ if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
   echo "installing into $venv (a few minutes the first time)" >&2
   log=$(mktemp)
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --editable ".${extras:+[$extras]}" >"$log" 2>&1 ||
+  # Shown: what takes a while. All of it where it fails.
+  PYTHONUNBUFFERED=1 "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
+    --constraint constraints.txt --editable ".${extras:+[$extras]}" 2>&1 | tee "$log" |
+    sed -n -u -E -e 's/^ *(Downloading|Using cached) ([^ ]*\/)?([^ /]+)( .*)?(\([0-9]{2,}\.[0-9]+ MB\)).*/  \1 \3 \5/p' \
+      -e 's/^Building wheels?.*/  &/p' -e 's/^(Installing collected packages).*/  \1 (a minute or so)/p' >&2 ||
     { cat "$log" >&2; exit 1; }
   rm -f "$log"
   touch "$stamp"

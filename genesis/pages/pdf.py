@@ -1,6 +1,6 @@
 """A page on paper: the one-file form printed to PDF by a browser of this machine, without its network.
 
-The browser has its own empty profile, runs the page (which may ask for nothing) and ends; it is given a minute.
+The browser has its own empty profile, runs the page (which may ask for nothing) and ends; it is given two minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from genesis.errors import UsageError
 
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
-_DEADLINE_S: Final = 60.0
+_DEADLINE_S: Final = 120.0
 
 
 def find_browser() -> str:

@@ -159,7 +159,9 @@ def _beside_reference(found: Moments, member: int, config: RuleConfig) -> Findin
     cosine = float(found.gram[0, row]) / norm / reference_norm if norm else 0.0
     reference_variance = _variance(found, 0)
     variance_ratio = _variance(found, row) / reference_variance if reference_variance > 0 else None
-    reason = _reason(cosine, norm / reference_norm, variance_ratio, config.min_cosine, config)
+    reason = _reason(
+        cosine, norm / reference_norm, variance_ratio, config.min_cosine, config, beside="the run's latest direction"
+    )
     passed = not reason
     if passed and variance_ratio is None:
         reason = "variance not compared: the reference has none"
@@ -167,10 +169,16 @@ def _beside_reference(found: Moments, member: int, config: RuleConfig) -> Findin
 
 
 def _reason(
-    cosine: float, norm_ratio: float, variance_ratio: float | None, least_cosine: float, config: RuleConfig
+    cosine: float,
+    norm_ratio: float,
+    variance_ratio: float | None,
+    least_cosine: float,
+    config: RuleConfig,
+    *,
+    beside: str = "the others",
 ) -> str:
     if cosine < least_cosine - _SLACK:
-        return f"direction: cosine {cosine:.3g} to the others, at least {least_cosine:.3g} expected"
+        return f"direction: cosine {cosine:.3g} to {beside}, at least {least_cosine:.3g} expected"
     if not config.min_norm_ratio * (1 - _SLACK) <= norm_ratio <= config.max_norm_ratio * (1 + _SLACK):
         bounds = f"{config.min_norm_ratio:g} to {config.max_norm_ratio:g}"
         return f"magnitude: {norm_ratio:.3g} times the usual norm, {bounds} expected"

@@ -17,7 +17,7 @@ from genesis.store import FolderStore
 from genesis.store_page.report import ReportOptions, store_report
 from manifests import builtin_sources, shard_key
 from tests.genesis.store_page.conftest import HOSTILE
-from tests.support.browser import Browser, WatchedPage, browsing
+from tests.support.browser import Browser, WatchedPage, _chromium, browsing
 from tests.support.serve_process import ServeProcess, genesis_serve
 from tests.support.small_store import copy_small_store, manifest_of
 
@@ -189,7 +189,10 @@ def test_a_report_is_the_page_without_a_server(
         page.check()
 
 
-def test_report_from_the_command_line(tmp_path: Path) -> None:
+def test_report_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, environment = _chromium()
+    for name, value in {**environment, "GENESIS_BROWSER": str(program)}.items():
+        monkeypatch.setenv(name, value)
     copy_small_store(tmp_path / "store")
     html, pdf = tmp_path / "store.html", tmp_path / "store.pdf"
     command = [sys.executable, "-m", "genesis", "report", str(tmp_path / "store"), "--html", str(html)]

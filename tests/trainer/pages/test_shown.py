@@ -11,8 +11,10 @@ import pytest
 from tests.support.browser import Browser, WatchedPage
 from tests.support.observing import Announced, Report, SeenPipeline, Step, a_worker, some_stages
 from tests.support.shown_pages import ShownNode, a_node, a_view, fill, shown_node, shown_run
+from tests.support.waiting import wait_until
 from trainer.monitor import ApiConfig
 from trainer.monitor.history import History
+from trainer.monitor.pages.course import CourseRange
 from trainer.monitor.run_view import AlarmStatus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -81,6 +83,38 @@ def test_the_page_goes_on_by_itself_and_says_when_nobody_answers(browser: Browse
             page.tab.get_by_text("The server does not answer").wait_for()
             page.tab.unroute("**/api/page")
             page.tab.get_by_text("The server does not answer").wait_for(state="hidden")
+
+
+def test_steps_are_counted_from_one_at_whole_numbers_and_each_curve_has_its_colour(browser: Browser):
+    with shown_node() as node:
+        train(node, 0, 4)
+        wait_until(lambda: node.page.course(CourseRange()).curves[0].who == "run", "a look at the run")
+        with browser.open(node.url) as page:
+            drawn(page)
+            ticks = page.tab.locator("#curves .chart").first.locator(".xtick").all_inner_texts()
+            assert ticks and all(each.isdigit() for each in ticks)
+            assert "at steps done 1," in text_of(page, "#curves figcaption") and "at 4;" in text_of(page, "#curves")
+            lines = (
+                page.tab.locator("#curves .chart")
+                .first.locator(".legendlines path")
+                .evaluate_all("found => found.map(each => each.style.stroke)")
+            )
+            assert len(set(lines)) == len(lines) == 2
+            assert page.tab.locator("#no-charts").is_hidden()
+
+
+def test_the_table_of_a_run_fits_and_has_all_columns_for_whom_asks(browser: Browser):
+    known = {"memory_bytes": 10**9, "clock_offset_s": 0.1, "hours": 2.5, "num_shards": 4, "software": "1.0"}
+    view = a_view([a_node(f"node-{number}", pflops=1.0, confirmed_pflops=0.9, **known) for number in range(3)])
+    with History(None, "run-1") as history, shown_run(lambda: view, history) as url, browser.open(url) as page:
+        page.tab.locator("#nodes tbody tr").first.wait_for()
+        is_cut = page.tab.locator("#nodes .scroll").evaluate("found => found.scrollWidth > found.clientWidth")
+        assert not is_cut and "memory" not in text_of(page, "#nodes thead")
+        page.tab.get_by_role("button", name="all columns").focus()
+        page.tab.keyboard.press("Enter")
+        page.tab.get_by_role("button", name="memory").wait_for()
+        assert page.tab.evaluate("document.activeElement.textContent") == "all columns"
+        page.check()
 
 
 def test_zooming_asks_for_the_range_and_works_by_keyboard(browser: Browser):
@@ -166,6 +200,7 @@ def test_without_the_chart_library_there_are_tables(browser: Browser, monkeypatc
             train(node, 0, 100)
             with browser.open(node.url) as page:
                 page.wait_for("#curves[data-drawn]")
+                assert "pip install 'genesis-training[page]'" in text_of(page, "#no-charts")
                 page.tab.get_by_text("Loss as a table").click()
                 assert page.tab.locator("#curves figure table").first.locator("tbody tr").count() == 12
                 page.check()

@@ -240,11 +240,12 @@ class NodeHistory:
         status, now = self._status(), self._clock()
         with self._lock:
             tokens, step = self._steps.last_tokens, self._steps.last_step
-            if self._history is None or step is None:
+            # No speed is known before this life's second step; a zero would be drawn as a stand-still.
+            if self._history is None or step is None or not status.tokens_per_s:
                 return
             look = SeenLook(
                 at=now,
-                step=step,
+                step=step + 1,
                 tokens=tokens,
                 loss=status.global_loss,
                 tokens_per_s=status.tokens_per_s,

@@ -50,6 +50,16 @@ _SHARDS_SHOWN: Final = 64
 _RATE_STEPS: Final = 50
 _STALL_STEPS: Final = 20.0
 _BUCKETS: Final = 8_000
+_STEP_NAMES: Final[dict[Role, str]] = {
+    "node": "inner steps, this node",
+    "worker": "steps, this worker",
+    "driver": "steps of the run",
+}
+_LOSS_OF: Final[dict[Role, str]] = {
+    "node": "mean of some 50 steps a node",
+    "worker": "mean of some 50 steps",
+    "driver": "of this driver's latest step",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +143,12 @@ class NodePage:
             verdict=verdict,
             reasons=reasons,
             loss=_finite(stages.loss if stages is not None and stages.loss is not None else status.global_loss),
+            loss_of=_LOSS_OF[facts.role],
             loss_trend=status.loss_trend,
             step=stages.step if stages is not None else recent[-1].last_step + 1 if recent else None,
-            step_name="step",
+            step_name=_STEP_NAMES[facts.role],
             tokens=account.trained_tokens if account is not None else recent[-1].tokens if recent else None,
-            tokens_per_s=_finite(stages.tokens_per_s if stages is not None else status.tokens_per_s),
+            tokens_per_s=_finite(stages.tokens_per_s if stages is not None else status.tokens_per_s or None),
             num_nodes=status.training_nodes if facts.role != "worker" else None,
             total_steps=status.total_steps if facts.role == "node" else None,
             data_shards=status.data_shards if facts.role == "node" else None,
@@ -353,7 +364,7 @@ def _x_of(buckets: Sequence[Bucket], wanted: CourseRange) -> Numbers:
         return np.array([it.at for it in buckets], dtype=np.float64)
     if wanted.by == "tokens":
         return np.array([it.tokens for it in buckets], dtype=np.float64)
-    return np.array([it.last_step for it in buckets], dtype=np.float64)
+    return np.array([it.last_step + 1 for it in buckets], dtype=np.float64)  # Steps done, as all else counts them.
 
 
 def _own_curves(own: _OwnSteps, wanted: CourseRange, name: str) -> list[Curve]:
@@ -380,7 +391,7 @@ def _marks(
 ) -> tuple[RoundMark, ...]:
     if not buckets:
         return ()
-    steps = np.array([it.last_step for it in buckets], dtype=np.float64)
+    steps = np.array([it.last_step + 1 for it in buckets], dtype=np.float64)
     marks = []
     for it in rounds:
         place = it.at if wanted.by == "time" else float(np.interp(it.step, steps, x))

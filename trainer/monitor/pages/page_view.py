@@ -186,9 +186,10 @@ class PageView(_Part):
     verdict: Literal["verified", "not-verified", "unknown"] = Field(description="Whether training works.")
     reasons: tuple[str, ...] = Field(default=(), description="What speaks against it, or what is missing to tell.")
     loss: float | None
+    loss_of: str = Field(default="", description="What the loss is a mean of.")
     loss_trend: LossTrend
     step: int | None
-    step_name: str = Field(description="What `step` counts: steps, or outer steps.")
+    step_name: str = Field(description="What `step` counts, and whose.")
     tokens: int | None
     tokens_per_s: float | None
     num_nodes: int | None

@@ -86,12 +86,18 @@ def looks_in(read: Read, wanted: CourseRange) -> tuple[Looks, float | None, floa
 def curves_of_run(looks: Looks, wanted: CourseRange) -> list[Curve]:
     """Loss, speed and number of nodes of the run."""
     weights = np.maximum(looks.num_losses, 1.0)
+    speed = looks.tokens_per_s if wanted.begin is not None else from_first(looks.tokens_per_s)
     found = [
         curve("all nodes", "loss", "run", looks.x, looks.loss, wanted, low=looks.low, high=looks.high, weights=weights),
-        curve("all nodes", "speed", "run", looks.x, looks.tokens_per_s, wanted),
+        curve("all nodes", "speed", "run", looks.x, speed, wanted),
         curve("nodes", "nodes", "run", looks.x, looks.nodes, wanted),
     ]
     return [it for it in found if it is not None]
+
+
+def from_first(speed: Numbers) -> Numbers:
+    """Returns speeds over time without the zeros at the beginning, when no node had told its own yet."""
+    return np.where(np.cumsum(speed > 0) > 0, speed, np.nan)
 
 
 def curves_of_nodes(read: Read, looks: Looks, wanted: CourseRange) -> list[Curve]:

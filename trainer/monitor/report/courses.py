@@ -26,6 +26,7 @@ from trainer.monitor.pages.course import (
     curve,
     evenly,
 )
+from trainer.monitor.pages.seen_course import from_first
 from trainer.monitor.pages.step_course import StepCourse
 from trainer.monitor.report.model import HeldOutPoint, ReportedRound, WatchedPoint
 
@@ -90,7 +91,7 @@ class NodeCourse:
 
 
 _X: Final[dict[Axis, Callable[[StepColumns], Numbers]]] = {
-    "step": lambda it: it.steps,
+    "step": lambda it: it.steps + 1,  # Steps done.
     "tokens": lambda it: it.tokens,
     "time": lambda it: it.at,
 }
@@ -143,7 +144,7 @@ def watched(points: Sequence[WatchedPoint]) -> CourseView:
     at = np.array([datetime.fromisoformat(it.at).timestamp() for it in points])
     parts: dict[CurveKind, list[float]] = {
         "loss": [np.nan if it.loss is None else it.loss for it in points],
-        "speed": [it.tokens_per_s for it in points],
+        "speed": from_first(np.array([it.tokens_per_s for it in points])).tolist(),
         "nodes": [float(it.nodes) for it in points],
     }
     found = (curve("the run", what, "run", at, np.array(values), wanted) for what, values in parts.items())
@@ -178,7 +179,7 @@ def _gaps(it: StepColumns, by: Axis) -> Numbers:
     if by == "step":
         jumps = it.firsts[1:] - it.steps[:-1]
         usual = float(np.median(jumps)) if len(jumps) else 1.0  # Of several drivers each has only some of the steps.
-        return it.steps[1:][jumps > max(1.0, 8.0 * usual)]
+        return _X["step"](it)[1:][jumps > max(1.0, 8.0 * usual)]
     if by == "time":
         return it.at[1:][it.at[1:] - it.seconds[1:] > it.at[:-1] + _GAP_S]
     return np.array([])
@@ -246,7 +247,7 @@ def _marks(nodes: Sequence[NodeCourse], by: Axis) -> tuple[RoundMark, ...]:
                 columns = node.losses
                 x = float(np.interp(step, columns.steps, columns.tokens)) if len(columns.steps) else 0.0
             else:
-                x = at if by == "time" else float(step)
+                x = at if by == "time" else float(step + 1)
             known = found.get((node.stage, index))
             if known is None or (known.is_failed and not failed):
                 found[node.stage, index] = RoundMark(x=x, round_index=index, stage=node.stage, is_failed=failed)

@@ -108,9 +108,13 @@ class RoundReport:
         return 8 * self.sent_bytes / self.num_values, 8 * self.received_bytes / self.num_values
 
     def remarks(self) -> tuple[str, ...]:
-        """Returns lines for people: members left out, members that look odd and were kept, and the note."""
+        """Returns lines for people: members left out, members that look odd and were kept, and the note.
+
+        A member that was alone is not called odd: nobody was there to compare it with.
+        """
         left_out = dict(self.dropped)
-        odd = {member: reason for member, reason in self.validation if member not in left_out}
+        found = self.validation if len(self.members) > 1 else ()
+        odd = {member: reason for member, reason in found if member not in left_out}
         said = [(member, "left out", reason) for member, reason in left_out.items()]
         said += [(member, "looks odd", reason) for member, reason in odd.items()]
         # Of a key the first digits; any other name as it is.

@@ -107,10 +107,9 @@ def rollback_command(
 ) -> None:
     """Sets aside all stage checkpoints newer than a time, so that workers start from it; stop them first."""
     from trainer.checkpoint.stages import format_time_us, parse_time, roll_back, time_us
-    from trainer.run.config import RunConfig, from_mapping
-    from trainer.run.signed.sources import options_of
+    from trainer.run.signed.sources import config_from, options_of
 
-    config = from_mapping(RunConfig, options_of(run, set_ or [])[0])
+    config = config_from(options_of(run, set_ or [])[0], run)
     directory = checkpoint_dir or config.swarm.checkpoint.directory
     now_us = time_us(time.time())
     done = roll_back(
@@ -221,10 +220,10 @@ def _of_node(checkpoint: Path | None, directory: str, token: str, node_id: str) 
 
 def _of_swarm(run: str, overrides: list[str], at: str, directory: str) -> _Source:
     from trainer.checkpoint.stages import assemble, format_time_us, newest_set, parse_time, time_us
-    from trainer.run.config import RunConfig, from_mapping, to_mapping
-    from trainer.run.signed.sources import options_of
+    from trainer.run.config import to_mapping
+    from trainer.run.signed.sources import config_from, options_of
 
-    config = from_mapping(RunConfig, options_of(run, overrides)[0])
+    config = config_from(options_of(run, overrides)[0], run)
     at_us = parse_time(at, time_us(time.time()))
     found = newest_set(directory or config.swarm.checkpoint.directory, config.run_id, at_us)
     whole = assemble(found)

@@ -78,11 +78,11 @@ def _subject(context: typer.Context, source: str | None, overrides: list[str], s
 
     The run's file is kept where the node will look for it, as at a start.
     """
-    from trainer.run.config import RunConfig, from_mapping, merged, nested
+    from trainer.run.config import merged, nested
     from trainer.run.config.run import SwarmConfig
     from trainer.run.doctor.subject import Subject
     from trainer.run.signed.run import keep_run
-    from trainer.run.signed.sources import check_agrees, options_of
+    from trainer.run.signed.sources import check_agrees, config_from, options_of
 
     values, fetched = options_of(source, overrides)
     given = _given(context)
@@ -91,7 +91,7 @@ def _subject(context: typer.Context, source: str | None, overrides: list[str], s
     for name, value in given.items():
         values = merged(values, nested(_PATHS[name], value))
     is_named = bool(values.get("node_id"))
-    config = from_mapping(RunConfig, merged({"node_id": "doctor"}, values))
+    config = config_from(merged({"node_id": "doctor"}, values), source)
     if fetched is not None:
         try:
             check_agrees(config, fetched)

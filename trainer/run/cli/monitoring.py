@@ -121,14 +121,14 @@ def _config_of(run: str | None, overrides: list[str], given: dict[str, Any]) -> 
 
     Nothing is kept on the disk, as the runs are that nodes here belong to.
     """
-    from trainer.run.config import RunConfig, from_mapping, merged, nested
-    from trainer.run.signed.sources import options_of
+    from trainer.run.config import merged, nested
+    from trainer.run.signed.sources import config_from, options_of
 
     values, fetched = options_of(run, overrides)
     for name, value in given.items():
         if value:
             values = merged(values, nested(_PATHS[name], value))
-    config = from_mapping(RunConfig, merged({"node_id": "monitor"}, values))
+    config = config_from(merged({"node_id": "monitor"}, values), run)
     if fetched is None:
         return config, run is not None and "swarm" in values
     if config.run_id != fetched.file.name:

@@ -20,6 +20,10 @@ _SIGNAL_EXIT = 128
 _INVITATION_PREFIX = "invite-"
 """Tells invitations from wallets, which `--token` names too (`trainer.run.authority.messages`, not imported here: a
 node without an authority needs none of it)."""
+_STOPPING = "the step or round under way is finished and saved, then this node ends (Ctrl-C again: at once, unsaved)"
+_LOADING = "%s starts: loading torch and the trainer"
+
+logger = logging.getLogger(__name__)
 
 _SAME = (
     *("node_id", "run_id", "engine", "strategy", "parallel", "pipeline", "max_steps", "max_tokens"),
@@ -226,10 +230,14 @@ def worker_command(
         given["invitation"] = given.pop("token")
     config = config_of(run, set_ or [], given)
 
+    from trainer.run.node.ports import require_free_ports
     from trainer.run.node.stopping import StopRequest
+
+    require_free_ports(config)
+    logger.info(_LOADING, config.node_id)
     from trainer.run.swarm.worker_process import run_worker
 
-    stop = StopRequest()
+    stop = StopRequest("the stage is handed over and saved, then this worker ends")
     run_worker(config, stage, stop, at=at)
     if stop.signal is not None:
         raise StoppedBySignal(stop.signal)
@@ -255,13 +263,13 @@ def config_of(file: str | Path | None, overrides: list[str], given: dict[str, An
     Nothing wins over what a signed run file says of the run: what contradicts it is a `TrainerUsageError`. Such a run's
     file and changes are kept on the disk, where the node finds them (`trainer.run.signed.SignedRun`).
     """
-    from trainer.run.config import RunConfig, from_mapping, merged, nested
-    from trainer.run.signed.sources import check_agrees, options_of
+    from trainer.run.config import merged, nested
+    from trainer.run.signed.sources import check_agrees, config_from, options_of
 
     values, fetched = options_of(file, overrides)
     for name, value in given.items():
         values = merged(values, nested(path_of(name, values), value))
-    config = from_mapping(RunConfig, values)
+    config = config_from(values, file)
     if not config.node_id:
         raise TrainerUsageError("--node-id: expected a name for this node, found none")
     if fetched is not None:
@@ -274,14 +282,18 @@ def config_of(file: str | Path | None, overrides: list[str], given: dict[str, An
 
 def _train(config: RunConfig, *, as_json: bool) -> None:
     from trainer.run.cli.displays import training_display
+    from trainer.run.node.ports import require_free_ports
     from trainer.run.node.stopping import StopRequest
 
-    stop = StopRequest()
+    stop = StopRequest(_STOPPING)
     # What the other ranks under torchrun have to log, the first one logs too.
     under_torchrun = config.engine == "torch" or "TORCHELASTIC_RUN_ID" in os.environ
     is_first = config.pipeline == "swarm" or not under_torchrun or os.environ.get("RANK", "0") == "0"
     if not is_first:
         logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
+    if not under_torchrun:  # There each rank has ports of its own.
+        require_free_ports(config)
+    logger.info(_LOADING, config.node_id)
     with training_display(config, stop, as_json=as_json, is_first=is_first) as display:
         if config.pipeline == "swarm":
             from trainer.run.swarm.driver_node import run_driver

@@ -32,8 +32,8 @@ _CONNECT_S: Final = 5.0
 _MAX_UNCERTAIN_S: Final = 5.0
 """An answer that took longer than twice that says nothing of its clock."""
 _CURES: Final = {
-    "refused": "start the node or seed there, or correct the port: nothing listens at it",
-    "timeout": "correct the address, or open the port in the firewall there: nothing answers, not even to refuse",
+    "refused": "start the node or seed there, or correct the port",
+    "timeout": "correct the address, or open the port in the firewall there, which drops what comes",
     "no_route": "check this machine's network, VPN and IPv6: there is no way from here to that address",
     "name": "correct the host's name, or this machine's name service (DNS)",
     "tls": "correct the port: something else than a node of this run listens there (or the run has rpc.tls=false)",
@@ -71,6 +71,11 @@ class Silence:
     address: str
     cause: str
     text: str
+
+    @property
+    def problem(self) -> str:
+        """What was found, with the address once."""
+        return self.text if self.address in self.text else f"{self.address}: {self.text}"
 
     @property
     def cure(self) -> str:
@@ -141,11 +146,9 @@ def peers_findings(found: Sequence[Greeting | Silence]) -> list[Finding]:
     if greetings:
         names = ", ".join(each.name for each in greetings)
         findings.append(Finding.ok("network", "peers", f"{names} answers as a node of this run"))
-        findings += [
-            Finding.warning("network", "peers", f"{each.address}: {each.text}", each.cure) for each in silences
-        ]
+        findings += [Finding.warning("network", "peers", each.problem, each.cure) for each in silences]
     else:
-        findings += [Finding.failed("network", "peers", f"{each.address}: {each.text}", each.cure) for each in silences]
+        findings += [Finding.failed("network", "peers", each.problem, each.cure) for each in silences]
     return findings
 
 
@@ -154,7 +157,7 @@ def clock_findings(found: Sequence[Greeting | Silence], max_skew_s: float) -> li
     refusals = [each for each in found if isinstance(each, Silence) and each.cause == Reason.CLOCK]
     if refusals:
         first = refusals[0]
-        return [Finding.failed("network", "clock", f"{first.address}: {first.text}", first.cure)]
+        return [Finding.failed("network", "clock", first.problem, first.cure)]
     offsets = [(each.offset_s, each.name) for each in found if isinstance(each, Greeting) and each.offset_s is not None]
     if not offsets:
         return [Finding.skipped("network", "clock", "no peer has told its time")]

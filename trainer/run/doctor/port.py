@@ -207,9 +207,14 @@ def _cure(place: Place, reply: DialBackReply, taken: str) -> str:
     )
 
 
+def is_too_soon(error: RpcError | TrainerUsageError) -> bool:
+    """Whether a peer refuses to call back now, and will later."""
+    return isinstance(error, RefusedError) and error.reason in (Reason.RATE, Reason.BUSY)
+
+
 def not_dialled_finding(error: RpcError | TrainerUsageError) -> Finding:
     """Why no peer has called back."""
-    if isinstance(error, RefusedError) and error.reason in (Reason.RATE, Reason.BUSY):
+    if is_too_soon(error):
         return Finding.skipped("network", "reachable", f"{problem_of(error)}; run it again in a minute")
     if isinstance(error, RefusedError) and error.reason == Reason.METHOD:
         return Finding.skipped("network", "reachable", "the peers are of a release that calls nobody back")

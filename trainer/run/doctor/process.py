@@ -2,12 +2,14 @@
 
 Machine and store need nobody else. Then peers are greeted without a credential; the node's own port is opened, where
 the run has an authority the node is admitted, and a peer calls it back, exchanges some payloads, and tells what it
-trains. All of it takes some ten seconds, and 20 more where something takes connections and says nothing.
+trains. All of it takes some ten seconds, 20 more where something takes connections and says nothing, and up to a minute
+more where the port was called back, in vain, a moment before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,7 +36,7 @@ from trainer.inner.machine import choose_device
 from trainer.model import ModelConfig, available_memory_bytes, rows_for
 from trainer.model.config import stage_names
 from trainer.network.discovery import open_discovery
-from trainer.network.reachability import measure_bandwidth, register_probe
+from trainer.network.reachability import DialBackReply, measure_bandwidth, register_probe
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.config import has_port, split_address
 from trainer.network.rpc.endpoint import SPARE_DESCRIPTORS, reachable_host
@@ -42,6 +44,7 @@ from trainer.run.config import RunConfig
 from trainer.run.doctor import link, machine, membership, peers, port
 from trainer.run.doctor import store as run_store
 from trainer.run.doctor.peers import Greeting, Silence
+from trainer.run.doctor.port import Place
 from trainer.run.doctor.subject import AUTO_STAGE, Share, Subject
 from trainer.run.node.admission import AdmissionClient, admission_client
 from trainer.run.node.identity import terms_of
@@ -57,6 +60,11 @@ _MOST_ASKED: Final = 3
 _DHT_S: Final = 40.0
 _SETTLE_S: Final = 2.0
 _LOOK_S: Final = 0.2
+_CALLED_AGAIN_S: Final = 75.0
+"""How long peers are asked that call a silent port back only so often: after 10, 30, then 60 s (`Dialing`)."""
+_ASKS_AGAIN_S: Final = 11.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +249,7 @@ class _Network:
                 checkup.add(peers.peers_findings(found))
             else:
                 checkup.add(
-                    Finding.warning("network", "seeds", f"{each.address}: {each.text}", each.cure)
+                    Finding.warning("network", "seeds", each.problem, each.cure)
                     for each in found
                     if isinstance(each, Silence)
                 )
@@ -361,20 +369,39 @@ class _Network:
                 checkup.add(port.taken_finding(place.port, taken))
             checkup.add(Finding.skipped("network", "reachable", "no peer is there to call this node back"))
             return
-        error: RpcError | TrainerUsageError | None = None
-        for greeting in able[:_MOST_ASKED]:
-            try:
-                reply = await port.dial_back(endpoint, greeting.peer, place)
-            except (RpcError, TrainerUsageError) as failure:
-                error = failure
-                continue
-            who = greeting.name
-            checkup.add(port.reached_finding(place, reply, who, taken="" if taken is None else str(taken)))
+        called = await self._called_back(endpoint, able[:_MOST_ASKED], place)
+        if isinstance(called, tuple):
+            greeting, reply = called
+            checkup.add(port.reached_finding(place, reply, greeting.name, taken="" if taken is None else str(taken)))
             return
         if taken is not None:
             checkup.add(port.taken_finding(place.port, taken))
-        if error is not None:
-            checkup.add(port.not_dialled_finding(error))
+        checkup.add(port.not_dialled_finding(called))
+
+    async def _called_back(
+        self, endpoint: Endpoint, able: Sequence[Greeting], place: Place
+    ) -> tuple[Greeting, DialBackReply] | RpcError | TrainerUsageError:
+        """Returns what the first peer has found that calls back, or why none does.
+
+        Whoever has just mended what the doctor named runs it again at once, and peers still spare the port that was
+        silent then: so they are asked again for a while.
+        """
+        ends_s = time.monotonic() + _CALLED_AGAIN_S
+        while True:
+            errors: list[RpcError | TrainerUsageError] = []
+            for greeting in able:
+                try:
+                    return greeting, await port.dial_back(endpoint, greeting.peer, place)
+                except (RpcError, TrainerUsageError) as error:
+                    errors.append(error)
+            if not any(port.is_too_soon(each) for each in errors) or time.monotonic() + _ASKS_AGAIN_S > ends_s:
+                return errors[-1]
+            logger.warning(
+                "the peers do not call port %d back yet, since it was tried a moment ago; asking again in %.0f s",
+                place.port,
+                _ASKS_AGAIN_S,
+            )
+            await asyncio.sleep(_ASKS_AGAIN_S)
 
     async def _look_at_link(self, endpoint: Endpoint) -> None:
         able = [each for each in self._greetings if each.version]

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from genesis.doctor.findings import quieten
 from loader import LoaderError
 from trainer.errors import PeerUnavailableError, TrainerError
 from trainer.model.config import stage_names
@@ -71,6 +72,7 @@ def run_monitor(config: RunConfig, options: MonitorOptions, stop: StopRequest, s
     Raises `TrainerUsageError` for options or a file that cannot be used, `PeerUnavailableError` where a single look
     finds nobody, `TrainerError` where the history cannot be written.
     """
+    quieten(("trainer.network.rpc.endpoint",))  # Whoever reads "answers at" there would take it for the page's address.
     # It listens at a port of its own, which nobody is told of, and serves no part of the DHT.
     config = replace(
         config,

@@ -525,7 +525,7 @@ class Network(Generic[S]):
     async def _fetch(self, digest: str) -> S:
         donors = [found for found in self.alike() if found.state_digest == digest]
         peers = [found.peer() for found in donors]
-        logger.info("fetching state %s from %d nodes", digest[:12], len(peers))
+        logger.info("fetching state %s from %d %s", digest[:12], len(peers), "node" if len(peers) == 1 else "nodes")
         stall_timeout_s = self._config.state.stall_timeout_s
         descriptor = await fetch_descriptor(self.endpoint, peers, digest, stall_timeout_s=stall_timeout_s)
         with self._ignored_if_unfit(digest):

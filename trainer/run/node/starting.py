@@ -156,6 +156,7 @@ def _build(
         )
     device = use_device(config.device)
     require_loggers(config.log.to)
+    logger.info("reading the manifest and the vocabulary of %s", config.data.store)
     session = open_session(config.data)
     store = StoreWatch(session, config.data.refresh_s)
     wallet = wallet_id(config.checkpoint.token, config.node_id)
@@ -189,6 +190,7 @@ def _build(
     num_ids = ranks.least(store.num_ids)
     end_id = store.vocabulary.eos_id
     fill_ = origin.fill_ if origin.pretrained is not None else None
+    logger.info("building the model and its optimizer on %s", device)
     if node_ranks is None:
         replica = Replica(
             resolved,

@@ -107,6 +107,7 @@ class Node:
         if self.signed_run is not None and sharing is not None:
             self.signed_run.round_index = lambda: sharing.round_index
         if self.network is not None:
+            logger.info("looking for the other nodes of run %s", self.config.run_id)
             self.network.collective.catch_up()
             self.network.start(self.watch)
             if self.replica.gradients is not None and self.replica.gradients.progress is not None:
@@ -136,6 +137,10 @@ class Node:
         if self.awaits_state:
             logger.info("stopped before the state of the run was there: nothing to save")
             return
+        logger.info(
+            "training on %d shards; each is fetched and verified before its first use, where the cache has it not",
+            len(self.dataset.shards),
+        )
         self.display.speed_from(lambda: self.watch.tracker.speed)
         self.watch.end_step(0)
         try:
@@ -153,6 +158,7 @@ class Node:
             # Half a round is worth no checkpoint: the ranks go on from the one before.
             logger.warning("the other ranks stopped first: %s", error)
             return
+        logger.info("saving step %d", self.replica.inner.step_index)
         self.save(wait=True)
         logger.info("stopped at step %d; all of it is in %s", self.replica.inner.step_index, self.checkpointer.path)
         self._log_unshared()

@@ -26,7 +26,7 @@ from genesis.errors import GenesisError, ObjectNotFoundError
 from genesis.store import RetryPolicy, open_readable
 from trainer.errors import RpcError, RunFileError, TrainerUsageError
 from trainer.network.rpc.config import split_address
-from trainer.run.config import RunConfig, merged, nested, to_mapping
+from trainer.run.config import RunConfig, from_mapping, merged, nested, to_mapping
 from trainer.run.config.reading import parse_override, parse_yaml
 from trainer.run.signed.chain import ChangeChain, split_lines
 from trainer.run.signed.fields import OPEN_IN_FILE, STANDINGS
@@ -111,6 +111,31 @@ def options_of(source: str | Path | None, overrides: Iterable[str]) -> tuple[dic
     for override in overrides:
         values = merged(values, parse_override(override))
     return values, fetched
+
+
+def config_from(values: dict[str, Any], source: str | Path | None) -> RunConfig:
+    """Builds a configuration of options, of which some are from the file ``source``.
+
+    Raises:
+        TrainerUsageError: an option is not known or makes no sense; where the file alone says so, it is named.
+    """
+    try:
+        return from_mapping(RunConfig, values)
+    except TrainerUsageError as error:
+        if source is not None and _is_of_file(error, Path(str(source)).expanduser()):
+            raise TrainerUsageError(f"{source}: {error}") from error
+        raise
+
+
+def _is_of_file(error: TrainerUsageError, path: Path) -> bool:
+    """Whether a file of a node's options has the same mistake without any other option."""
+    if not path.is_file():
+        return False
+    try:
+        from_mapping(RunConfig, _own_options(path))
+    except TrainerUsageError as own:
+        return str(own) == str(error)
+    return False
 
 
 def check_agrees(config: RunConfig, fetched: FetchedRun) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.shown_pages import fill
 from trainer.monitor.history import History
 from trainer.monitor.pages.course import CourseRange, CourseView, RoundMark, curve, evenly
-from trainer.monitor.pages.seen_course import run_course
+from trainer.monitor.pages.seen_course import from_first, run_course
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -66,6 +66,12 @@ def test_few_nodes_have_a_curve_each_by_name():
 def test_nothing_recorded_is_no_curve():
     with History(None, "run-1", clock=lambda: 1e9) as history:
         assert run_course(history.rows_of, CourseRange()) == CourseView(by="step", begin=None, end=None)
+
+
+def test_a_speed_not_known_yet_is_no_stand_still():
+    speeds = from_first(np.array([0.0, 0.0, 5.0, 0.0, 7.0]))
+    assert np.isnan(speeds[:2]).all() and speeds[2:].tolist() == [5.0, 0.0, 7.0]
+    assert np.isnan(from_first(np.zeros(3))).all()
 
 
 def test_of_many_rounds_the_failed_ones_are_marked():

@@ -45,9 +45,9 @@ def test_curves_rounds_and_events_are_there_after_a_restart(tmp_path: Path):
         assert view.step == 200 and view.tokens == 12_800
         train(node, 150, 160)  # From an older checkpoint: what was done after it is done again.
         again = node.page.course(CourseRange())
-        assert again.end == 159
+        assert again.end == 160
     with shown_node(path) as node:
-        assert node.page.course(CourseRange()).end == 159
+        assert node.page.course(CourseRange()).end == 160
 
 
 @pytest.mark.parametrize("spoil", ["locked", "other run", "no database", "a folder"])
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_used_costs_the_curve_and_not_the_run(tmp_path: Pa
             other.close()
     with shown_node(path) as node:
         train(node, 0, 120)
-        assert node.page.course(CourseRange()).end == 119
+        assert node.page.course(CourseRange()).end == 120
         assert node.page.view().verdict == "verified"
     other.close()
     assert sum("keeps none" in it.message for it in caplog.records) == 1
@@ -76,7 +76,7 @@ def test_a_disk_that_fails_is_said_once(tmp_path: Path, caplog):
         node.history._file.execute("PRAGMA query_only=1")
         wait_until(lambda: any("cannot be written" in it.message for it in caplog.records), "a warning")
         train(node, 50, 100)
-        assert node.page.course(CourseRange()).end == 99
+        assert node.page.course(CourseRange()).end == 100
     assert sum("cannot be written" in it.message for it in caplog.records) == 1
 
 
@@ -86,7 +86,7 @@ def test_a_node_without_a_step_has_no_curve_and_no_verdict():
         assert (view.verdict, view.step, view.budget, view.rounds) == ("unknown", None, None, ())
         assert node.page.course(CourseRange()).curves == ()
         node.observer.step(Step(step=0, loss=math.nan, skipped=True))
-        assert node.page.course(CourseRange()).begin == 0
+        assert node.page.course(CourseRange()).begin == 1
 
 
 def test_the_budget_tells_when_it_will_be_used_up():

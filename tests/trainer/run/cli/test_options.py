@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,13 +15,15 @@ import pytest
 
 from tests.support.small_store import text_store
 from tests.support.trainer_command import ROOT, WAIT_S, TrainerCommand, finished
+from trainer.errors import TrainerUsageError
 from trainer.inner import StepResult
 from trainer.outer.engine.collective import RoundReport
 from trainer.outer.engine.strategy import OuterResult
 from trainer.run.cli.app import run
 from trainer.run.cli.displays import training_display
 from trainer.run.cli.train import config_of
-from trainer.run.config import RunConfig
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.ports import require_free_ports
 from trainer.run.node.stopping import StopRequest
 
 
@@ -33,6 +37,30 @@ def test_options_win_over_set_which_wins_over_the_file(tmp_path: Path) -> None:
     assert config_of(file, [], {"routing": "chain"}).swarm.driver.routing == "chain"
     assert (config.node_id, config.checkpoint.keep, config.checkpoint.every_steps) == ("a", 5, 10)
     assert config_of(file, ["inner.lr="], {}).inner.lr == 1e-4
+
+
+def test_a_mistake_in_a_file_names_the_file_and_any_other_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("node_id: a\nmodle: {preset: tiny}\n")
+    with pytest.raises(TrainerUsageError, match=rf"^{re.escape(str(file))}: modle: there is no such option; did you"):
+        config_of(file, [], {})
+    file.write_text("node_id: a\n")
+    with pytest.raises(TrainerUsageError, match=r"^modle: there is no such option"):
+        config_of(file, ["modle.preset=tiny"], {})
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for option, where in (("--port", "rpc"), ("--api-port", "api")):
+            config = from_mapping(RunConfig, {"node_id": "a", where: {"host": "127.0.0.1", "port": port}})
+            with pytest.raises(TrainerUsageError, match=rf"^{option} {port}: .* found it taken; .*another {option}$"):
+                require_free_ports(config)
+        without_api = {"node_id": "a", "api": {"host": "127.0.0.1", "port": port, "enabled": False}}
+        require_free_ports(from_mapping(RunConfig, without_api))
+    elsewhere = {"node_id": "a", "rpc": {"host": "192.0.2.77", "port": port}}
+    with pytest.raises(TrainerUsageError, match="not of this machine"):
+        require_free_ports(from_mapping(RunConfig, elsewhere))
 
 
 @pytest.mark.parametrize(

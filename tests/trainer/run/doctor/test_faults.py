@@ -173,7 +173,7 @@ def lost_shard(case: Case) -> tuple[str, str]:
 
 def peer_down(case: Case) -> tuple[str, str]:
     case.options["discovery__initial_peers"] = [f"{LOCAL}:{closed_port()}"]
-    return "peers", "nothing listens"
+    return "peers", "start the node or seed there"
 
 
 def no_such_host(case: Case) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -105,6 +106,19 @@ def test_an_impatient_second_interrupt_interrupts(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_is_answered_with_what_is_done_before_the_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("trainer.run.node.stopping"), "level", logging.INFO)
+    for notice in ("the step is finished and saved", ""):
+        stop = StopRequest(notice)
+        with stop.on_signals():
+            send(signal.SIGTERM)
+            send(signal.SIGTERM)
+        said = capfd.readouterr().err
+        assert said.count("\n") == bool(notice) and (f"INFO SIGTERM: {notice}" in said) == bool(notice)
 
 
 @pytest.mark.parametrize("is_ignored", [True, False])

@@ -6,7 +6,7 @@
 
 import { element, formatCompact, formatNumber, formatTime, setText, show, visibleText } from "./dom.js";
 
-const NAMES = { step: "step", tokens: "tokens", time: "time" };
+const NAMES = { step: "steps done", tokens: "tokens", time: "time" };
 const TABLE_ROWS = 12;
 const MAX_NAME = 40;
 
@@ -50,11 +50,11 @@ const DIGITS = { loss: 3, held_out: 3, gradient_norm: 3, seconds: 2 };
 const MAX_COLOURED = 200;
 const colourIndices = new Map();
 
-/** The same colour for a name in all charts; the first one for the run as a whole, and for who answers. */
+/** The same colour for a name in all charts: the first for the run as a whole, the second for who answers. */
 function colourIndex(curve) {
-  if (curve.who !== "node") return 0;
-  if (!colourIndices.has(curve.name) && colourIndices.size < MAX_COLOURED) colourIndices.set(curve.name, 1 + colourIndices.size);
-  return colourIndices.get(curve.name) ?? 1;
+  if (curve.who !== "node") return curve.who === "run" ? 0 : 1;
+  if (!colourIndices.has(curve.name) && colourIndices.size < MAX_COLOURED) colourIndices.set(curve.name, 2 + colourIndices.size);
+  return colourIndices.get(curve.name) ?? 2;
 }
 
 /** Values with a hole before each of these points, where the line is broken. */
@@ -103,7 +103,13 @@ function roundShapes(course) {
   }));
 }
 
-function layoutOf(course, { isLogScale, yTitle, range }) {
+/** Ticks of counted things: at whole numbers only, also where few of them are in sight. */
+function wholeTicks(begin, end) {
+  return end !== null && end - begin < 8 ? { tick0: 0, dtick: 1 } : {};
+}
+
+function layoutOf(course, { isLogScale, yTitle, range, most }) {
+  const [first, last] = range ?? [course.begin, course.end];
   const [text, line] = [colour("--muted"), colour("--line")];
   const axis = { gridcolor: line, linecolor: line, zeroline: false, tickfont: { color: text, size: 12 }, fixedrange: false };
   return {
@@ -114,11 +120,12 @@ function layoutOf(course, { isLogScale, yTitle, range }) {
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: text }, itemsizing: "constant", traceorder: "reversed" },
     xaxis: {
       ...axis, type: course.by === "time" ? "date" : "linear", nticks: 7, exponentformat: "SI", separatethousands: true,
+      ...(course.by === "time" ? {} : wholeTicks(first, last)),
       title: { text: NAMES[course.by], font: { size: 12 }, standoff: 6 },
       ...(range ? { range: placed(course.by, range), autorange: false } : { autorange: true }),
     },
     yaxis: { ...axis, type: isLogScale ? "log" : "linear", nticks: 6, fixedrange: true, autorange: true,
-      title: { text: yTitle, font: { size: 12 }, standoff: 8 }, ...(isLogScale ? { dtick: "D2" } : {}) },
+      title: { text: yTitle, font: { size: 12 }, standoff: 8 }, ...(isLogScale ? { dtick: "D2" } : most === null ? {} : wholeTicks(0, most)) },
     shapes: roundShapes(course), uirevision: "kept",
   };
 }
@@ -157,7 +164,8 @@ export class CourseChart {
     const sorted = [...curves].sort((a, b) => order[b.who] - order[a.who]);
     for (const curve of curves) colourIndex(curve);  // In the order of their names, whichever is drawn first.
     const traces = sorted.flatMap(curve => tracesOf(curve, course.by, colourIndex(curve), curve.who !== "node" || curves.length === 1));
-    await window.Plotly.react(this.canvas, traces, layoutOf(course, { isLogScale: this.isLogScale, yTitle: this.unit, range }), CONFIG);
+    const most = this.what === "nodes" ? Math.max(...curves.map(curve => Math.max(...curve.y))) : null;
+    await window.Plotly.react(this.canvas, traces, layoutOf(course, { isLogScale: this.isLogScale, yTitle: this.unit, range, most }), CONFIG);
     if (!this.isDrawn) this.#listen();
     this.isDrawn = true;
     return true;

@@ -108,7 +108,8 @@ async function lookAtCourse() {
   if (asked.by !== wanted.by || asked.begin !== wanted.begin || asked.end !== wanted.end) return;
   course = found;
   courseOf = lastView?.time ?? "";
-  await Promise.all(charts.map(chart => chart.update(course, rangeShown())));
+  const drawn = await Promise.all(charts.map(chart => chart.update(course, rangeShown())));
+  byId("no-charts").hidden = drawn.every(Boolean);
   byId("curves").dataset.drawn = String(course.by);
 }
 

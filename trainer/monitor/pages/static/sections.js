@@ -40,10 +40,10 @@ function cards(view) {
   const round = view.last_round;
   const perNode = view.num_nodes && view.tokens_per_s !== null && view.num_nodes > 1 ? `${formatCompact(view.tokens_per_s / view.num_nodes)} a node` : null;
   return [
-    card("loss, nats a token", formatNumber(view.loss, 4), TRENDS[view.loss_trend]),
+    card("loss, nats a token", formatNumber(view.loss, 4), element("span", {}, TRENDS[view.loss_trend], view.loss === null || !view.loss_of ? "" : `; ${view.loss_of}`)),
     view.step === null ? null : card(view.step_name, formatNumber(view.step), view.total_steps ? `${formatNumber(view.total_steps)} inner steps of all` : null),
-    view.tokens === null ? null : card(isRun || view.account ? "tokens" : "tokens, this node", formatCompact(view.tokens), view.tokens < 1e4 ? null : formatNumber(view.tokens)),
-    view.tokens_per_s === null ? null : card("tokens a second", formatCompact(view.tokens_per_s), perNode),
+    view.tokens === null ? null : card(isRun || view.account ? "tokens" : `tokens, this ${view.role}`, formatCompact(view.tokens), view.tokens < 1e4 ? null : formatNumber(view.tokens)),
+    view.tokens_per_s === null ? null : card(view.role === "node" ? "tokens a second, all nodes" : "tokens a second", formatCompact(view.tokens_per_s), perNode),
     view.num_nodes === null ? null : card("nodes", formatNumber(view.num_nodes), view.num_reached === null ? null : `${formatNumber(view.num_reached)} answer`),
     round === null ? null : card("last round", round.error ? "failed" : formatDuration(round.seconds),
       element("span", {}, `round ${formatNumber(round.round_index)}${round.num_members ? `, ${formatNumber(round.num_members)} ${round.num_members === 1 ? "member" : "members"}` : ""}`)),
@@ -84,24 +84,24 @@ const COLUMNS = [
   { key: "health", title: "health", kind: "text", value: node => node.health,
     show: node => chip(HEALTH[node.health] ?? "", node.health) },
   { key: "stage", title: "part", kind: "text", value: node => node.stage || (node.role === "node" ? null : node.role) || null },
-  { key: "step", title: "step", hint: "outer steps in its state, or the version of its stage", value: node => node.step, show: (node, value) => formatNumber(value) },
+  { key: "step", title: "outer step", ofSwarm: "version", hint: "outer steps in its state, or the version of its stage", value: node => node.step, show: (node, value) => formatNumber(value) },
   { key: "behind", title: "lag", hint: "behind the newest of its kind", value: node => node.behind, show: (node, value) => formatNumber(value) },
-  { key: "loss", title: "loss", value: node => node.loss, show: (node, value) => formatNumber(value, 4) },
-  { key: "speed", title: "tokens/s", value: node => node.tokens_per_s, show: (node, value) => formatNumber(value) },
+  { key: "loss", title: "loss", hint: "mean of its latest 50 or so steps", value: node => node.loss, show: (node, value) => formatNumber(value, 4) },
+  { key: "speed", title: "tokens/s", value: node => node.tokens_per_s || null, show: (node, value) => formatNumber(value) },
   { key: "pflops", title: "PFLOP", hint: "claimed, over all its lives seen", value: node => node.pflops, show: (node, value) => small(value) },
   { key: "confirmed", title: "confirmed", hint: "of these, what the account confirms", value: node => node.confirmed_pflops, show: (node, value) => small(value) },
-  { key: "hours", title: "hours", hint: "in which it computed, claimed", value: node => node.hours, show: (node, value) => formatNumber(value, 2) },
-  { key: "inner", title: "steps done", value: node => node.inner_steps, show: (node, value) => formatNumber(value) },
+  { key: "hours", isMore: true, title: "hours", hint: "in which it computed, claimed", value: node => node.hours, show: (node, value) => formatNumber(value, 2) },
+  { key: "inner", isMore: true, title: "inner steps", hint: "done, before restarts too", value: node => node.inner_steps, show: (node, value) => formatNumber(value) },
   { key: "rounds", title: "rounds", hint: "shared with others, in its present life", value: node => node.rounds_shared, show: (node, value) => formatNumber(value) },
   { key: "failed", title: "failed", hint: "rounds without a result", value: node => node.rounds_failed, show: (node, value) => formatNumber(value) },
-  { key: "shards", title: "shards", value: node => node.num_shards, show: (node, value) => formatNumber(value) },
-  { key: "sent", title: "sent", value: node => node.sent_bytes_per_s, show: (node, value) => rate(value) },
-  { key: "memory", title: "memory", value: node => node.memory_bytes, show: (node, value) => formatBytes(value) },
-  { key: "clock", title: "clock, s", hint: "ahead of the monitor's", value: node => node.clock_offset_s, show: (node, value) => formatNumber(value, 1) },
+  { key: "shards", isMore: true, title: "shards", value: node => node.num_shards, show: (node, value) => formatNumber(value) },
+  { key: "sent", isMore: true, title: "sent", value: node => node.sent_bytes_per_s, show: (node, value) => rate(value) },
+  { key: "memory", isMore: true, title: "memory", value: node => node.memory_bytes, show: (node, value) => formatBytes(value) },
+  { key: "clock", isMore: true, title: "clock, s", hint: "ahead of the monitor's", value: node => node.clock_offset_s, show: (node, value) => formatNumber(value, 1) },
   { key: "checkpoint", title: "checkpoint", hint: "age", value: node => node.checkpoint_age_s, show: (node, value) => formatDuration(value) },
-  { key: "state", title: "state", hint: "digest", kind: "text", value: node => node.state_digest,
+  { key: "state", isMore: true, title: "state", hint: "digest", kind: "text", value: node => node.state_digest,
     show: (node, value) => element("span", { class: "mono", text: value ? value.slice(0, 8) : "–" }) },
-  { key: "software", title: "version", kind: "text", value: node => node.software, show: (node, value) => isolated(value, 24) },
+  { key: "software", isMore: true, title: "version", kind: "text", value: node => node.software, show: (node, value) => isolated(value, 24) },
   { key: "doubts", title: "doubts", kind: "wrap", value: node => node.doubts.join("; ") || null, show: (node, value) => value ? isolated(value) : "" },
 ];
 
@@ -111,24 +111,38 @@ function small(value) {
   return value.toExponential(1);
 }
 
-/** The table of nodes, with the columns that somebody has a figure for. */
+/** The table of nodes, with the columns that somebody has a figure for; of a run's those that fit at first. */
 export class NodesTable {
   constructor() {
     this.keys = "";
     this.table = null;
+    this.view = null;
+    this.hasAll = false;
+    this.button = element("button", { type: "button", text: "all columns", "aria-pressed": "false", on: { click: () => this.#toggle() } });
+  }
+
+  #toggle() {
+    this.hasAll = !this.hasAll;
+    this.button.setAttribute("aria-pressed", String(this.hasAll));
+    this.update(this.view);
+    this.button.focus();
   }
 
   update(view) {
     const nodes = view.nodes;
+    this.view = view;
     const place = body("nodes", nodes.length > 0);
     if (!nodes.length) return;
-    const columns = COLUMNS.filter(column => column.key === "node" || nodes.some(node => hasValue(column.value(node))));
+    const named = COLUMNS.map(column => ({ ...column, title: view.kind === "swarm" && column.ofSwarm || column.title }));
+    const known = named.filter(column => column.key === "node" || nodes.some(node => hasValue(column.value(node))));
+    const isCut = view.scope === "run" && known.some(column => column.isMore);
+    const columns = isCut && !this.hasAll ? known.filter(column => !column.isMore) : known;
     const keys = columns.map(column => column.key).join(" ");
     if (keys !== this.keys) {
       const sort = this.table?.sort ?? { key: nodes.some(node => node.pflops !== null) ? "pflops" : "node", descending: nodes.some(node => node.pflops !== null) };
       this.table = new DataTable(columns, { caption: "Table of nodes", rowKey: node => node.peer_id || node.node_id, sort });
       this.keys = keys;
-      place.replaceChildren(this.table.node);
+      place.replaceChildren(this.table.node, ...(isCut ? [element("p", { class: "table-more" }, this.button)] : []));
     }
     this.table.update(nodes);
   }
@@ -156,9 +170,9 @@ export function showOwn(view) {
   const rows = [
     ...fact("running for", formatDuration(own.uptime_s)),
     ...(own.last_step_age_s === null ? [] : fact("last step", formatAge(own.last_step_age_s))),
-    ...fact("steps", `${formatNumber(own.num_steps)}${own.steps_skipped ? `, ${formatNumber(own.steps_skipped)} skipped` : ""}`),
-    ...(own.loss === null ? [] : fact("latest loss", formatNumber(own.loss, 4))),
-    ...(own.inner_steps && view.role !== "driver" ? fact("inner step", element("span", {}, `${formatNumber(own.inner_step)} of ${formatNumber(own.inner_steps)}`,
+    ...fact(view.role === "node" ? "inner steps" : "steps", `${formatNumber(own.num_steps)}${own.steps_skipped ? `, ${formatNumber(own.steps_skipped)} skipped` : ""}`),
+    ...(own.loss === null ? [] : fact("loss of its latest step", formatNumber(own.loss, 4))),
+    ...(own.inner_steps && view.role !== "driver" ? fact("to the next outer step", element("span", {}, `${formatNumber(own.inner_step)} of ${formatNumber(own.inner_steps)} inner steps`,
       progressBar(own.inner_step / own.inner_steps, "to the next outer step"))) : []),
     ...(own.outer_step || own.outer_syncs ? fact("outer steps", `${formatNumber(own.outer_step)} in its state, ${formatNumber(own.outer_syncs)} rounds since the start`) : []),
     ...(own.outer_syncs || own.rounds_failed ? fact("rounds", `${formatNumber(own.rounds_alone)} alone, ${formatNumber(own.rounds_failed)} failed`) : []),
