@@ -29,7 +29,7 @@ class CallEndpoint(Protocol):
 
     @property
     def counters(self) -> Counters:
-        """Bytes to and from others, of all services of the node."""
+        """Bytes to and from others."""
 
     @property
     def peer_id(self) -> PeerId:
@@ -99,11 +99,12 @@ class ScopedEndpoint:
     def __init__(self, endpoint: Endpoint, scope: str) -> None:
         self._endpoint = endpoint
         self._scope = scope
+        self._counters = endpoint.counters.by_scope.setdefault(scope, Counters())
 
     @property
     def counters(self) -> Counters:
-        """See `CallEndpoint`."""
-        return self._endpoint.counters
+        """See `CallEndpoint`; bytes of this scope's calls alone, of which several may be under way."""
+        return self._counters
 
     @property
     def peer_id(self) -> PeerId:

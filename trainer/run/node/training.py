@@ -478,7 +478,7 @@ class Node:
     def _after_round(self, outcome: OuterResult) -> None:
         self.display.outer(outcome)
         if outcome.report is None:
-            self.watch.observer.round_failed(outcome.round_index, outcome.error)
+            self.watch.observer.round_failed(outcome.round_index, outcome.error, outcome.part)
             if self.network is not None and self.network.group(outcome.part).collective.behind:
                 self._withdraw_if("the others hold another state, or have gone on without it")
             else:
@@ -491,7 +491,9 @@ class Node:
         if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
             self.network.publish(sharing.shared_state(), outcome.report.members)
         digest = sharing.state_digest() if sharing is not None and is_each_step else ""
-        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        self.watch.observer.round(
+            outcome.report, outer_step=outcome.outer_step, state_digest=digest, stage=outcome.part
+        )
         if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
             return
         if self.network is None and self.replica.diloco is not None:
