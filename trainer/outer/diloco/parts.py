@@ -129,8 +129,12 @@ class PartsTrainer:
             trainer.load_state_dict(parts[name])
 
     def _together(self, names: Iterable[str], call: _Call) -> tuple[OuterResult, ...]:
-        """Calls each of these parts' trainers in a thread of its own; the others answer whoever waits for them."""
+        """Calls each of these parts' trainers in a thread of its own; the others answer whoever waits for them.
+
+        Each part is in one round at most: members that are much faster would otherwise keep this node from its steps.
+        """
         running = {name: self._started(name, call) for name in names}
+        idle = [name for name in self.trainers if name not in running]
         results: list[OuterResult] = []
         errors: list[BaseException] = []
         while running:
@@ -142,12 +146,9 @@ class PartsTrainer:
                     errors.append(error)
                 elif (result := future.result()) is not None:
                     results.append(replace(result, part=name))
-            if running and not errors:
-                running |= {
-                    name: self._started(name, DiLoCoTrainer.answer_others)
-                    for name, trainer in self.trainers.items()
-                    if name not in running and trainer.is_awaited
-                }
+            awaited = [name for name in idle if running and not errors and self.trainers[name].is_awaited]
+            running |= {name: self._started(name, DiLoCoTrainer.answer_others) for name in awaited}
+            idle = [name for name in idle if name not in awaited]
         if errors:
             raise errors[0]
         order = list(self.trainers)
