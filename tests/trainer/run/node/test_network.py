@@ -68,7 +68,7 @@ class Listening:
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         self.others = announcements
 
-    def state(self, outer_step: int, digest: str) -> None:
+    def state(self, outer_step: int, digest: str, part: str = "") -> None:
         self.news.set()
         assert self.go_on.wait(WAIT_S)
 
