@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.aggregation.config import Averaging
     from trainer.collective.messages import Terms
     from trainer.compression.vectors import Codec
-    from trainer.network.rpc import Endpoint, Peer
+    from trainer.network.rpc import CallEndpoint, Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class RoundSettings:
     rule: RuleConfig
     codec: Codec
     config: CollectiveConfig
-    endpoint: Endpoint
+    endpoint: CallEndpoint
     directory: Directory
     changes: RoundChanges | None = None
     change: int = 0

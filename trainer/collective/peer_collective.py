@@ -20,7 +20,7 @@ from trainer.collective.messages import Terms
 from trainer.collective.service import RoundService
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError
-from trainer.network.rpc import Endpoint
+from trainer.network.rpc import CallEndpoint
 from trainer.outer.engine.collective import Contribution, FollowingPhase, RoundResult
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class PeerCollective:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: CallEndpoint,
         loop: asyncio.AbstractEventLoop,
         run_id: str,
         terms: Terms,

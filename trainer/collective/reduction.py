@@ -20,7 +20,7 @@ from trainer.collective.arithmetic import Arithmetic, Payload, TaskResult
 from trainer.collective.config import Changes
 from trainer.collective.messages import Plan, ReductionOpen, Task
 from trainer.errors import CodecError, PeerUnavailableError, RefusedError, RpcError
-from trainer.network.rpc import Endpoint, Peer, ServerStream, Stream
+from trainer.network.rpc import CallEndpoint, Peer, ServerStream, Stream
 from trainer.network.rpc.envelope import peer_boundary
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class ReductionPass:
 
     plan: Plan
     plan_digest: str
-    endpoint: Endpoint
+    endpoint: CallEndpoint
     arithmetic: Arithmetic
     results: Mapping[str, TaskResult]  # Empty ones, of the plan's fresh tasks, by key.
     reductions: Mapping[str, Reduction]  # This node's own tasks in this pass, by key.

@@ -119,14 +119,18 @@ class EventLog:
 
         self._put("step", fields_of)
 
-    def round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
-        """Logs a round that ended with a result; step and digest are the state's after it."""
+    def round(self, report: RoundFacts, *, outer_step: int, state_digest: str, stage: str = "") -> None:
+        """Logs a round that ended with a result; step and digest are the state's after it.
+
+        ``stage`` is that of the round, at a node that has several.
+        """
 
         def fields_of() -> dict[str, object]:
             found = {name: getattr(report, name) for name in _REPORT_FIELDS}
             phases = zip(_PHASE_FIELDS, report.phases, strict=True)
             found |= {name: round(seconds, 6) for name, seconds in phases}
-            return found | {"outer_step": outer_step, "state_digest": state_digest, "seconds": round(report.seconds, 6)}
+            found |= {"outer_step": outer_step, "state_digest": state_digest, "seconds": round(report.seconds, 6)}
+            return found | ({"stage": stage} if stage else {})
 
         self._put("round", fields_of)
 

@@ -302,26 +302,30 @@ class Observer:
         if self._curves:
             self._curves.evaluation(found, num_tokens=self._num_tokens)
 
-    def round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
-        """Reports a round that ended with an outer step; step and digest are those of the state after it."""
+    def round(self, report: RoundFacts, *, outer_step: int, state_digest: str, stage: str = "") -> None:
+        """Reports a round that ended with an outer step; step and digest are those of the state after it.
+
+        ``stage`` is that of the round, at a node that has several.
+        """
         self._work.round(report)
         self._tracker.add_round(report, outer_step=outer_step, state_digest=state_digest)
         self._metrics.round(report)
         if self._log:
-            self._log.round(report, outer_step=outer_step, state_digest=state_digest)
+            self._log.round(report, outer_step=outer_step, state_digest=state_digest, stage=stage)
         if self._curves and self._steps_taken:
             self._curves.round(self._steps_taken, report, outer_step=outer_step)
         if self._history:
             self._history.round(report, step=self._steps_taken)
 
-    def round_failed(self, round_index: int, reason: str) -> None:
-        """Reports a round without a result; its work goes into the next."""
+    def round_failed(self, round_index: int, reason: str, stage: str = "") -> None:
+        """Reports a round without a result; its work goes into the next. ``stage`` as for `round`."""
         self._work.round_failed(round_index, reason)
         self._tracker.add_failed_round()
         self._metrics.round_failed()
         if self._history:
             self._history.round_failed(round_index, reason, step=self._steps_taken)
-        self.event("round_failed", round_index=round_index, reason=reason)
+        fields = {"stage": stage} if stage else {}
+        self.event("round_failed", round_index=round_index, reason=reason, **fields)
 
     def checkpoint(self, outcome: CheckpointOutcome, *, step: int, seconds: float) -> None:
         """Reports a checkpoint that was due, and the seconds it cost the training thread."""

@@ -381,7 +381,7 @@ class NodeRecord:
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _round(self, event: Event, at: float) -> None:
-        self._rounds.add(event, self.stage)
+        self._rounds.add(event, text_of(event, "stage", NAME) or self.stage)  # A whole node names that of its part.
         index, failed = whole_of(event, "round_index") or 0, event.kind == "round_failed"
         self.marks.append((self._last_step or 0, at, index, failed))
         if failed:

@@ -1,7 +1,7 @@
 """Announcements: what a node publishes about itself, signed, short-lived and in canonical form.
 
 On the wire it is canonical JSON, ``{"announcement": {…}, "signature": "<hex>"}``, signed (ed25519) by the key that is
-the node's `peer_id`. The fields of pipeline workers are left out where they are empty: releases without stages read it.
+the node's `peer_id`. The fields of pipelines are left out where they are empty: releases without stages read it.
 The trade-off: each one carries the certificate (0.7 of about 1.6 kB), which saves a trusted exchange of its own.
 """
 
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_va
 
 from manifests.serialisation import canonical_json
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.stage_report import Counted, StageReport
+from trainer.network.discovery.stage_report import MAX_PARTS, Counted, PartReport, StageReport
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Peer
 
@@ -79,6 +79,8 @@ class Announcement(Message):
     tokens_per_s: Annotated[float, Field(ge=0, lt=1e15)] = 0.0
     shards: Annotated[tuple[Counted, ...], Field(max_length=256)] = ()
     stage: StageReport | None = None
+    parts: Annotated[tuple[PartReport, ...], Field(max_length=MAX_PARTS)] = ()
+    """Of a node that holds a whole model among swarms of stages: where each stage's part of it is."""
     filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
     """Of a worker, in a DHT partitioned by stage: its partition (`StagePartitions`)."""
     sent_at: Instant = 0.0
@@ -88,6 +90,10 @@ class Announcement(Message):
     def _only_workers_are_filed_by_stage(self) -> Self:
         if self.filed_under and self.stage is None:
             raise ValueError("expected a stage with filed_under")
+        if self.parts and self.stage is not None:
+            raise ValueError("expected a stage or parts, found both")
+        if len({part.stage for part in self.parts}) < len(self.parts):
+            raise ValueError("expected one part of each stage")
         return self
 
     def peer(self) -> Peer:
@@ -109,7 +115,7 @@ class KnownPeer:
 
 def _content(announcement: Announcement) -> dict[str, JsonValue]:
     content: dict[str, JsonValue] = announcement.model_dump(mode="json")
-    for name in ("stage", "filed_under"):
+    for name in ("stage", "filed_under", "parts"):
         if not content[name]:
             del content[name]
     return content

@@ -26,6 +26,9 @@ FIRST_NUMBER = 32
 LAST_NUMBER = 1023  # Numbers of workers (spec P-7: ``head.0.[32:1024]``).
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
 MAX_REASON = 80
+MAX_PARTS = 32
+"""Stages of a model that one node may hold all of: as many as an announcement has room for."""
+_NO_WORKER = 1  # Below `FIRST_NUMBER`.
 
 StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]
 Counted: TypeAlias = Annotated[int, Field(ge=0, lt=2**53)]
@@ -60,6 +63,30 @@ class StageReport(Message):
     """Seconds since its newest checkpoint, or since it started; 0 if it makes none."""
     unsaved_because: Annotated[str, Field(max_length=MAX_REASON)] = ""
     """Why the last due checkpoint is missing; empty: it is there, or none was due."""
+
+
+class PartReport(Message):
+    """Where one stage's part of a whole model is, at a node that holds all stages (`Announcement.parts`)."""
+
+    stage: StageName
+    status: Literal["joining", "serving"]  # One that joins fetches the part's state, and takes part in no round.
+    outer_step: Counted = 0
+    state_digest: Annotated[str, Field(pattern=r"^(|[0-9a-f]{64})$")] = ""
+    """The snapshot of the part that the node serves for `outer_step`; empty while it has none worth adopting."""
+    round_index: Counted = 0
+    round_position: Annotated[float, Field(ge=0, le=1)] = 0.0
+    version: Counted = 0  # The node's own steps, which are all stages'.
+
+    def as_worker(self) -> StageReport:
+        """Returns what the workers of the stage see of it: one of them that takes no micro-batches of others."""
+        return StageReport(
+            uid=f"{self.stage.replace('-', '')}.0.{_NO_WORKER}",
+            incarnation="0" * 16,
+            status=self.status,
+            version=self.version,
+            round_index=self.round_index,
+            round_position=self.round_position,
+        )
 
 
 @dataclass(frozen=True, slots=True)

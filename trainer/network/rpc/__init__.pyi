@@ -17,5 +17,8 @@ from .messages import PeerId as PeerId
 from .messages import Reason as Reason
 from .messages import Reply as Reply
 from .messages import Request as Request
+from .scoped import CallEndpoint as CallEndpoint
+from .scoped import ScopedEndpoint as ScopedEndpoint
+from .scoped import scoped_endpoint as scoped_endpoint
 from .stream import ServerStream as ServerStream
 from .stream import Stream as Stream

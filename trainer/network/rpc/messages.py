@@ -64,6 +64,12 @@ class Counters:
     received_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     """How often each reason was given, or an answer was refused for it."""
+    by_scope: dict[str, Counters] = field(default_factory=dict)
+    """Bytes of the calls of each scope (`ScopedEndpoint`), which are among all; refusals are counted for all alone."""
+
+    def of_method(self, method: str) -> Counters | None:
+        """Returns the counters of a method's scope; None: it has none of its own."""
+        return self.by_scope.get(method.partition("/")[0])
 
     def count_refusal(self, reason: str) -> None:
         """Counts one. Handlers may pass on words of other peers, so the number of distinct words is bounded."""

@@ -18,8 +18,8 @@ from pydantic import Field
 
 from genesis.store.limits import Throttle
 from trainer.errors import RefusedError, StateTransferError
-from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Reply, Request
+from trainer.network.rpc.scoped import CallEndpoint
 from trainer.network.rpc.stream import ServerStream
 from trainer.network.transfer.config import StateConfig
 from trainer.network.transfer.descriptor import (
@@ -80,7 +80,7 @@ class _OpenSnapshot:
 class StateDonor:
     """Serves the snapshots that `write_snapshot` puts into ``directory``, within the limits of ``config``."""
 
-    def __init__(self, endpoint: Endpoint, directory: str | os.PathLike[str], config: StateConfig) -> None:
+    def __init__(self, endpoint: CallEndpoint, directory: str | os.PathLike[str], config: StateConfig) -> None:
         self.uploaded_bytes = 0
         self._endpoint = endpoint
         self._directory = Path(directory)

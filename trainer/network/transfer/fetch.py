@@ -25,8 +25,8 @@ from statistics import median_low
 from manifests.serialisation import sha256_hex
 from trainer.errors import PeerUnavailableError, RefusedError, RpcError, StateTransferError, TrainerUsageError
 from trainer.network.discovery.announcement import Announcement
-from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Peer, Reply
+from trainer.network.rpc.scoped import CallEndpoint
 from trainer.network.rpc.stream import Stream
 from trainer.network.transfer.config import StateConfig
 from trainer.network.transfer.descriptor import (
@@ -80,7 +80,7 @@ def choose_state(own: tuple[int, str], announcements: Iterable[Announcement]) ->
 
 
 async def fetch_state(
-    endpoint: Endpoint,
+    endpoint: CallEndpoint,
     donors: Sequence[Peer],
     digest: str,
     directory: str | os.PathLike[str],
@@ -116,7 +116,7 @@ async def fetch_state(
 
 
 async def fetch_descriptor(
-    endpoint: Endpoint, donors: Sequence[Peer], digest: str, *, stall_timeout_s: float = 10.0
+    endpoint: CallEndpoint, donors: Sequence[Peer], digest: str, *, stall_timeout_s: float = 10.0
 ) -> Descriptor:
     """Returns the first valid descriptor that donors send; the StateTransferError says of each donor why it did not."""
     body, what = DescriptorRequest(digest=digest), f"the descriptor of the state {digest[:16]}…"
@@ -125,7 +125,7 @@ async def fetch_descriptor(
 
 
 async def _fetch_parts(
-    endpoint: Endpoint,
+    endpoint: CallEndpoint,
     donors: Sequence[Peer],
     digest: str,
     part: PartFile,
@@ -152,7 +152,7 @@ async def _fetch_parts(
 
 
 async def _first_valid(
-    endpoint: Endpoint,
+    endpoint: CallEndpoint,
     donors: Sequence[Peer],
     stall_timeout_s: float,
     method: str,
@@ -272,7 +272,7 @@ class _LyingDonorError(Exception):
 class _ChunkDownload:
     """Downloads the missing chunks of a state into a part file; `run` it once."""
 
-    endpoint: Endpoint
+    endpoint: CallEndpoint
     donors: list[_Donor]
     digest: str
     descriptor: Descriptor

@@ -120,6 +120,11 @@ class DiLoCoTrainer:
         return self._background is not None
 
     @property
+    def num_inner_steps(self) -> int:
+        """Inner steps of the rounds committed so far: where a late joiner's schedule begins."""
+        return self._state.num_inner_steps
+
+    @property
     def unshared(self) -> tuple[int, int]:
         """Inner steps since the last committed round, and their batches; of the fragment that has most."""
         return max((work.num_steps, work.num_batches) for work in self._pending)
@@ -140,13 +145,38 @@ class DiLoCoTrainer:
         Raises:
             TrainerError: the collective raised anything but a failed round; the state is as before the round.
         """
+        self.count_step(num_batches)
+        return self.go_on()
+
+    def count_step(self, num_batches: int = 1) -> None:
+        """Counts an inner step; `go_on` has to follow before the next."""
         self.inner_step += 1
         for work in self._pending:
             work.add(num_batches)
         self._relaunch()
+        if self._background is not None:
+            self._background.steps_left -= 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `go_on` has anything to do: a round is under way, or due, or others wait for this node."""
+        is_time = self.inner_step >= self._config.steps_before(self._state.fragment)
+        return self._is_under_way() or is_time or self._collective.requested()
+
+    @property
+    def round_share(self) -> float:
+        """How many of the steps before the next round are done, 0 to 1."""
+        return min(1.0, self.inner_step / self._config.steps_before(self._state.fragment))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others wait for this node in a round that it could begin now."""
+        return not self._is_under_way() and self._collective.requested()
+
+    def go_on(self) -> OuterResult | None:
+        """Begins, finishes or tries a round behind a step that was counted; see `after_inner_step`."""
         background = self._background
         if background is not None:
-            background.steps_left -= 1
             self._check(background)
             # Merged when it is time, or when others wait for the next round already.
             early = background.outcome.done() and self._collective.requested()
@@ -163,7 +193,7 @@ class DiLoCoTrainer:
 
     def answer_others(self) -> OuterResult | None:
         """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
-        return None if self._is_under_way() or not self._collective.requested() else self._begin()
+        return self._begin() if self.is_awaited else None
 
     def share(self) -> OuterResult | None:
         """Tries a round now and waits for it: for a node that leaves with work that the others do not have."""

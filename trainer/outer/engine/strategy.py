@@ -32,6 +32,8 @@ class OuterResult:
     contributed_steps_ago: int | None = None
     """Inner steps since the parameters of this node's contribution were read; None: it has no weight in the result."""
     error: str = ""
+    part: str = ""
+    """Of the model, where each part has rounds of its own (`trainer.outer.diloco.parts`)."""
 
 
 @runtime_checkable

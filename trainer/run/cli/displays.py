@@ -179,6 +179,7 @@ class _JsonLines(_WithSpeed):
             dropped=[list(entry) for entry in report.dropped] if report is not None else [],
             completeness=report.completeness if report is not None else 0.0,
             seconds=round(report.seconds if report is not None else result.waited_s, 6),
+            **({"stage": result.part} if result.part else {}),
         )
 
     def evaluation(self, found: Evaluation) -> None:
@@ -202,11 +203,12 @@ def _figures(result: StepResult) -> str:
 
 
 def _round(result: OuterResult) -> str:
+    which = f" of {result.part}" if result.part else ""
     if result.report is None:
-        return f"outer step {result.outer_step}: round {result.round_index} failed: {result.error}"
+        return f"outer step {result.outer_step}{which}: round {result.round_index} failed: {result.error}"
     report = result.report
     text = (
-        f"outer step {result.outer_step}: {len(report.members)} member{'s' * (len(report.members) != 1)}, "
+        f"outer step {result.outer_step}{which}: {len(report.members)} member{'s' * (len(report.members) != 1)}, "
         f"{100 * report.completeness:.0f} % complete, {report.seconds:.2f} s, "
         f"{report.sent_bytes / 1e6:.1f} MB out, {report.received_bytes / 1e6:.1f} MB in"
     )

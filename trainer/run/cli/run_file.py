@@ -46,6 +46,9 @@ def init_command(
     name: Annotated[str, typer.Argument(help="Of the run: its nodes find each other by it.")],
     preset: Annotated[str | None, typer.Option(help="Size of the model: tiny … 7.5b.")] = None,
     stages: Annotated[int | None, typer.Option(min=2, help="Cut the model into so many, for a swarm.")] = None,
+    whole_nodes: Annotated[
+        bool, typer.Option("--whole-nodes", help="With --stages: nodes that hold the whole model may join as well.")
+    ] = False,
     store: Annotated[
         str | None, typer.Option(help="Folder, s3://bucket/prefix or http(s)://host/prefix; else each node names it.")
     ] = None,
@@ -85,6 +88,14 @@ def init_command(
     values = merged(values, {"run_id": name})
     if stages is not None:
         values = merged(values, nested("swarm.num_stages", stages))
+    if whole_nodes:
+        if stages is None:
+            raise TrainerUsageError(
+                "--whole-nodes: expected --stages, since all nodes of a run without stages are whole, found none"
+            )
+        values = merged(values, nested("swarm.whole_nodes", True))
+        if not values.get("inner", {}).get("micro_batch_size"):
+            values = merged(values, nested("inner.micro_batch_size", _ROWS_IN_SWARM))
     for option in _spelt(values):
         if option != "run_id" and standing_of(option) == "own":
             raise TrainerUsageError(f"{option}: expected what all nodes share, found an option that is a node's own")
@@ -99,7 +110,7 @@ def init_command(
     check_authorities(authorities)
     with_store = bool(values.get("data", {}).get("store"))
     is_cut = stages is not None or "swarm" in values or found.strategy == "async_sparta"
-    layout: Layout = "stages" if is_cut else "whole"
+    layout: Layout = "mixed" if found.swarm.whole_nodes else "stages" if is_cut else "whole"
     draft = RunFile.of(found, "0" * 64, authorities, with_store=with_store, layout=layout)
     check_config(draft, name)
     owner = make_key(key)

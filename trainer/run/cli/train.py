@@ -299,6 +299,10 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
             from trainer.run.swarm.driver_node import run_driver
 
             run_driver(config, stop, display)
+        elif config.swarm.whole_nodes:
+            from trainer.run.swarm.whole_node import run_whole_node
+
+            run_whole_node(config, stop, display)
         else:
             from trainer.run.node.starting import run_node
 

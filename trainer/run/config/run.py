@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from loader.stream.assignment import Assignment
 from loader.stream.plateau import PlateauKind
@@ -28,6 +28,7 @@ from trainer.model.choice import ModelChoice
 from trainer.model.subspace.config import SubspaceConfig
 from trainer.monitor import ApiConfig, LoggerName
 from trainer.network.discovery import DiscoveryConfig
+from trainer.network.discovery.stage_report import MAX_PARTS
 from trainer.network.relay.config import RelayConfig
 from trainer.network.rpc import RpcConfig
 from trainer.network.rpc.config import has_port, split_address
@@ -43,6 +44,9 @@ from trainer.pipeline.stage.config import StageConfig
 from trainer.pipeline.worker.config import WorkerConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.config.reading import SECRET
+
+if TYPE_CHECKING:
+    from trainer.aggregation import Weighing
 
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NAME = re.compile(r"[A-Za-z0-9_@:+=-][A-Za-z0-9_.@:+=-]{0,127}")
@@ -234,6 +238,8 @@ class SwarmConfig:
     """Of each stage; empty: by ``cut``."""
     cut: Literal["even", "memory"] = "even"
     """``even`` shares of the layers, or so that the stage with the most parameters has as few as can be."""
+    whole_nodes: bool = False
+    """Nodes that hold the whole model take part in the rounds of all stages, beside their workers (docs/swarm.md)."""
     vocab_rows: int = 0
     """Rows of the embedding, a multiple of 1,024; 0: as many as the store's vocabulary needs."""
     activation_codec: str = "fp32"
@@ -366,6 +372,8 @@ class RunConfig:
             )
         if self.bucket.is_used:
             self._check_bucket()
+        if self.swarm.whole_nodes:
+            self._check_whole_nodes()
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.through):
@@ -403,6 +411,14 @@ class RunConfig:
         return self.sparseloco.decay if self.strategy == "sparseloco" else None
 
     @property
+    def weighing(self) -> Weighing:
+        """What a member's work weighs in a round.
+
+        Beside whole nodes it is the work itself: the workers of a stage share the tokens that a whole node reads alone.
+        """
+        return "linear" if self.strategy == "grad" or self.swarm.whole_nodes else "root"
+
+    @property
     def round_options(self) -> CollectiveConfig:
         """The options of this run's rounds; where gradients are averaged, whoever is awaited comes at once."""
         if self.strategy == "sparseloco":
@@ -424,6 +440,38 @@ class RunConfig:
             raise TrainerUsageError(
                 f"grad.ahead_s: expected at most a quarter of collective.stall_timeout_s ({longest_s:g} s), in which a "
                 f"silent member counts as dead, found {self.grad.ahead_s:g}"
+            )
+
+    def _check_whole_nodes(self) -> None:
+        if not self.moves_anchor:
+            why = (
+                "all would wait for the pipelines before each step"
+                if self.strategy == "grad"
+                else "its replicas keep weights and moments of their own, which a stage's workers count by other steps"
+            )
+            raise TrainerUsageError(
+                f"swarm.whole_nodes: expected strategy diloco or sparseloco, found {self.strategy}: {why}"
+            )
+        found = [
+            *(["engine torch"] if self.engine != "p2p" else []),
+            *(["rounds through a bucket (bucket.url)"] if self.bucket.is_used else []),
+            *(["swarm.start_from"] if self.swarm.start_from else []),
+            *(["inner.document_mask"] if self.inner.document_mask else []),
+        ]
+        if found:
+            raise TrainerUsageError(
+                f"swarm.whole_nodes: expected rounds from node to node, of a model with first weights by the seed that "
+                f"computes the same whole and in stages, found {', '.join(found)}"
+            )
+        if not self.inner.micro_batch_size:
+            raise TrainerUsageError(
+                "swarm.whole_nodes: expected inner.micro_batch_size, since contributions weigh by micro-batches, which "
+                "have to have as many rows at whole nodes as in the pipeline; found 0"
+            )
+        if self.swarm.num_stages > MAX_PARTS:
+            raise TrainerUsageError(
+                f"swarm.whole_nodes: expected at most {MAX_PARTS} stages, all of which a whole node announces, found "
+                f"{self.swarm.num_stages}"
             )
 
     def _check_bucket(self) -> None:

@@ -213,12 +213,14 @@ class RunSummary:
         outer_steps = [it.outer_step for it in said if it.stage is None]
         step = median_low(versions) if versions else median_low(outer_steps) if outer_steps else None
         kind: RunKind = "swarm" if stages else "whole-model" if said else "unknown"
-        # Each stage of a swarm counts a token once more: there the drivers' figures are the run's.
-        claimed = sum(node.tokens for node in nodes if (node.role == "driver") == bool(stages))
+        # Each stage of a swarm counts a token once more: there the drivers' figures are the run's, and whole nodes'.
+        beside = sum(node.tokens for node in nodes if stages and node.role == "node")
+        claimed = beside + sum(node.tokens for node in nodes if (node.role == "driver") == bool(stages))
+        trained = claimed if look.account is None else look.account.trained_tokens + beside
         return RunProgress(
             kind=kind,
             step=step,
-            trained_tokens=look.account.trained_tokens if look.account is not None else claimed if holding else None,
+            trained_tokens=trained if look.account is not None or holding else None,
             loss=average_loss(losses, None) if losses else None,
             tokens_per_s=round(self._speed(look, nodes), 1),
             num_nodes=len(nodes),
@@ -249,13 +251,14 @@ class RunSummary:
         return Budget(unit=unit, limit=limit, done=done, eta_s=eta_s)
 
     def _speed(self, look: Look, nodes: Sequence[NodeSummary]) -> float:
-        """Tokens a second: of a swarm by its account between two looks, else by what nodes say."""
+        """Tokens a second: of a swarm by its account between two looks, else, and of whole nodes, by what nodes say."""
+        whole = sum(node.tokens_per_s for node in nodes if node.role == "node")
         if look.account is not None:
             before, self._last_account = self._last_account, (look.at, look.account.trained_tokens)
             if before is not None and look.at > before[0] and look.account.trained_tokens >= before[1]:
-                return (look.account.trained_tokens - before[1]) / (look.at - before[0])
+                return whole + (look.account.trained_tokens - before[1]) / (look.at - before[0])
         drivers = [node.tokens_per_s for node in nodes if node.role == "driver"]
-        return sum(drivers) if drivers else sum(node.tokens_per_s for node in nodes)
+        return whole + sum(drivers) if drivers else sum(node.tokens_per_s for node in nodes)
 
     def _unverified(self, look: Look, nodes: Sequence[NodeSummary]) -> tuple[str, ...]:
         lines = []

@@ -44,7 +44,6 @@ from trainer.run.node.state_form import StateForm
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
-    from trainer.outer.grad import GradState
     from trainer.run.node.network import Listener
 
 logger = logging.getLogger(__name__)
@@ -185,6 +184,19 @@ class BucketNetwork:
         """Returns nobody: nodes over a bucket do not announce themselves."""
         return []
 
+    def group(self, part: str) -> BucketNetwork:
+        """Returns this: models have no parts with rounds of their own here."""
+        del part
+        return self
+
+    def note_catching_up(self) -> None:
+        """Notes that the node fetches the others' state, until `move_to`."""
+        self.collective.catch_up()
+
+    def move_to(self, next_round: int) -> None:
+        """Notes that the node has taken a state and trains towards this round."""
+        self.collective.move_to(next_round)
+
     def announce(self) -> None:
         """Does nothing: a round tells who is there."""
 
@@ -194,7 +206,7 @@ class BucketNetwork:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def publish(self, shared: SharedState | GradState, members: tuple[str, ...] = ()) -> None:
+    def publish(self, shared: object, members: tuple[str, ...] = ()) -> None:
         """Says in the bucket that this node holds a state, in the background."""
         if not isinstance(shared, SharedState):
             raise TrainerUsageError("--rounds: expected the state of a common anchor, found that of averaged gradients")

@@ -25,7 +25,7 @@ from trainer.collective.messages import INIT_DIGEST, RUN_DIGEST
 from trainer.errors import IncompatiblePeerError, RefusedError, RpcError
 from trainer.model import ModelConfig
 from trainer.network.discovery import Announcement
-from trainer.network.discovery.stage_report import StageReport
+from trainer.network.discovery.stage_report import PartReport, StageReport
 from trainer.network.rpc import Endpoint, Identity, Peer, Reply, Request, load_or_create_identity
 from trainer.network.rpc.envelope import PROTOCOL_VERSION
 from trainer.run.config import RunConfig, to_mapping
@@ -72,6 +72,7 @@ class NodeStats:
     tokens_per_s: float = 0.0
     shards: tuple[int, ...] = ()
     stage: StageReport | None = None
+    parts: tuple[PartReport, ...] = ()
 
 
 def identity_path(config: RunConfig) -> Path:
@@ -99,6 +100,7 @@ def announcement_of(config: RunConfig, endpoint: Endpoint, terms: Terms, stats: 
         tokens_per_s=stats.tokens_per_s,
         shards=stats.shards[:256],
         stage=stats.stage,
+        parts=stats.parts,
     )
 
 

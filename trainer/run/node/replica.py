@@ -31,12 +31,13 @@ from trainer.model import (
 from trainer.outer.diloco import DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import Collective
 from trainer.outer.engine.ddp import EveryStepStrategy, ddp_model
-from trainer.outer.engine.strategy import OuterStrategy
+from trainer.outer.engine.strategy import OuterResult, OuterStrategy
 from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import within_vocabulary
 from trainer.run.node.state_form import state_layout
 
 if TYPE_CHECKING:
+    from trainer.outer.diloco.parts import PartsTrainer
     from trainer.outer.grad import GradState, GradTrainer
     from trainer.run.node.gradients import GradLoop
 
@@ -160,9 +161,24 @@ class Replica:
         self.strategy = GradStrategy(self.gradients)
 
     @property
-    def sharing(self) -> DiLoCoTrainer | GradTrainer | None:
+    def sharing(self) -> DiLoCoTrainer | GradTrainer | PartsTrainer | None:
         """What holds the state that this node has in common with others; None: it has none."""
         return self.gradients.trainer if self.gradients is not None else self.diloco
+
+    def after_inner_step(self, num_batches: int) -> tuple[OuterResult, ...]:
+        """Counts a step of so many batches, and goes on with rounds; returns those that ended."""
+        ended = self.strategy.after_inner_step(num_batches)
+        return () if ended is None else (ended,)
+
+    def drain(self) -> tuple[OuterResult, ...]:
+        """Waits for the rounds under way; returns them."""
+        ended = self.strategy.drain()
+        return () if ended is None else (ended,)
+
+    def outer_step_of(self, part: str) -> int | None:
+        """Outer steps of a part of the model that has rounds of its own, or of the model; None: it makes none."""
+        del part
+        return None if self.diloco is None else self.diloco.outer_step
 
     def measured(self) -> AbstractContextManager[Transformer]:
         """Encloses forward passes of the model outside training."""
@@ -237,8 +253,10 @@ class Replica:
     def _strategy_state(self) -> dict[str, Any]:
         """Returns the strategy's state without a copy or a wait: DiLoCo's tensors are replaced, and never change."""
         state = dict(self.strategy.state_dict()) if self.diloco is None else self.diloco.state_to_write()
-        marked: dict[str, Any] = tree_map_only(Tensor, HostCopy, state)
-        return marked
+        return with_kept_tensors(state)
+
+    def _load_strategy(self, saved: Mapping[str, Any]) -> None:
+        self.strategy.load_state_dict(dict(saved))
 
     def refreshed(self, loader: Mapping[str, Any]) -> None:
         """Learns that the loader goes on from this state; a model in one process reads nothing but what it is given."""
@@ -257,8 +275,14 @@ class Replica:
             self._num_ids = contents.num_ids
             limit_ids(self.model, self._num_ids)
         self.inner.load_state_dict(contents.inner_state())
-        self.strategy.load_state_dict(dict(contents.diloco))
+        self._load_strategy(contents.diloco)
         set_rng_state(contents.rng)
+
+
+def with_kept_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a strategy's state whose tensors never change, marked as such: a checkpoint does not copy them."""
+    marked: dict[str, Any] = tree_map_only(Tensor, HostCopy, dict(state))
+    return marked
 
 
 def layers_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from trainer.errors import (
     TrainerUsageError,
 )
 from trainer.evaluation import Evaluator, HeldOut
-from trainer.inner import autocast_for, batch_size_for, use_device
+from trainer.inner import Batch, autocast_for, batch_size_for, use_device
 from trainer.inner.memory import largest_preset, shortage
 from trainer.inner.peak import peak_of
 from trainer.inner.rank_place import Parallel, RankPlace, choose_parallel, rows_memory_bytes
@@ -80,12 +80,39 @@ _NO_MEMORY = "can't allocate memory"
 _BACKENDS = ("gloo", "NCCL")
 
 
+class NodeKind(Protocol):
+    """What is otherwise at a node that is not simply a replica of the run's model among its likes."""
+
+    @property
+    def shape(self) -> ModelConfig:
+        """Of the model."""
+
+    def network(self, config: RunConfig, run: SignedRun | None, stopping: Callable[[], bool]) -> Network[Any] | None:
+        """Returns its side to the others; None: it meets none."""
+
+    def replica(
+        self,
+        config: RunConfig,
+        network: Network[Any] | None,
+        run: SignedRun | None,
+        device: torch.device,
+        batches: Iterator[Batch],
+        on_loss: Callable[[float], object],
+    ) -> Replica:
+        """Returns its model in training."""
+
+
 def run_node(
-    config: RunConfig, display: TrainingDisplay, stop: StopRequest, train: Callable[[Node], None] = Node.run
+    config: RunConfig,
+    display: TrainingDisplay,
+    stop: StopRequest,
+    train: Callable[[Node], None] = Node.run,
+    kind: NodeKind | None = None,
 ) -> None:
     """Trains as one node until asked to stop; raises `TrainerError` and `LoaderError`, and what was saved is whole.
 
-    ``train`` does something else with the node once it has begun, such as measuring it.
+    ``train`` does something else with the node once it has begun, such as measuring it. ``kind`` says what is otherwise
+    than at a node that holds what all others of the run hold.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -104,7 +131,7 @@ def run_node(
             with stop.on_signals():  # What they ask for, rank 0 does, at all ranks together.
                 follow(node_ranks, use_device(config.device))
             return
-        node = _build(config, ranks, display, stop, stack, node_ranks)
+        node = _build(config, ranks, display, stop, stack, node_ranks, kind)
         with stop.on_signals():
             node.begin()
             train(node)
@@ -147,12 +174,18 @@ def _build(
     stop: StopRequest,
     stack: ExitStack,
     node_ranks: NodeRanks | None = None,
+    kind: NodeKind | None = None,
 ) -> Node:
     place = RankPlace() if node_ranks is None else node_ranks.place
     if node_ranks is not None and config.strategy == "grad":
         raise TrainerUsageError(
             f"strategy grad: expected a node of one process, found {place.size} ranks; start each as a node "
             "of its own, or use strategy diloco"
+        )
+    if node_ranks is not None and kind is not None:
+        raise TrainerUsageError(
+            f"swarm.whole_nodes: expected a node of one process, found {place.size} ranks; start each as a node of its "
+            "own, on a GPU of its own"
         )
     device = use_device(config.device)
     require_loggers(config.log.to)
@@ -176,7 +209,7 @@ def _build(
     _check_ranks(ranks, origin)
     vocab_rows = ranks.least(store.rows())
     config = replace(config, model=origin.choice)
-    first = origin.shape(vocab_rows)
+    first = origin.shape(vocab_rows) if kind is None else kind.shape
     resolved, shape = resolve(config, saved, vocab_rows, memory_bytes, shared_memory=on_cpu, place=place, first=first)
     if not ranks.in_cluster and node_ranks is None:
         _warn_of_shortage(resolved, shape, memory_bytes, shared_memory=on_cpu)
@@ -186,12 +219,21 @@ def _build(
     stack.callback(dataset.close)
     batches = MeteredIterator(endless(dataset))
     run = _signed_run(resolved, ranks)
-    collective, network = _collective(resolved, shape, store, ranks, stop, stack, run)
+    collective: Collective = LocalCollective(resolved.node_id)
+    network: Network[Any] | BucketNetwork | None
+    if kind is None:
+        collective, network = _collective(resolved, shape, store, ranks, stop, stack, run)
+    else:
+        network = kind.network(resolved, run, stop)
     num_ids = ranks.least(store.num_ids)
     end_id = store.vocabulary.eos_id
     fill_ = origin.fill_ if origin.pretrained is not None else None
     logger.info("building the model and its optimizer on %s", device)
-    if node_ranks is None:
+    peers, bucket = _kinds_of(network)
+    replica: Replica
+    if kind is not None:
+        replica = kind.replica(resolved, peers, run, device, batches, dataset.report_loss)
+    elif node_ranks is None:
         replica = Replica(
             resolved,
             shape,
@@ -206,8 +248,8 @@ def _build(
     else:
         from trainer.run.node.ranked import LeadingReplica
 
-        kind = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
-        logger.info("%d ranks on %d machines share the model: %s", place.size, place.num_hosts, kind)
+        parallel = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
+        logger.info("%d ranks on %d machines share the model: %s", place.size, place.num_hosts, parallel)
         replica = LeadingReplica(
             resolved,
             shape,
@@ -219,10 +261,9 @@ def _build(
             end_id,
             set_first_weights=fill_,
             ranks=node_ranks,
-            kind=kind,
+            kind=parallel,
             awaits_checkpoint=saved is not None,
         )
-    peers, bucket = _kinds_of(network)
     if peers is not None and replica.gradients is not None:
         from trainer.run.node.gradients import NodeProgress, target_tokens_of_node
 

@@ -108,7 +108,7 @@ class Node:
             self.signed_run.round_index = lambda: sharing.round_index
         if self.network is not None:
             logger.info("looking for the other nodes of run %s", self.config.run_id)
-            self.network.collective.catch_up()
+            self.network.note_catching_up()
             self.network.start(self.watch)
             if self.replica.gradients is not None and self.replica.gradients.progress is not None:
                 self.replica.gradients.progress.start()
@@ -151,7 +151,7 @@ class Node:
             # Unless a rank was asked to stop: one alone would wait for the others in vain. Then the round under way is
             # saved as such, and begun again.
             if self._has_all_steps() and not self.ranks.any(self.stop()):
-                self._after_round(self.replica.strategy.drain())
+                self._after_rounds(self.replica.drain())
         except PeerUnavailableError as error:
             if not (self.ranks.in_cluster and self.stop()):
                 raise
@@ -243,17 +243,16 @@ class Node:
         self.display.step(result)
         self._store_has_grown |= self.store.look()
         began_s = time.perf_counter()
-        outcome = self.replica.strategy.after_inner_step(
-            0 if result.skipped else self.replica.config.inner.accumulation_steps
-        )
-        self._after_round(outcome)
+        outcomes = self.replica.after_inner_step(0 if result.skipped else self.replica.config.inner.accumulation_steps)
+        self._after_rounds(outcomes)
         self.watch.spend("outer_step", time.perf_counter() - began_s)
-        if self.replica.gradients is None or outcome is None or outcome.committed:  # Or it was the round that failed.
+        has_committed = any(outcome.committed for outcome in outcomes)
+        if self.replica.gradients is None or not outcomes or has_committed:  # Or it was the round that failed.
             self._withdraw_if(self.health.step(is_skipped=result.skipped), own_state_is_void=True)
         if self.replica.inner.step_index % _COMPARED_STEPS == 0:
             self._withdraw_if(self.health.loss(self.watch.tracker.smoothed_loss, self._losses_of_others()))
         # Under averaged gradients each step is a round.
-        committed = outcome is not None and outcome.committed and self.replica.gradients is None
+        committed = has_committed and self.replica.gradients is None
         self._evaluate(after_round=committed)
         if committed or self.replica.inner.step_index % self.config.checkpoint.every_steps == 0:
             self.save()
@@ -267,16 +266,18 @@ class Node:
             self.watch.observer.evaluation(found)
             self.display.evaluation(found)
 
-    def _after_round(self, outcome: OuterResult | None) -> None:
-        if outcome is None:
-            return
+    def _after_rounds(self, outcomes: Iterable[OuterResult]) -> None:
+        for outcome in outcomes:
+            self._after_round(outcome)
+
+    def _after_round(self, outcome: OuterResult) -> None:
         self.display.outer(outcome)
         if outcome.report is None:
-            self.watch.observer.round_failed(outcome.round_index, outcome.error)
-            if self.network is not None and self.network.collective.behind:
+            self.watch.observer.round_failed(outcome.round_index, outcome.error, outcome.part)
+            if self.network is not None and self.network.group(outcome.part).collective.behind:
                 self._withdraw_if("the others hold another state, or have gone on without it")
             else:
-                self._withdraw_if(self.health.round_failed(others_went_on=self._others_went_on()))
+                self._withdraw_if(self.health.round_failed(others_went_on=self._others_went_on(outcome.part)))
             return
         if len(outcome.report.members) > 1:
             self.health.shared()
@@ -285,22 +286,25 @@ class Node:
         if self.network is not None and sharing is not None and (not is_each_step or self._others_need_a_state()):
             self.network.publish(sharing.shared_state(), outcome.report.members)
         digest = sharing.state_digest() if sharing is not None and is_each_step else ""
-        self.watch.observer.round(outcome.report, outer_step=outcome.outer_step, state_digest=digest)
+        self.watch.observer.round(
+            outcome.report, outer_step=outcome.outer_step, state_digest=digest, stage=outcome.part
+        )
         if is_each_step:  # Others that hold another state refuse this node's next round, which tells it.
             return
         if self.network is None and self.replica.diloco is not None:
             # A digest of a large state takes seconds, which training does not wait for.
             self.replica.diloco.when_digested(partial(self.watch.state, outcome.outer_step))
-        if self.network is not None and self.network.is_on_its_own(len(outcome.report.members)):
+        if self.network is not None and self.network.group(outcome.part).is_on_its_own(len(outcome.report.members)):
             reason = "most of the others hold another state: this node was cut off from them"
             self._withdraw_if(reason, wait_s=0.0)
 
-    def _others_went_on(self) -> bool:
+    def _others_went_on(self, part: str) -> bool:
         """Whether most of those that train alike say that they have made an outer step that this node has not."""
-        if self.network is None or self.replica.diloco is None:
+        own = self.replica.outer_step_of(part)
+        if self.network is None or own is None:
             return False
-        steps = [said.outer_step for said in self.network.alike()]
-        return bool(steps) and median_low(steps) > self.replica.diloco.outer_step
+        steps = [said.outer_step for said in self.network.group(part).alike()]
+        return bool(steps) and median_low(steps) > own
 
     def _losses_of_others(self) -> list[float]:
         if self.network is None:
@@ -373,7 +377,7 @@ class Node:
             self.network.publish(self.replica.sharing.shared_state())
             self.save()
             wait_s = 0.0
-        self.network.collective.move_to(self.replica.sharing.round_index)
+        self.network.move_to(self.replica.sharing.round_index)
         self._record_state()
 
     def _await_state(self, network: Network[Any] | BucketNetwork) -> None:

@@ -154,8 +154,11 @@ class Watch:
         """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
 
-    def state(self, outer_step: int, digest: str) -> None:
-        """Records that others can fetch this state from now on."""
+    def state(self, outer_step: int, digest: str, part: str = "") -> None:
+        """Records that others can fetch this state, of a part of the model where it has parts, from now on."""
+        if part:
+            self.observer.event("part_state", stage=part, outer_step=outer_step, digest=digest)
+            return
         self.tracker.set_state(outer_step, digest, inner_step=None)
         self.observer.event("state", outer_step=outer_step, digest=digest)
 

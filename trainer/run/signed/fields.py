@@ -113,7 +113,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     },
     "swarm": {
         "own": "start_from",
-        "fixed": "num_stages layers cut vocab_rows activation_codec",
+        "fixed": "num_stages layers cut whole_nodes vocab_rows activation_codec",
     },
     "swarm.subspace": {"own": "max_error", "fixed": "rank seed"},
     "swarm.stage": {

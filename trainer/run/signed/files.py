@@ -53,7 +53,7 @@ _DOMAIN: Final = b"genesis run 1\n"
 _IN_FILE: Final = ("offered", "fixed", "round")
 _MAX_AUTHORITIES: Final = 16
 
-Layout: TypeAlias = Literal["whole", "stages"]
+Layout: TypeAlias = Literal["whole", "stages", "mixed"]
 KeyField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -71,7 +71,8 @@ class RunFile(BaseModel):
     config: dict[str, JsonValue]
     """What all nodes share, nested as in `RunConfig`: the options that are not a node's own (`fields`)."""
     layout: Layout | None = None
-    """Whether nodes hold the whole model or a stage of it; None: a file of an earlier release, which does not say."""
+    """Whether nodes hold the whole model, a stage of it, or either (``mixed``); None: a file of an earlier release that
+    does not say."""
     signature: Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")] = ""
 
     @model_serializer(mode="wrap")
@@ -133,7 +134,7 @@ class RunFile(BaseModel):
         """Checks whether its model is cut into stages; an earlier release's file says so by its options alone."""
         if self.layout is None:
             return config.swarm != SwarmConfig() or config.strategy == "async_sparta"
-        return self.layout == "stages"
+        return self.layout in ("stages", "mixed")
 
     def says(self, name: str) -> bool:
         """Checks whether the file has an option, by its dotted name."""
@@ -193,9 +194,15 @@ def check_config(file: RunFile, where: str) -> RunConfig:
         if standing_of(name) == "own":
             raise RunFileError(f"{where}: {name}: expected what all nodes share, found an option that is a node's own")
     try:
-        return from_mapping(RunConfig, {**file.config, "run_id": file.name})
+        config = from_mapping(RunConfig, {**file.config, "run_id": file.name})
     except TrainerUsageError as error:
         raise RunFileError(f"{where}: {error}") from error
+    if config.swarm.whole_nodes != (file.layout == "mixed"):
+        raise RunFileError(
+            f"{where}: expected the layout mixed in a file with swarm.whole_nodes, and no other, found layout "
+            f"{file.layout} with swarm.whole_nodes {config.swarm.whole_nodes}"
+        )
+    return config
 
 
 def make_key(path: Path) -> Identity:

@@ -25,7 +25,7 @@ from trainer.run.node.identity import ComparedPeer, FitCheck, NodeStats, announc
 from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.swarm.keeper import keeps_account
-from trainer.run.swarm.shape import DRIVER, SwarmShape, stage_of
+from trainer.run.swarm.shape import DRIVER, WHOLE, SwarmShape, stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class SwarmPeers:
         self.heard = heard
         self._run_id = config.run_id
         self._ledger = config.swarm.ledger
-        self._terms = {name: shape.terms(name) for name in (DRIVER, *shape.plan.names)}
+        self._terms = {name: shape.terms(name) for name in (DRIVER, WHOLE, *shape.plan.names)}
         self._digests = {name: terms.digest() for name, terms in self._terms.items()}
         self._keeper_key = ""
         self._rejected: frozenset[str] = frozenset()  # Keys of others that call themselves by the keeper's name.
@@ -74,7 +74,7 @@ class SwarmPeers:
 
     def drivers(self) -> dict[PeerId, Announcement]:
         """The drivers, by key."""
-        return {said.peer_id: said for said in self.heard() if said.stage is None and self.fits(said)}
+        return {said.peer_id: said for said in self.heard() if _role_of(said) == DRIVER and self.fits(said)}
 
     def keepers(self) -> frozenset[PeerId]:
         """Keys of the drivers that keep the account, or may, as announced now."""
@@ -289,4 +289,6 @@ def holds_stage(stage: str, said: Announcement) -> bool:
 
 
 def _role_of(said: Announcement) -> str:
-    return DRIVER if said.stage is None else stage_of(said.stage)
+    if said.stage is not None:
+        return stage_of(said.stage)
+    return WHOLE if said.parts else DRIVER

@@ -25,7 +25,8 @@ from trainer.run.config import RunConfig, to_mapping
 from trainer.run.node.data import lineage_of, open_session
 from trainer.run.node.identity import identity_path
 
-DRIVER = "driver"  # Stands for a stage in the terms of drivers, which hold none.
+DRIVER = "driver"  # Stands for a stage in the terms of drivers, which hold none,
+WHOLE = "whole"  # and in those of nodes that hold all.
 
 _LOCAL = ("round_timeout_s", "background", "delayed", "ahead_s")
 """Options of a strategy in which workers may differ: they change when a round is over, not its result."""
@@ -60,7 +61,7 @@ class SwarmShape:
         return self.plan.config
 
     def terms(self, stage: str) -> Terms:
-        """What the workers of a stage must have in common; a driver's stage is `DRIVER`."""
+        """What the workers of a stage must have in common; a driver's stage is `DRIVER`, a whole node's `WHOLE`."""
         cut: dict[str, JsonValue] = {"stage": stage, "layers_of_stages": [len(layers) for layers in self.plan.ranges]}
         return Terms(
             architecture={**self.model.to_dict(), **cut},
@@ -125,6 +126,8 @@ def _synchronisation(config: RunConfig) -> dict[str, JsonValue]:
         values["async_sparta.salt"] = 0  # Was an option; workers of earlier versions compare it.
     if config.run_digest:
         values[RUN_DIGEST] = config.run_digest
+    if config.swarm.whole_nodes:  # Other workers weigh by the square root of their work, and call the rounds otherwise.
+        values["swarm.whole_nodes"] = True
     if config.powersgd_rank:
         values["powersgd_rank"] = config.powersgd_rank
     return values | {f"rule.{name}": value for name, value in to_mapping(config.rule).items()}

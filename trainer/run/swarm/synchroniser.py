@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.errors import IncompatiblePeerError, RoundFailedError
 from trainer.inner import lr_at
+from trainer.network.discovery import Announcement
 from trainer.network.discovery.stage_report import StageReport
 from trainer.network.rpc import Peer
 from trainer.network.transfer import Descriptor, Expectation, choose_state
@@ -35,7 +36,8 @@ from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.grad import GradFit, GradTrainer
 from trainer.outer.sparta import OtherRounds, SpartaFit, SpartaTrainer, choose_recent_state, frontier_of
 from trainer.run.config import RunConfig
-from trainer.run.node.network import Network, StateChoice
+from trainer.run.node.network import Network
+from trainer.run.node.peer_book import StateChoice
 from trainer.run.node.state_form import DilocoStates, StateForm, check_meta, check_vectors
 from trainer.run.swarm.building import BuiltStage
 from trainer.run.swarm.shape import target_tokens_of
@@ -49,7 +51,7 @@ _DISTRUST_S = 3600.0
 
 
 class StagePeers:
-    """The other workers of a worker's stage, and their rounds (`trainer.outer.sparta.OtherRounds`); for any thread."""
+    """The others in a stage's rounds (`trainer.outer.sparta.OtherRounds`), for any thread: workers, and whole nodes."""
 
     def __init__(self, network: Network[Any]) -> None:
         self._network = network
@@ -62,9 +64,13 @@ class StagePeers:
         """Reports of those that serve."""
         return [report for report in self.reports() if report.status == "serving"]
 
+    def serving_workers(self) -> list[StageReport]:
+        """Reports of the workers among them, whose versions are the stage's."""
+        return [said.stage for said in self._workers() if said.stage is not None and said.stage.status == "serving"]
+
     def peers(self) -> tuple[Peer, ...]:
-        """Where they are."""
-        return tuple(said.peer() for said in self._network.alike() if said.stage is not None)
+        """Where the workers are, who count micro-batches of one pipeline."""
+        return tuple(said.peer() for said in self._workers())
 
     def frontier(self) -> int:
         """The round of those that serve."""
@@ -73,6 +79,9 @@ class StagePeers:
     def move_to(self, round_index: int) -> None:
         """See `trainer.outer.sparta.OtherRounds`."""
         self._network.collective.move_to(round_index)
+
+    def _workers(self) -> list[Announcement]:
+        return [said for said in self._network.alike() if said.stage is not None and not said.parts]
 
 
 class ReplicaSynchroniser:

@@ -32,6 +32,7 @@ from trainer.run.config import RunConfig
 from trainer.run.node.health import Health
 from trainer.run.node.identity import NodeStats, identity_of
 from trainer.run.node.network import Network
+from trainer.run.node.peer_book import as_said
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.watch import Watch
 from trainer.run.signed import SignedRun
@@ -49,6 +50,7 @@ from trainer.run.swarm.lifecycle import (
 from trainer.run.swarm.moving import StageMoves
 from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, target_tokens_of
+from trainer.run.swarm.stage_part import seen_as_part
 from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
 from trainer.run.swarm.worker_figures import WorkerFigures, stage_metrics, stage_report
 
@@ -125,6 +127,8 @@ class WorkerNode:
             near=shape.plan.around(built.name),
             run=run,
             stage=built.name,
+            scope=built.name if config.swarm.whole_nodes else "",
+            seen_as=seen_as_part(built.name, shape) if config.swarm.whole_nodes else as_said,
         )
         network, self._stage_peers = self._network, StagePeers(self._network)
         self._peers = SwarmPeers(config, shape, lambda: network.announcements)
@@ -331,7 +335,7 @@ class WorkerNode:
             return True  # Before the first outer step all have the first weights as their anchor.
         if not self._built.replica.version and not any(report.version for report in self._stage_peers.serving()):
             return True  # Nobody has trained: all have the first weights.
-        if self._is_resumed and is_ahead(self._built.replica.version, self._stage_peers.serving()):
+        if self._is_resumed and is_ahead(self._built.replica.version, self._stage_peers.serving_workers()):
             logger.info("the others of %s are behind this worker's checkpoint, and will follow", self._built.name)
             return True
         wait_s = self._config.discovery.announce_interval_s + _STATE_WRITE_S
@@ -389,7 +393,7 @@ class WorkerNode:
         self._go_by_changes()
         self._saving.changed(adopted=True)
         self._startup_check.took_up_state()
-        versions = [said.stage.version for said in self._network.donors if said.stage is not None]
+        versions = [said.stage.version for said in self._network.donors if said.stage is not None and not said.parts]
         if self._averages_gradients:  # The version is part of the state, which the others have left soon.
             self._worker.stepper.start_over(shared.num_inner_steps)
             return
@@ -593,8 +597,10 @@ class WorkerNode:
             self._uid = settled
             self._network.announce()
 
-    def state(self, outer_step: int, digest: str) -> None:
+    def state(self, outer_step: int, digest: str, part: str = "") -> None:
         """See `trainer.run.node.network.Listener`."""
+        if self._config.swarm.whole_nodes:  # Others hold the same as a part of theirs.
+            self._watch.observer.event("part_state", stage=self._built.name, outer_step=outer_step, digest=digest)
         logger.debug("round %d can be fetched as %s", outer_step, digest[:12])
 
     def _report(self) -> StageReport:

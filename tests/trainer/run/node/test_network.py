@@ -27,7 +27,8 @@ from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer, SharedState
 from trainer.outer.engine.collective import LocalCollective
 from trainer.run.config import RunConfig
 from trainer.run.node.identity import NodeStats
-from trainer.run.node.network import Network, PeerBook
+from trainer.run.node.network import Network
+from trainer.run.node.peer_book import PeerBook
 from trainer.run.node.state_form import StateFit, state_layout
 
 SHAPE = ModelConfig(vocab_size=1024, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=16, max_seq_len=16)
@@ -67,7 +68,7 @@ class Listening:
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         self.others = announcements
 
-    def state(self, outer_step: int, digest: str) -> None:
+    def state(self, outer_step: int, digest: str, part: str = "") -> None:
         self.news.set()
         assert self.go_on.wait(WAIT_S)
 

@@ -1,0 +1,120 @@
+"""Nodes of whole models among a swarm of stages: rounds by stage, one state of each part, deaths, late joining."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from tests.support.pipeline_swarm import PipelineSwarm, steps_of
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode
+
+STAGES = ("head", "tail")
+OPTIONS: dict[str, Any] = {
+    "strategy": "diloco",
+    "diloco": {"inner_steps": 8},
+    "inner": {"accumulation_steps": 4},
+    "rule": {"rule": "mean", "validation": "off"},
+    "swarm": {
+        "num_stages": 2,
+        "whole_nodes": True,
+        "activation_codec": "subspace",
+        "subspace": {"rank": 16},
+        "stage": {"target_tokens": 256},
+    },
+}
+"""Steps of four micro-batches in the pipeline and at whole nodes; links that carry 16 of 128 values."""
+
+
+def part_states(node: TrainingNode, stage: str) -> dict[int, str]:
+    """Digest of a stage's part by outer step, as the node hands it out."""
+    return {
+        int(event.number("outer_step")): str(event.fields["digest"])
+        for event in node.events("part_state")
+        if event.fields["stage"] == stage
+    }
+
+
+def newest(nodes: Iterable[TrainingNode], stage: str) -> int:
+    """The newest outer step of a stage's part that every one of these nodes holds."""
+    return min(max(part_states(node, stage), default=0) for node in nodes)
+
+
+def shared_rounds(node: TrainingNode, stage: str) -> dict[int, frozenset[str]]:
+    """Members of a node's committed rounds of a stage with others, by outer step."""
+    found = {}
+    for event in node.events("round"):
+        members = frozenset(event.fields["members"])
+        if event.fields.get("stage", node.name.partition(".")[0]) == stage and len(members) > 1:
+            found[int(event.number("outer_step"))] = members
+    return found
+
+
+def check_one_state(nodes: Iterable[TrainingNode], stage: str) -> int:
+    """Those that hold a stage's state of an outer step hold the same; returns of how many steps two or more hold it."""
+    held: dict[int, list[str]] = {}
+    for node in nodes:
+        for step, digest in part_states(node, stage).items():
+            held.setdefault(step, []).append(digest)
+    for step, digests in held.items():
+        assert len(set(digests)) == 1, f"{stage}, outer step {step}: {digests}"
+    return sum(len(digests) > 1 for digests in held.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_swarm_and_whole_nodes_train_one_model(tmp_path: Path) -> None:
+    with PipelineSwarm(tmp_path, **OPTIONS) as swarm:
+        driver = swarm.begin_driver()
+        swarm.begin_workers(*STAGES, suffix=".1")
+        swarm.begin("whole-1", "whole-2")
+        wholes = [swarm["whole-1"], swarm["whole-2"]]
+        members = {stage: [swarm[f"{stage}.1"], *wholes] for stage in STAGES}
+
+        def wait_for_rounds(count: int, what: str) -> None:
+            """All members of both stages make so many rounds more together."""
+            begun = {stage: newest(members[stage], stage) for stage in STAGES}
+
+            def together(stage: str) -> int:
+                rounds = [shared_rounds(node, stage) for node in members[stage]]
+                if not all(rounds):
+                    return 0
+                everybody = {node.peer_id for node in members[stage]}
+                common = set.intersection(*(set(each) for each in rounds))
+                return sum(step > begun[stage] and everybody <= rounds[0][step] for step in common)
+
+            alive = [driver, *{node.name: node for nodes in members.values() for node in nodes}.values()]
+            swarm.wait(lambda: all(together(stage) >= count for stage in STAGES), what, 4 * WAIT_S, alive)
+
+        wait_for_rounds(3, "rounds of both stages with all")
+
+        swarm["whole-2"].kill()
+        swarm["whole-2"].start()
+        wait_for_rounds(2, "rounds with the node that came back")
+        assert swarm["whole-2"].events("adopted")
+
+        # The only worker of the tail is gone with all that it had saved: another has the state from whole nodes.
+        swarm["tail.1"].kill()
+        before = newest(wholes, "tail")
+        members["tail"][0] = swarm.begin_worker("tail.2", "tail", ["--set", f"swarm.checkpoint.directory={tmp_path}/n"])
+        wait_for_rounds(2, "rounds with the new worker of the tail")
+        assert "took up the others' state" in swarm["tail.2"].output()
+        assert min(part_states(swarm["tail.2"], "tail")) >= before
+
+        for names in (["driver-1"], ["head.1", "tail.2"], ["whole-1", "whole-2"]):
+            assert swarm.stop(*names) == [TERMINATED] * len(names)
+        nodes = swarm.nodes.values()
+        assert all("Traceback" not in node.output() for node in nodes)
+        for stage in STAGES:
+            assert check_one_state(nodes, stage) >= 7
+        for node in wholes:
+            losses = [event.number("loss") for event in node.events("step")]
+            assert fmean(losses[-8:]) < losses[0] - 1.0
+        told = [step["loss"] for step in steps_of(driver) if step["loss"] is not None]
+        assert fmean(told[-8:]) < told[0] - 1.0
+        # Beside its own work, a whole node's contribution weighs by its micro-batches.
+        rounds = [event for event in swarm["whole-1"].events("round") if len(event.fields["members"]) == 3]
+        assert all(weight == int(weight) for event in rounds for weight in event.fields["weights"])
