@@ -237,6 +237,7 @@ class S3Connection:
         return Config(
             connect_timeout=self._policy.connect_timeout_s,
             read_timeout=self._policy.read_timeout_s,
+            signature_version="s3v4",  # Of presigned addresses too, which boto3 signs the old way in some regions.
             retries={"mode": "standard", "total_max_attempts": 1},  # The one layer of retries is `retrying`.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_supported",

@@ -111,7 +111,7 @@ def form_of(codec: str, num_threads: int = 0) -> Callable[[int], Any]:
     from trainer.compression.vectors import codec_named
 
     if codec == "sparse":
-        return SparseForm
+        return lambda num_values: SparseForm(num_values, num_threads=num_threads)
     return lambda num_values: DenseForm(codec_named(codec), num_values, num_threads)
 
 
@@ -217,27 +217,34 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     decay = 0.95 if codec == "sparse" else None
     trainer = DiLoCoTrainer(model, config, collective, residual_decay=decay)
     trainer.state_digest()
+    # As pseudo-gradients are: no two values alike, which would be the sparse codec's slowest case.
+    changes = [1e-4 * torch.randn(parameter.numel()).view_as(parameter) for parameter in model.parameters()]
     stalls: list[float] = []
     processor: list[float] = []
+    own_thread: list[float] = []
     reports = []
-    stall_s = 0.0
+    stall_s = thread_s = 0.0
     while len(stalls) <= num_rounds:
         time.sleep(pause_s)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1e-4)
+            for parameter, change in zip(model.parameters(), changes, strict=True):
+                parameter.add_(change)
         collective.others_s = collective.others_s if overlap_steps else 0.0
         collective.others_processor_s = 0.0 if stall_s == 0.0 else collective.others_processor_s
         if stall_s == 0.0:
             began_s = time.process_time()
         found: list[Any] = []
+        thread_began_s = time.thread_time()
+        thread_s = 0.0 if stall_s == 0.0 else thread_s
         stall_s += seconds_of(lambda found=found: found.append(trainer.after_inner_step(500)))
+        thread_s += time.thread_time() - thread_began_s
         if found[0] is None:
             continue
         if not found[0].committed:
             raise RuntimeError(f"expected a round through the bucket, found none: {found[0].error}")
         reports.append(found[0].report)
         stalls.append(stall_s - (0.0 if overlap_steps else collective.others_s))
+        own_thread.append(thread_s)
         processor.append(time.process_time() - began_s - collective.others_processor_s)
         trainer.state_digest()
         stall_s = 0.0
@@ -248,6 +255,7 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     return {
         f"{name}_s": stalls[1:],
         f"{name}_processor_s": processor[1:],
+        f"{name}_thread_s": own_thread[1:],
         "sent_bytes": last.sent_bytes,
         "received_bytes": last.received_bytes,
         "members": len(last.members),
@@ -270,16 +278,28 @@ def as_text(report: dict[str, Any]) -> str:
                 f"    a round stalls training {stall_s:.3f} s with overlap {overlap}: {stall_s / copy_s:.1f} copies "
                 f"(asked: at most {ASKED_S[overlap]} s)"
             )
-        lines.append(f"    processor time of a whole round, overlap off: {median(found['off_processor_s']):.2f} s")
+        alone_s, merge_s = median(found["off_processor_s"]), median(found["on_thread_s"])
+        lines.append(
+            f"    processor time of a whole round, overlap off: {alone_s:.2f} s on one core, {alone_s / copy_s:.0f} "
+            f"copies; all {_OTHERS + 1} members on two cores {(_OTHERS + 1) * alone_s / 2:.1f} s"
+        )
+        lines.append(
+            f"    processor time of the training thread in a round, overlap on: {merge_s:.3f} s, "
+            f"{merge_s / copy_s:.1f} copies"
+        )
         compute_s = _INNER_STEPS * report["step_s"]
         for down_mbit, up_mbit, asked in _LINKS:
             moved_s = 8e-6 * (found["sent_bytes"] / up_mbit + found["received_bytes"] / down_mbit)
-            off = compute_s / (compute_s + moved_s + median(found["off_s"]))
-            on = compute_s / (compute_s + max(0.0, moved_s - compute_s) + median(found["on_s"]))
-            lines.append(
-                f"    {down_mbit:g}/{up_mbit:g} Mbit/s: {moved_s:.0f} s on the link beside {compute_s:.0f} s of "
-                f"{_INNER_STEPS} steps: utilisation {off:.3f} with overlap off, {on:.3f} with it on (asked {asked})"
-            )
+            for how, off_s, on_s in (
+                ("stalls as measured", median(found["off_s"]), median(found["on_s"])),
+                ("processor times of one core", alone_s, merge_s),
+            ):
+                off = compute_s / (compute_s + moved_s + off_s)
+                on = compute_s / (compute_s + max(0.0, moved_s - compute_s) + on_s)
+                lines.append(
+                    f"    {down_mbit:g}/{up_mbit:g} Mbit/s, {how}: {moved_s:.1f} s on the link beside {compute_s:.0f} s of "
+                    f"{_INNER_STEPS} steps: utilisation {off:.4f} with overlap off, {on:.4f} with it on (asked {asked})"
+                )
     return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import io
 import os
 import shutil
@@ -20,8 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote
 
 if TYPE_CHECKING:  # The servers run as scripts too, without pytest.
     import pytest
@@ -87,8 +91,10 @@ def rclone_http(folder: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def moto_s3(*buckets: str) -> Iterator[Server]:
-    with serving(lambda port: [sys.executable, __file__, str(port)]) as server:
+def moto_s3(*buckets: str, verifies: bool = False) -> Iterator[Server]:
+    """moto; with ``verifies`` every request has to be signed by the key above, in its header or its address."""
+    flags = ["verifies"] if verifies else []
+    with serving(lambda port: [sys.executable, __file__, str(port), *flags]) as server:
         client = s3_client(server)
         for bucket in buckets:
             client.create_bucket(Bucket=bucket)
@@ -191,8 +197,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 class _OneAtATime:
     """WSGI: one request at a time, and conditions on CompleteMultipartUpload checked as Amazon does."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, verifies: bool = False) -> None:
         self._app = app
+        self._verifies = verifies
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -203,6 +210,9 @@ class _OneAtATime:
             start_response("400 Bad Request", [])
             return []
         environ["wsgi.input"] = io.BytesIO(body)
+        if self._verifies and not _is_signed(environ):
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>SignatureDoesNotMatch</Code><Message>not signed so</Message></Error>"]
         with self._lock:
             if self._refuses(environ):
                 refusal = b"<Error><Code>PreconditionFailed</Code><Message>condition does not hold</Message></Error>"
@@ -228,13 +238,59 @@ class _OneAtATime:
         return etag is not None if absent is not None else (etag or "").strip('"') != (match or "").strip('"')
 
 
-def _serve_moto(port: int) -> None:
+def _is_signed(environ: dict[str, Any]) -> bool:
+    """Whether a request is signed (SigV4) by the key of this server, and its address, if it is that, has not expired.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html, which moto does not check.
+    """
+    query = parse_qsl(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+    values = dict(query)
+    if "X-Amz-Signature" in values:
+        names, scope, given = (values[f"X-Amz-{name}"] for name in ("SignedHeaders", "Credential", "Signature"))
+        stamp, payload = values["X-Amz-Date"], "UNSIGNED-PAYLOAD"
+        signed_at = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        if (datetime.now(UTC) - signed_at).total_seconds() > int(values["X-Amz-Expires"]):
+            return False
+    else:
+        fields = environ.get("HTTP_AUTHORIZATION", "").removeprefix("AWS4-HMAC-SHA256 ").split(", ")
+        found = dict(field.partition("=")[::2] for field in fields)
+        if not {"Credential", "SignedHeaders", "Signature"} <= found.keys():
+            return False
+        names, scope, given = found["SignedHeaders"], found["Credential"], found["Signature"]
+        stamp, payload = environ["HTTP_X_AMZ_DATE"], environ["HTTP_X_AMZ_CONTENT_SHA256"]
+    key, day, region, service, last = scope.split("/")
+
+    def header(name: str) -> str:
+        plain = {"content-length": "CONTENT_LENGTH", "content-type": "CONTENT_TYPE"}
+        return " ".join(environ.get(plain.get(name, f"HTTP_{name.upper().replace('-', '_')}"), "").split())
+
+    pairs = sorted((quote(k, safe="-_.~"), quote(v, safe="-_.~")) for k, v in query if k != "X-Amz-Signature")
+    request = "\n".join(
+        [
+            environ["REQUEST_METHOD"],
+            quote(environ.get("PATH_INFO", "/"), safe="/-_.~"),
+            "&".join(f"{k}={v}" for k, v in pairs),
+            *(f"{name}:{header(name)}" for name in names.split(";")),
+            "",
+            names,
+            payload,
+        ]
+    )
+    hashed = hashlib.sha256(request.encode()).hexdigest()
+    text = "\n".join(["AWS4-HMAC-SHA256", stamp, f"{day}/{region}/{service}/{last}", hashed])
+    secret = f"AWS4{SECRET_KEY}".encode()
+    for part in (day, region, service, last):
+        secret = hmac.digest(secret, part.encode(), "sha256")
+    return key == ACCESS_KEY and hmac.compare_digest(hmac.new(secret, text.encode(), "sha256").hexdigest(), given)
+
+
+def _serve_moto(port: int, *, verifies: bool) -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import run_simple
 
-    app = _OneAtATime(DomainDispatcherApplication(create_backend_app))
+    app = _OneAtATime(DomainDispatcherApplication(create_backend_app), verifies=verifies)
     run_simple("127.0.0.1", port, app, threaded=True, request_handler=MotoRequestHandler)
 
 
 if __name__ == "__main__":
-    _serve_moto(int(sys.argv[1]))
+    _serve_moto(int(sys.argv[1]), verifies="verifies" in sys.argv[2:])

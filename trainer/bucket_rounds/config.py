@@ -11,6 +11,7 @@ from trainer.errors import TrainerUsageError
 from trainer.network.rpc.messages import is_peer_id
 
 PriceList = Literal["s3", "r2", "b2", "none"]
+Access = Literal["own", "signed"]
 
 MAX_MEMBERS: Final = 256
 """Of a round: as many vectors as the rules take (`trainer.aggregation.second_moments.MAX_MEMBERS`)."""
@@ -21,7 +22,14 @@ class BucketConfig:
     """Where rounds go through an object store, when they close, and what is kept of them."""
 
     url: str = ""
-    """``s3://bucket/prefix`` or a folder that all nodes share; empty: rounds go from node to node."""
+    """``s3://bucket/prefix`` or a folder that all nodes share; empty: rounds go from node to node, unless ``access``
+    is ``signed``, where the run's authority knows the bucket."""
+    access: Access = "own"
+    """``own``: with this node's credentials for the bucket; ``signed``: every request is signed by the run's authority
+    (docs/admission.md), and the node needs none."""
+    cdn: str = ""
+    """``https://host/prefix`` under which a CDN serves the bucket: contributions and snapshots are read there first,
+    verified as ever, and from the bucket where that fails."""
     members: tuple[str, ...] = ()
     """Keys of the nodes that may take part; empty: whoever can write to the bucket, or whom the run's authority
     admits."""
@@ -42,7 +50,7 @@ class BucketConfig:
     keep_rounds: int = 3
     """Rounds whose contributions are kept at least, for nodes that were away; those since the newest snapshot are."""
     prices: PriceList = "s3"
-    """By which list costs are told: s3, r2 (Cloudflare), b2 (Backblaze) or none."""
+    """By which list the costs of a bucket are told: s3, r2 (Cloudflare), b2 (Backblaze) or none."""
 
     def __post_init__(self) -> None:
         for key in self.members:
@@ -60,6 +68,14 @@ class BucketConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise TrainerUsageError(f"bucket.{name}: expected a number of seconds above 0, found {value}")
+        if self.access not in get_args(Access):
+            raise TrainerUsageError(f"bucket.access: expected own or signed, found {self.access!r}")
+        if self.access == "signed" and self.url and not self.url.startswith("s3://"):
+            raise TrainerUsageError(
+                f"bucket.access signed: expected s3://bucket/prefix or no bucket.url, found {self.url}"
+            )
+        if self.cdn and not self.cdn.startswith(("http://", "https://")):
+            raise TrainerUsageError(f"bucket.cdn: expected https://host/prefix, found {self.cdn[:160]!r}")
         if self.prices not in get_args(PriceList):
             raise TrainerUsageError(
                 f"bucket.prices: expected one of {', '.join(get_args(PriceList))}, found {self.prices!r}"
@@ -68,7 +84,12 @@ class BucketConfig:
     @property
     def is_used(self) -> bool:
         """Whether rounds go through a bucket."""
-        return bool(self.url)
+        return bool(self.url) or self.access == "signed"
+
+    @property
+    def price_list(self) -> PriceList:
+        """By which list costs are told: a folder costs nothing."""
+        return self.prices if self.access == "signed" or self.url.startswith("s3://") else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,8 @@ Payload = bytes | bytearray | memoryview
 
 PART_VALUES: Final = 1 << 18
 """Values reduced at once, a multiple of the int8 codec's block; part of what all members must have alike."""
+_SPARSE_PART_VALUES: Final = 1 << 22
+"""Encoded at once by one thread: a multiple of a chunk."""
 _MOST_THREADS: Final = 8
 
 T = TypeVar("T")
@@ -285,6 +287,7 @@ class SparseForm:
 
     num_values: int
     averaging: Averaging = "replicas"
+    num_threads: int = 0
 
     @property
     def name(self) -> str:
@@ -307,8 +310,11 @@ class SparseForm:
         return False
 
     def encode(self, vector: Tensor) -> Payload:
-        """See `Form`."""
-        return SPARSE.encode(vector)
+        """See `Form`; chunks are encoded by themselves, so that parts of a vector make up the whole's bytes."""
+        if vector.device.type != "cpu":
+            return SPARSE.encode(vector)
+        pieces = vector.split(_SPARSE_PART_VALUES)
+        return b"".join(in_threads(lambda part: SPARSE.encode(pieces[part]), len(pieces), self.num_threads))
 
     def left_out(self, vector: Tensor, payload: Payload) -> Tensor | None:
         """See `Form`."""
@@ -320,14 +326,17 @@ class SparseForm:
     ) -> Aggregated:
         """See `Form`; the reference, which sparse vectors are not compared with, is not read."""
         members = sorted(payloads)
-        found: list[SparseVector | None] = []
         dropped: dict[str, str] = {}
-        for member in members:
+
+        def decoded(position: int) -> SparseVector | None:
+            member = members[position]
             try:
-                found.append(SPARSE.decode_sparse(payloads[member], self.num_values))
+                return SPARSE.decode_sparse(payloads[member], self.num_values)
             except CodecError as error:
                 dropped[member] = f"malformed: {error}"[:300]
-                found.append(None)
+                return None
+
+        found = in_threads(decoded, len(members), self.num_threads)
         outcome = aggregate_sparse(found, [weights[member] for member in members], rule, self.averaging)
         excluded = {members[at]: why for at, why in outcome.decision.excluded.items()}
         findings = member_findings(outcome.decision.findings, members)

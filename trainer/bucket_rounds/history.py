@@ -1,17 +1,25 @@
-"""What a run's agreements say of its past: the one that counted for a round, and the newest of an unbroken chain.
+"""What a run's agreements say of its past: the one that counted for a round, and the newest that may be believed.
 
-Of several agreements for a round the one counted that most members say to have gone by. Of a round whose records were
-removed the chain says it: each agreement names the digest of the one before. A newest one, which none follows yet, is
-judged by its outline alone; who takes up its state asks a majority of its members what that is, and of those only who
-may take part.
+Whoever can write to the bucket can put agreements behind the newest one, or beside old ones. So a round counts by what
+those say who were in the run before it: an agreement is *carried* where most members of the one before have signed
+records that go by it, or by one that follows it.
+
+    carried by most members of the round before             it counts
+    most of them are not in it                              it is judged by contributions and times, as a round does
+    neither, and nothing of these rounds is kept any more   the one counts that was put first
+
+Records and contributions are removed from the beginning of a run on, so behind a round that is carried nothing counts
+that is not. Records of rounds with several agreements are kept for good, and contributions to rounds that went on
+without most of those before (`kept_evidence`). The trade-off: a newcomer takes the newest round for over some seconds
+later than its members do, when their records are there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from trainer.bucket_rounds.documents import (
     MAX_AGREEMENT_BYTES,
@@ -19,13 +27,35 @@ from trainer.bucket_rounds.documents import (
     Agreement,
     ContributionHeader,
     StateRecord,
+    split_contribution,
 )
-from trainer.bucket_rounds.place import Place, agreement_key, state_key
-from trainer.bucket_rounds.rules import RoundFacts, RoundRules, check_outline
+from trainer.bucket_rounds.place import (
+    ListedContribution,
+    Place,
+    RoundListing,
+    agreement_key,
+    contribution_key,
+    state_key,
+)
+from trainer.bucket_rounds.rules import (
+    CLOCK_SLACK_S,
+    PutContribution,
+    RoundFacts,
+    RoundRules,
+    check_members,
+    check_outline,
+    check_times,
+)
+from trainer.collective.planning import is_majority
 from trainer.errors import MalformedAnswerError, RefusedError
+from trainer.network.rpc.admission import Admission
+from trainer.network.rpc.token_buckets import remember
 
 Refusal: TypeAlias = Callable[[ContributionHeader | StateRecord, float], str]
 """Why what a member has put does not count, by the document and when it was put (Unix time); empty: it does."""
+
+_MOST_REMEMBERED: Final = 1 << 14
+_MOST_ATTEMPTS: Final = 64  # Agreements for one round that are read.
 
 
 def nobody_refused(_document: ContributionHeader | StateRecord, _put_at: float) -> str:
@@ -33,95 +63,286 @@ def nobody_refused(_document: ContributionHeader | StateRecord, _put_at: float) 
     return ""
 
 
+def refusal_by(members: Sequence[str], admission: Admission | None) -> Refusal:
+    """Returns what says why a contribution, or a state record, does not count, by the time at which it was put.
+
+    Revocations have no part in it: members hear of them at different times, and have to judge alike.
+    """
+    allowed = frozenset(members)
+
+    def refusal(header: ContributionHeader | StateRecord, put_at: float) -> str:
+        if allowed and header.member not in allowed:
+            return "the run does not name this node (bucket.members)"
+        if admission is None or header.member in admission.authorities:
+            return ""
+        try:
+            credential = header.read_credential()
+            if credential is None or credential.peer_id != header.member or credential.role != "node":
+                return "it has no credential of the run's authority for a node"
+            credential.verify(admission.run_name, admission.authorities, put_at, ())
+        except RefusedError as error:
+            return str(error)
+        return ""
+
+    return refusal
+
+
+class History:
+    """The past of one run, as its bucket tells it. Remembers what does not change; methods raise what the store does.
+
+    For one thread at a time, or several whose reads may then be made twice.
+    """
+
+    def __init__(self, place: Place, rules: RoundRules, refusal: Refusal = nobody_refused) -> None:
+        self._place = place
+        self._rules = rules
+        self._refusal = refusal
+        self._agreements: OrderedDict[tuple[int, int], Agreement | None] = OrderedDict()  # None: it is malformed.
+        self._records: OrderedDict[tuple[int, str], StateRecord | None] = OrderedDict()
+
+    def newest(self) -> Agreement | None:
+        """Returns the newest agreement that counts (see above); None: the bucket has none.
+
+        Rounds beyond a gap were not made by this run.
+        """
+        rounds = self._place.rounds()
+        chain, num_certain = self._chain(rounds, max(rounds, default=-1))
+        return chain[max(1, num_certain) - 1] if chain else None
+
+    def accepted(self, round_index: int) -> Agreement | None:
+        """Returns the agreement that counted for a round; None: the bucket has none.
+
+        Of several for a round of which nobody says yet by which it went, one that the next round follows, or one whose
+        contributions are all there.
+        """
+        found = self.attempts(round_index)
+        if len(found) < 2:
+            return found[0] if found else None
+        rounds = self._place.rounds()
+        chosen = {each.round_index: each for each in self._chain(rounds, round_index)[0]}
+        if round_index in chosen:
+            return chosen[round_index]
+        following = {each.follows for each in self.attempts(round_index + 1)}
+        followed = [each for each in found if each.digest in following]
+        brought = {(each.member, each.payload_sha256) for each in rounds[round_index].contributions}
+        whole = [each for each in found if all((it.member, it.payload_sha256) in brought for it in each.members)]
+        return (followed or whole or found)[0]
+
+    def attempts(self, round_index: int, listing: RoundListing | None = None) -> list[Agreement]:
+        """Returns the agreements for a round that are well formed, by attempt."""
+        listed = (listing or self._place.round(round_index)).agreements
+        found = (self._agreement(round_index, attempt, listed[attempt].size_bytes) for attempt in sorted(listed))
+        return [each for each, _ in zip(found, range(_MOST_ATTEMPTS), strict=False) if each is not None]
+
+    def vouched_state(self, agreement: Agreement) -> StateRecord | None:
+        """Returns a record of what most members of a round hold after it; None: too few say, or they differ.
+
+        Whoever may not take part (``refusal``) vouches for nothing, so nobody can have his own round's state believed.
+        Where the round has a snapshot, they agree about that too.
+        """
+        said: Counter[tuple[str, str]] = Counter()
+        records: dict[tuple[str, str], StateRecord] = {}
+        for member in agreement.keys:
+            record = self._record(agreement.round_index, member)
+            if record is not None and record.agreement == agreement.digest:
+                key = (record.state_digest, record.snapshot)
+                said[key] += 1
+                records[key] = record
+        for key, count in said.most_common(1):
+            if 2 * count > len(agreement.members):
+                return records[key]
+        return None
+
+    # -- the chain -----------------------------------------------------------------------------------------------------
+
+    def _chain(self, rounds: Mapping[int, RoundListing], last_round: int) -> tuple[list[Agreement], int]:
+        """Returns the agreements that count, from a round of which there is no doubt on, to a round or the newest.
+
+        The second value says how many of them those certainly did of whom enough is kept to say so; 0: none.
+        """
+        numbers = _unbroken(sorted(number for number, each in rounds.items() if each.agreements))
+        begin = _undoubted(rounds, numbers, last_round) if numbers else -1
+        first = max(self.attempts(begin, rounds[begin]), key=self._num_own_records, default=None) if numbers else None
+        if first is None:
+            return [], 0
+        chain = [first]
+        is_whole = 2 * self._num_own_records(first) > len(first.members) and _is_kept(first, rounds[begin])
+        num_certain = int(is_whole)
+        for number in range(begin + 1, min(numbers[-1], last_round) + 1):
+            before, listing = chain[-1], rounds[number]
+            following = [each for each in self.attempts(number, listing) if each.follows == before.digest]
+            carried = [each for each in following if self._is_carried(each, before, rounds)]
+            chosen = carried[0] if carried else self._judged(before, listing, number)
+            is_certain = chosen is not None
+            if chosen is None and not num_certain and following:
+                chosen = min(following, key=lambda each: listing.agreements[each.attempt].put_at)
+            if chosen is None:
+                break
+            chain.append(chosen)
+            if is_certain and (num_certain or (carried and _is_kept(chosen, listing))):
+                num_certain = len(chain)
+        return chain, num_certain
+
+    def _num_own_records(self, agreement: Agreement) -> int:
+        """Returns how many of an agreement's own members say that they went by it."""
+        records = (self._record(agreement.round_index, member) for member in agreement.keys)
+        return sum(record is not None and record.agreement == agreement.digest for record in records)
+
+    def _is_carried(self, agreement: Agreement, before: Agreement, rounds: Mapping[int, RoundListing]) -> bool:
+        """Whether most members of the round before say that they went by this agreement, or by one that follows it."""
+        digests, signers = {agreement.digest}, set[str]()
+        number = agreement.round_index
+        while digests and number in rounds:
+            for member in set(before.keys) & set(rounds[number].states) - signers:
+                record = self._record(number, member)
+                if record is not None and record.agreement in digests:
+                    signers.add(member)
+                    if is_majority(signers, list(before.keys)):
+                        return True
+            number += 1
+            if number in rounds:
+                digests = {each.digest for each in self.attempts(number, rounds[number]) if each.follows in digests}
+        return False
+
+    def _judged(self, before: Agreement, listing: RoundListing, number: int) -> Agreement | None:
+        """Returns the agreement of a round without most of those before, judged as its members had to; None: none."""
+        excluded: set[str] = set()
+        for agreement in self.attempts(number, listing):
+            if agreement.follows != before.digest:
+                continue
+            facts = RoundFacts(number, agreement.state_digest, agreement.form, agreement.num_values, before)
+            try:
+                if is_majority(set(agreement.keys) & set(before.keys), list(before.keys)):
+                    raise RefusedError("agreement", "most of those before are in it, and have yet to say so")
+                check_outline(agreement, facts, agreement.attempt, self._rules)
+                put_at = listing.agreements[agreement.attempt].put_at
+                check_times(agreement, _listed(agreement, listing), facts, put_at, self._rules, excluded)
+                found = self._contributions(agreement, listing)
+                check_members(agreement, found, facts, put_at, self._rules, excluded)
+            except (RefusedError, MalformedAnswerError):
+                excluded.add(agreement.member)
+                continue
+            return agreement
+        return None
+
+    def _contributions(self, agreement: Agreement, listing: RoundListing) -> dict[str, PutContribution]:
+        """Reads what an agreement lists; raises RefusedError, or MalformedAnswerError, where that is not there."""
+        found = {}
+        for there in _listed(agreement, listing):
+            key = contribution_key(agreement.round_index, there.member, there.payload_sha256)
+            header = self._place.get_verified(
+                key, there.size_bytes, lambda body: split_contribution(body, self._rules.run_id)[0]
+            )
+            if header is None or header.member != there.member or self._refusal(header, there.put_at):
+                raise RefusedError("agreement", "it lists what does not count")
+            found[there.member] = PutContribution(header, there.put_at)
+        return found
+
+    # -- documents -----------------------------------------------------------------------------------------------------
+
+    def _agreement(self, round_index: int, attempt: int, size_bytes: int) -> Agreement | None:
+        key = (round_index, attempt)
+        if key in self._agreements:
+            return self._agreements[key]
+        body = None
+        if size_bytes <= MAX_AGREEMENT_BYTES:
+            body = self._place.get(agreement_key(round_index, attempt), MAX_AGREEMENT_BYTES)
+        try:
+            agreement = Agreement.parse(body or b"", self._rules.run_id)
+            facts = RoundFacts(round_index, agreement.state_digest, agreement.form, agreement.num_values, None)
+            check_outline(agreement.model_copy(update={"follows": ""}), facts, attempt, self._rules)
+        except (MalformedAnswerError, RefusedError):
+            remember(self._agreements, key, None, _MOST_REMEMBERED)
+            return None
+        remember(self._agreements, key, agreement, _MOST_REMEMBERED)
+        return agreement
+
+    def _record(self, round_index: int, member: str) -> StateRecord | None:
+        """Returns what a member says of a round; one that is not there yet is looked for again."""
+        key = (round_index, member)
+        if key in self._records:
+            return self._records[key]
+        found = self._place.get_dated(state_key(round_index, member), MAX_RECORD_BYTES)
+        if found is None:
+            return None
+        body, put_at = found
+        record: StateRecord | None
+        try:
+            record = StateRecord.parse(body, self._rules.run_id)
+            if (record.member, record.round_index) != (member, round_index) or self._refusal(record, put_at):
+                record = None
+        except MalformedAnswerError:
+            record = None
+        remember(self._records, key, record, _MOST_REMEMBERED)
+        return record
+
+
+def kept_evidence(
+    history: History, rounds: Mapping[int, RoundListing], numbers: Collection[int]
+) -> set[tuple[int, str]]:
+    """Returns what is to stay of rounds that are removed, as (round, ``state`` or ``contribution``).
+
+    Of a round with several agreements its records stay, which tell which one counted; of one that went on without most
+    of those before also the contributions, which tell that it had waited.
+    """
+    kept = set()
+    for number in numbers:
+        if len(rounds[number].agreements) > 1:
+            kept.add((number, "state"))
+        own, before = history.accepted(number), history.accepted(number - 1) if number else None
+        if own is not None and before is not None and not is_majority(set(own.keys) & set(before.keys), before.keys):
+            kept |= {(number, "state"), (number, "contribution")}
+    return kept
+
+
 def agreements_of(place: Place, rules: RoundRules, round_index: int) -> list[Agreement]:
     """Returns the agreements for a round that are well formed, by attempt; raises what the store does."""
-    found = []
-    for attempt, listed in sorted(place.round(round_index).agreements.items()):
-        body = None
-        if listed.size_bytes <= MAX_AGREEMENT_BYTES:
-            body = place.get(agreement_key(round_index, attempt), MAX_AGREEMENT_BYTES)
-        if body is None:
-            continue
-        try:
-            agreement = Agreement.parse(body, rules.run_id)
-            facts = RoundFacts(round_index, agreement.state_digest, agreement.form, agreement.num_values, None)
-            check_outline(agreement.model_copy(update={"follows": ""}), facts, attempt, rules)
-        except (MalformedAnswerError, RefusedError):
-            continue
-        found.append(agreement)
-    return found
+    return History(place, rules).attempts(round_index)
 
 
 def accepted_agreement(
     place: Place, rules: RoundRules, round_index: int, refusal: Refusal = nobody_refused
 ) -> Agreement | None:
-    """Returns the agreement that counted for a round; None: the bucket has none. Raises what the store does.
-
-    Of several that for which the most members vouch; among equals, the one that the next round follows, or one whose
-    contributions are all there.
-    """
-    found = agreements_of(place, rules, round_index)
-    if len(found) < 2:
-        return found[0] if found else None
-    numbers = [_vouched(place, each, refusal)[1] for each in found]
-    found = [each for each, number in zip(found, numbers, strict=True) if number == max(numbers)]
-    following = {each.follows for each in agreements_of(place, rules, round_index + 1)}
-    followed = [each for each in found if each.digest in following]
-    brought = {(each.member, each.payload_sha256) for each in place.round(round_index).contributions}
-    whole = [each for each in found if all((it.member, it.payload_sha256) in brought for it in each.members)]
-    return (followed or whole or found)[0]
+    """See `History.accepted`."""
+    return History(place, rules, refusal).accepted(round_index)
 
 
 def vouched_state(place: Place, agreement: Agreement, refusal: Refusal = nobody_refused) -> StateRecord | None:
-    """Returns a record of what most members of a round hold after it; None: too few say, or they differ.
-
-    Whoever may not take part (``refusal``) vouches for nothing, so nobody can have his own round's state believed.
-
-    Where the round has a snapshot, they agree about that too. Raises what the store does.
-    """
-    return _vouched(place, agreement, refusal)[0]
+    """See `History.vouched_state`."""
+    return History(place, RoundRules(run_id=agreement.run_id), refusal).vouched_state(agreement)
 
 
-def _vouched(place: Place, agreement: Agreement, refusal: Refusal) -> tuple[StateRecord | None, int]:
-    """Returns `vouched_state`, and how many members say so."""
-    said: Counter[tuple[str, str]] = Counter()
-    records: dict[tuple[str, str], StateRecord] = {}
-    for member in agreement.keys:
-        record = _record_of(place, agreement, member, refusal)
-        if record is not None:
-            key = (record.state_digest, record.snapshot)
-            said[key] += 1
-            records[key] = record
-    for key, count in said.most_common(1):
-        if 2 * count > len(agreement.members):
-            return records[key], count
-    return None, 0
+def newest_agreement(place: Place, rules: RoundRules, refusal: Refusal = nobody_refused) -> Agreement | None:
+    """See `History.newest`."""
+    return History(place, rules, refusal).newest()
 
 
-def _record_of(place: Place, agreement: Agreement, member: str, refusal: Refusal) -> StateRecord | None:
-    found = place.get_dated(state_key(agreement.round_index, member), MAX_RECORD_BYTES)
-    if found is None:
-        return None
-    body, put_at = found
+def _listed(agreement: Agreement, listing: RoundListing) -> list[ListedContribution]:
+    """Returns what an agreement lists as it lies in the bucket; raises RefusedError where that is not all there."""
+    there = {(each.member, each.payload_sha256): each for each in listing.contributions}
+    found = [there.get((each.member, each.payload_sha256)) for each in agreement.members]
+    if None in found:
+        raise RefusedError("agreement", "it lists what is not there")
+    return [each for each in found if each is not None]
+
+
+def _is_kept(agreement: Agreement, listing: RoundListing) -> bool:
+    """Whether what an agreement lists is still there as it was then, so that nothing of its round was removed."""
     try:
-        record = StateRecord.parse(body, agreement.run_id)
-    except MalformedAnswerError:
-        return None
-    said = (record.member, record.round_index, record.agreement)
-    if said != (member, agreement.round_index, agreement.digest) or refusal(record, put_at):
-        return None
-    return record
+        newest_at = max(each.put_at for each in _listed(agreement, listing))
+    except RefusedError:
+        return False
+    return newest_at <= listing.agreements[agreement.attempt].put_at + CLOCK_SLACK_S
 
 
-def newest_agreement(place: Place, rules: RoundRules) -> Agreement | None:
-    """Returns the last agreement of the chain that begins with the first round there is; None: there is none.
+def _undoubted(rounds: Mapping[int, RoundListing], numbers: Sequence[int], last_round: int) -> int:
+    """Returns the newest round with a single agreement that is older than all of which contributions are kept.
 
-    Rounds beyond a gap were not made by this run. Raises what the store does.
+    It was there before its contributions were removed, so whoever put another beside it came later.
     """
-    rounds = place.agreed_rounds()
-    if not rounds:
-        return None
-    return _last_linked(place, rules, _unbroken(rounds))
+    oldest = min([*(number for number in numbers if rounds[number].contributions), last_round + 1])
+    single = [number for number in numbers if number < oldest and len(rounds[number].agreements) == 1]
+    return single[-1] if single else numbers[0]
 
 
 def _unbroken(rounds: Sequence[int]) -> Sequence[int]:
@@ -130,16 +351,3 @@ def _unbroken(rounds: Sequence[int]) -> Sequence[int]:
         if later != earlier + 1:
             return rounds[:place]
     return rounds
-
-
-def _last_linked(place: Place, rules: RoundRules, rounds: Sequence[int]) -> Agreement | None:
-    """Returns the newest agreement that follows one of the round before; looks back from the end."""
-    following: list[Agreement] = []
-    for round_index in reversed(rounds):
-        found = agreements_of(place, rules, round_index)
-        digests = {each.digest for each in found}
-        linked = [each for each in following if each.follows in digests]
-        if linked:
-            return linked[0]
-        following = found
-    return following[0] if following else None

@@ -17,8 +17,8 @@ from torch import Tensor
 from genesis.errors import GenesisError
 from genesis.populate.crashpoint import crash_point
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, StateRecord, Wish, credential_field
-from trainer.bucket_rounds.history import accepted_agreement, vouched_state
-from trainer.bucket_rounds.place import state_key, wish_key
+from trainer.bucket_rounds.history import History, kept_evidence
+from trainer.bucket_rounds.place import parse_name, snapshot_prefix, state_key, wish_key
 from trainer.bucket_rounds.round import BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import place_in_order
 from trainer.bucket_rounds.snapshots import put_snapshot
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _KEPT_SNAPSHOTS: Final = 2
 _WISH_LIFE_S: Final = 3600.0
 _MOST_WISHES: Final = 16
-_MOST_JUDGED: Final = 8  # Rounds of which there seem to be snapshots.
+_SNAPSHOT_INTERVALS: Final = 16
+"""Times `snapshot_rounds`, in which the newest snapshot is looked for: one is due in each of them."""
 
 Packed = tuple[Meta, Mapping[str, Tensor]]
 
@@ -42,7 +43,14 @@ class Keeping:
 
     settings: BucketSettings
     clock: StoreClock
+    history: History = field(init=False)
     _vouched: dict[int, StateRecord] = field(default_factory=dict, init=False)
+    _without: set[int] = field(default_factory=set, init=False)  # Rounds whose agreement asks for no snapshot.
+    _cleaned: set[int] = field(default_factory=set, init=False)  # Rounds of which only evidence is left.
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        object.__setattr__(self, "history", History(settings.place, settings.rules, settings.refusal))
 
     def is_snapshot_due(self, round_index: int) -> bool:
         """Returns whether the state after a round is to be stored; False if that cannot be found out."""
@@ -79,10 +87,13 @@ class Keeping:
 
     def remove_old(self, agreement: Agreement) -> None:
         """Removes what nobody needs, if this node has closed the round."""
-        if agreement.member != self.settings.own_id:
-            return
+        if agreement.member == self.settings.own_id and self.settings.removes:
+            self.clean(agreement.round_index)
+
+    def clean(self, newest_round: int) -> None:
+        """Removes what nobody needs, the newest agreed round being that one."""
         place, config = self.settings.place, self.settings.config
-        whole = self.snapshots(agreement.round_index, most=_KEPT_SNAPSHOTS)
+        whole = self.snapshots(newest_round, most=_KEPT_SNAPSHOTS)
         if not whole:
             return
         newest = max(whole)
@@ -90,25 +101,41 @@ class Keeping:
             if whole.get(round_index) != digest and round_index < newest:
                 for key in sorted(keys, key=lambda it: not it.endswith("/descriptor")):  # Without it, it is not whole.
                     place.delete(key)
-        for key in place.removable(min(newest, agreement.round_index + 1 - config.keep_rounds)):
-            place.delete(key)
+        old = place.removable(min(newest, newest_round + 1 - config.keep_rounds))
+        named = [(key, parse_name(key)) for key in old]
+        numbers = {name.round_index for _, name in named if name is not None}
+        new = numbers - self._cleaned
+        kept = kept_evidence(self.history, place.rounds(), new) if new else set()
+        for key, name in named:
+            if name is not None and name.round_index in new and (name.round_index, name.kind) not in kept:
+                place.delete(key)
+        self._cleaned.update(new)
 
     def snapshots(self, newest_round: int, most: int = 1) -> dict[int, str]:
         """Returns the digests of the newest whole snapshots that most members vouch for, by round; at most so many.
 
-        Somebody may have put others under such names; of later rounds than ``newest_round`` there are none.
+        Looked for round by round, by what agreements ask for and members vouch for: others that somebody has put under
+        such names are not even seen. Of later rounds than ``newest_round`` there are none.
         """
-        settings, found = self.settings, dict[int, str]()
-        there = {key for key, names in settings.place.snapshots().items() if _is_whole(names)}
-        for round_index in sorted({each for each, _ in there if each <= newest_round}, reverse=True)[:_MOST_JUDGED]:
+        found, config = dict[int, str](), self.settings.config
+        oldest = max(0, newest_round - _SNAPSHOT_INTERVALS * config.snapshot_rounds)
+        for round_index in range(newest_round, oldest - 1, -1):
+            if round_index in self._without:
+                continue
             if round_index not in self._vouched:
-                agreement = accepted_agreement(settings.place, settings.rules, round_index, settings.refusal)
-                record = None if agreement is None else vouched_state(settings.place, agreement, settings.refusal)
+                agreement = self.history.accepted(round_index)
+                if agreement is None:
+                    continue
+                if not agreement.has_snapshot:
+                    self._without.add(round_index)
+                    continue
+                record = self.history.vouched_state(agreement)
                 if record is None or not record.snapshot:
                     continue
                 self._vouched[round_index] = record
-            if (round_index, self._vouched[round_index].snapshot) in there:
-                found[round_index] = self._vouched[round_index].snapshot
+            digest = self._vouched[round_index].snapshot
+            if self.settings.place.size_bytes(f"{snapshot_prefix(round_index, digest)}descriptor") is not None:
+                found[round_index] = digest
             if len(found) >= most:
                 break
         return found
@@ -142,7 +169,3 @@ class Keeping:
         except MalformedAnswerError as error:
             logger.info("the wish of %s is passed over: %s", member[:12], error)
             return False
-
-
-def _is_whole(keys: list[str]) -> bool:
-    return any(key.endswith("/descriptor") for key in keys)

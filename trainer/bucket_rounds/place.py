@@ -17,15 +17,16 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, Literal, TypeVar
 
 from genesis.errors import GenesisError, ObjectNotFoundError, PreconditionFailedError
-from genesis.store.base import CachePolicy, ObjectInfo, Store
+from genesis.store.base import CachePolicy, ObjectInfo, ReadableStore, Store
 from trainer.bucket_rounds.config import PRICES, PriceList
-from trainer.errors import TrainerUsageError
+from trainer.errors import TrainerError, TrainerUsageError
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,51 @@ ROUNDS: Final = "rounds/"
 SNAPSHOTS: Final = "snapshots/"
 WISHES: Final = "wishes/"
 _LOG_EVERY_S: Final = 60.0
+_CDN_REST_S: Final = 60.0
+
+T = TypeVar("T")
 
 _AGREEMENT = re.compile(r"rounds/(\d{10})/agreement-(\d{3})")
 _CONTRIBUTION = re.compile(r"rounds/(\d{10})/contribution-([0-9a-f]{64})-([0-9a-f]{64})")
 _STATE = re.compile(r"rounds/(\d{10})/state-([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"snapshots/(\d{10})-([0-9a-f]{64})/(descriptor|pages|data-\d{6})")
 _WISH = re.compile(r"wishes/([0-9a-f]{64})")
+_PREFIX = re.compile(r"rounds/(?:\d{10}/)?|snapshots/(?:\d{10}-(?:[0-9a-f]{64}/)?)?|wishes/")
+
+
+NameKind = Literal["run", "agreement", "contribution", "state", "snapshot", "wish"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """What a name in a run's part of a bucket says."""
+
+    kind: NameKind
+    round_index: int = -1
+    member: str = ""  # Whose object it is by its name; empty: nobody's.
+    part: str = ""  # Of a snapshot: descriptor, pages, data-PART.
+
+
+def parse_name(key: str) -> ObjectName | None:
+    """Returns what a name says; None: no object of a run is called so."""
+    if key == RUN_KEY:
+        return ObjectName("run")
+    if found := _AGREEMENT.fullmatch(key):
+        return ObjectName("agreement", int(found[1]))
+    if found := _CONTRIBUTION.fullmatch(key):
+        return ObjectName("contribution", int(found[1]), found[2])
+    if found := _STATE.fullmatch(key):
+        return ObjectName("state", int(found[1]), found[2])
+    if found := _SNAPSHOT.fullmatch(key):
+        return ObjectName("snapshot", int(found[1]), part=found[3])
+    if found := _WISH.fullmatch(key):
+        return ObjectName("wish", member=found[1])
+    return None
+
+
+def is_listed_prefix(prefix: str) -> bool:
+    """Returns whether a run's nodes list names that begin so."""
+    return _PREFIX.fullmatch(prefix) is not None
 
 
 @dataclass(slots=True)
@@ -55,15 +95,12 @@ class Cost:
     num_reads: int = 0  # GET and HEAD.
     sent_bytes: int = 0
     received_bytes: int = 0
+    num_cdn_reads: int = 0
+    cdn_bytes: int = 0  # Received from a CDN, whose prices are its own.
 
     def since(self, before: Cost) -> Cost:
         """Returns what has come on top of ``before``."""
-        return Cost(
-            self.num_writes - before.num_writes,
-            self.num_reads - before.num_reads,
-            self.sent_bytes - before.sent_bytes,
-            self.received_bytes - before.received_bytes,
-        )
+        return Cost(**{name: getattr(self, name) - getattr(before, name) for name in Cost.__slots__})
 
     def dollars(self, prices: PriceList) -> float:
         """Returns the price by a list of prices, in US dollars."""
@@ -76,6 +113,8 @@ class Cost:
             f"{self.num_writes + self.num_reads} requests, {self.sent_bytes / 1e6:.1f} MB sent, "
             f"{self.received_bytes / 1e6:.1f} MB received"
         )
+        if self.num_cdn_reads:
+            said += f", {self.cdn_bytes / 1e6:.1f} MB from the CDN"
         return said if prices == "none" else f"{said}, ${self.dollars(prices):.6f} at {prices} list prices"
 
 
@@ -105,6 +144,16 @@ class RoundListing:
     contributions: tuple[ListedContribution, ...] = ()
     states: tuple[str, ...] = ()  # Members that say what they hold after it.
     newest_at: float = 0.0  # Of all objects; 0: there are none.
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A `RoundListing` in the making."""
+
+    agreements: dict[int, ListedAgreement] = field(default_factory=dict)
+    contributions: list[ListedContribution] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    newest_at: float = 0.0
 
 
 def _unix(info: ObjectInfo) -> float:
@@ -144,8 +193,10 @@ def wish_key(member: str) -> str:
 class Place:
     """A run's part of a store: bounded calls, counted. Safe from many threads; calls raise what the store does."""
 
-    def __init__(self, store: Store, prices: PriceList = "s3") -> None:
+    def __init__(self, store: Store, prices: PriceList = "s3", cdn: ReadableStore | None = None) -> None:
         self._store = store
+        self._cdn = cdn
+        self._cdn_rest_until_s = 0.0  # Until when a CDN that has failed is not asked.
         self.prices: PriceList = prices
         self._cost = Cost()
         self._guard = threading.Lock()
@@ -185,6 +236,36 @@ class Place:
         self._count(received_bytes=len(body))
         return body
 
+    def get_verified(self, key: str, max_bytes: int, read: Callable[[bytes], T]) -> T | None:
+        """Returns what ``read`` makes of an object; None: there is none.
+
+        Where there is a CDN, its copy is read first. One that is missing there, too old, or not what ``read`` takes
+        (it raises TrainerError) costs a read of the bucket, whose copy counts; a CDN that fails rests for a minute.
+        """
+        found = self._from_cdn(key, max_bytes, read)
+        if found is not None:
+            return found
+        body = self.get(key, max_bytes)
+        return None if body is None else read(body)
+
+    def _from_cdn(self, key: str, max_bytes: int, read: Callable[[bytes], T]) -> T | None:
+        if self._cdn is None or time.monotonic() < self._cdn_rest_until_s:
+            return None
+        try:
+            body = self._cdn.get(key, max_bytes=max_bytes).body
+            self._count(cdn_bytes=len(body), num_cdn_reads=1)
+            return read(body)
+        except ObjectNotFoundError:
+            return None  # It may have looked before the object was there.
+        except TrainerError as error:
+            why: Exception = error
+        except GenesisError as error:
+            why = error
+            self._cdn_rest_until_s = time.monotonic() + _CDN_REST_S
+        if self._log_limit.take("cdn"):
+            logger.warning("%s: read from the bucket instead of the CDN: %s", key[:160], why)
+        return None
+
     def get_bounded(self, key: str, max_bytes: int) -> bytes | None:
         """Returns an object; None: there is none, or a larger one. For objects that no listing has shown."""
         found = self.get_dated(key, max_bytes)
@@ -198,6 +279,12 @@ class Place:
             return None
         body = self.get(key, max_bytes)
         return None if body is None else (body, _unix(info))
+
+    def size_bytes(self, key: str) -> int | None:
+        """Returns the size of an object; None: there is none."""
+        self._count(num_reads=1)
+        info = self._store.head(key)
+        return None if info is None else info.size_bytes
 
     def put_once(self, key: str, body: bytes | bytearray | memoryview) -> bool:
         """Puts an object unless there is one of that name; returns whether this one is there now."""
@@ -220,25 +307,16 @@ class Place:
     def close(self) -> None:
         """Gives back connections."""
         self._store.close()
+        if self._cdn is not None:
+            self._cdn.close()
 
     def round(self, round_index: int) -> RoundListing:
         """Lists what there is of a round."""
-        agreements: dict[int, ListedAgreement] = {}
-        contributions: list[ListedContribution] = []
-        states: list[str] = []
-        newest_at = 0.0
-        for info in self._listed(round_prefix(round_index)):
-            put_at = _unix(info)
-            newest_at = max(newest_at, put_at)
-            if found := _AGREEMENT.fullmatch(info.key):
-                agreements[int(found[2])] = ListedAgreement(info.size_bytes, put_at)
-            elif found := _CONTRIBUTION.fullmatch(info.key):
-                contributions.append(ListedContribution(found[2], found[3], info.size_bytes, put_at))
-            elif found := _STATE.fullmatch(info.key):
-                states.append(found[2])
-            else:
-                self._warn(info.key)
-        return RoundListing(agreements, tuple(contributions), tuple(states), newest_at)
+        return self._gathered(self._listed(round_prefix(round_index))).get(round_index, RoundListing())
+
+    def rounds(self) -> dict[int, RoundListing]:
+        """Lists what there is of all rounds, by round; a request for each thousand names."""
+        return self._gathered(self._rounds())
 
     def agreed_rounds(self) -> list[int]:
         """Returns the rounds of which there are agreements, in order."""
@@ -246,8 +324,34 @@ class Place:
 
     def removable(self, before_round: int) -> list[str]:
         """Returns the names of contributions and state records of rounds before that one."""
-        found = ((info.key, _CONTRIBUTION.fullmatch(info.key) or _STATE.fullmatch(info.key)) for info in self._rounds())
-        return [key for key, match in found if match is not None and int(match[1]) < before_round]
+        found = ((info.key, parse_name(info.key)) for info in self._rounds())
+        return [
+            key
+            for key, name in found
+            if name is not None and name.kind in ("contribution", "state") and name.round_index < before_round
+        ]
+
+    def _gathered(self, listed: Iterator[ObjectInfo]) -> dict[int, RoundListing]:
+        """Sorts names of rounds by what they are of; others are passed over."""
+        found: dict[int, _Gathered] = {}
+        for info in listed:
+            put_at, name = _unix(info), parse_name(info.key)
+            if name is None or name.round_index < 0:
+                self._warn(info.key)
+                continue
+            gathered = found.setdefault(name.round_index, _Gathered())
+            gathered.newest_at = max(gathered.newest_at, put_at)
+            last = info.key.rpartition("-")[2]
+            if name.kind == "agreement":
+                gathered.agreements[int(last)] = ListedAgreement(info.size_bytes, put_at)
+            elif name.kind == "contribution":
+                gathered.contributions.append(ListedContribution(name.member, last, info.size_bytes, put_at))
+            elif name.kind == "state":
+                gathered.states.append(name.member)
+        return {
+            number: RoundListing(each.agreements, tuple(each.contributions), tuple(each.states), each.newest_at)
+            for number, each in found.items()
+        }
 
     def snapshots(self) -> dict[tuple[int, str], list[str]]:
         """Returns the names of the objects of each snapshot, by round and digest."""
@@ -281,9 +385,7 @@ class Place:
         if self._log_limit.take("name"):
             logger.warning("%s: an object that belongs to no round is passed over: %s", self.url, key[:160])
 
-    def _count(self, *, num_writes: int = 0, num_reads: int = 0, sent_bytes: int = 0, received_bytes: int = 0) -> None:
+    def _count(self, **amounts: int) -> None:
         with self._guard:
-            self._cost.num_writes += num_writes
-            self._cost.num_reads += num_reads
-            self._cost.sent_bytes += sent_bytes
-            self._cost.received_bytes += received_bytes
+            for name, amount in amounts.items():
+                setattr(self._cost, name, getattr(self._cost, name) + amount)

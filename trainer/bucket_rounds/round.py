@@ -51,12 +51,14 @@ from trainer.bucket_rounds.rules import (
     RoundRules,
     check_members,
     check_outline,
+    check_times,
     chosen,
     closing_after_s,
     progress_of,
     proposal_at,
     proposed,
 )
+from trainer.collective.planning import coordinator_order
 from trainer.errors import (
     CodecError,
     MalformedAnswerError,
@@ -84,6 +86,7 @@ BUCKET_CRASH_POINTS: Final = (
 """Where a test can have a node killed (`genesis.populate.crashpoint`), in the order of a round."""
 _FETCHING_THREADS: Final = 4
 _MOST_EACH: Final = 4  # Contributions of one member to one round that are looked at.
+_MOST_OF_NEW: Final = 2  # Of a member that was not in the round before.
 _ABSENT_AFTER_S: Final = 15.0
 """So long after an agreement was seen, what it lists and is not there counts as never put."""
 _LEAVE_AFTER_S: Final = 10.0
@@ -111,6 +114,8 @@ class BucketSettings:
     carried_share: float = 1.0
     """Of work that a round did not take, which goes into the next; the rest stays in the parameters by the merge."""
     stopping: Callable[[], bool] = lambda: False
+    removes: bool = True
+    """Whether this node removes old rounds that it has closed; where the run's authority signs requests, that does."""
 
     @property
     def own_id(self) -> str:
@@ -291,7 +296,11 @@ class BucketRound:
         check_outline(agreement, facts, attempt, settings.rules)
         wanted = {(each.member, each.payload_sha256) for each in agreement.members}
         listed = {(each.member, each.payload_sha256): each for each in listing.contributions}
-        self._fetch([listed[key] for key in wanted if key in listed])
+        excluded = {proposer for number, proposer in self._void.items() if number < attempt and proposer}
+        if wanted <= listed.keys():
+            there = [listed[each.member, each.payload_sha256] for each in agreement.members]
+            check_times(agreement, there, facts, put_at, settings.rules, excluded)
+            self._fetch(there)
         bad = wanted & self._ignored
         if bad:
             raise RefusedError("agreement", f"it lists what {sorted(bad)[0][0][:12]} did not properly contribute")
@@ -299,7 +308,6 @@ class BucketRound:
         if missing:
             return self._waits_for(missing, attempt, agreement)
         found = {member: self._read[member, sha256].put for member, sha256 in wanted}
-        excluded = {proposer for number, proposer in self._void.items() if number < attempt and proposer}
         check_members(agreement, found, facts, put_at, settings.rules, excluded)
         if agreement.state_digest != facts.state_digest or agreement.form != facts.form:
             raise StateBehindError(
@@ -376,19 +384,29 @@ class BucketRound:
         return self._vector
 
     def _wanted(self, listing: RoundListing) -> list[ListedContribution]:
-        """Contributions that are new, as many as a round may have of members, those of the round before first."""
+        """Contributions that are new and may be read, those of the round before first.
+
+        Of keys that were not in the round before, which cost whoever makes them nothing, as many payloads are read in
+        all as a round may have members, at most two of one key; of more, in the round's own order.
+        """
         config, facts = self._settings.config, self._facts
-        before = set() if facts.before is None else set(facts.before.keys)
-        known = Counter(member for member, _ in (*self._read, *self._ignored))
-        found = []
-        for each in sorted(listing.contributions, key=lambda it: (it.member not in before, it.put_at)):
-            key = (each.member, each.payload_sha256)
-            if key in self._read or key in self._ignored or known[each.member] >= _MOST_EACH:
+        known = {*(() if facts.before is None else facts.before.keys), *config.members, self._settings.own_id}
+        numbers = Counter(member for member, _ in (*self._read, *self._ignored))
+        num_new = sum(number for member, number in numbers.items() if member not in known)
+        order = coordinator_order(self._settings.run_id, facts.round_index, {it.member for it in listing.contributions})
+        rank = {member: place for place, member in enumerate(order)}
+        wanted = []
+        for each in sorted(listing.contributions, key=lambda it: it.put_at):
+            is_read = (each.member, each.payload_sha256) in self._read
+            if is_read or (each.member, each.payload_sha256) in self._ignored:
                 continue
-            known[each.member] += 1
-            if len(known) <= 2 * config.max_members or each.member in before:
-                found.append(each)
-        return found
+            if numbers[each.member] < (_MOST_EACH if each.member in known else _MOST_OF_NEW):
+                wanted.append((each.member not in known, numbers[each.member], rank[each.member], each))
+                numbers[each.member] += 1
+        wanted.sort(key=lambda it: it[:3])
+        room = max(0, config.max_members - num_new)
+        old = [each for is_new, _, _, each in wanted if not is_new]
+        return old + [each for is_new, _, _, each in wanted if is_new][:room]
 
     def _fetch(self, listed: Sequence[ListedContribution]) -> None:
         """Reads and verifies contributions; raises what the store does."""
@@ -410,23 +428,28 @@ class BucketRound:
         """Returns a contribution, why it is none, or None where it is not there any more."""
         round_index, own = self._facts.round_index, self._own_header
         if own is not None and (own.member, own.payload_sha256) == (listed.member, listed.payload_sha256):
-            return _Read(PutContribution(own, listed.put_at), self._own_payload)
+            why = self._settings.refusal(own, listed.put_at)
+            put = PutContribution(own, listed.put_at)
+            return RefusedError("member", why) if why else _Read(put, self._own_payload)
         most_bytes = self._form.max_payload_bytes + MAX_HEADER_BYTES + 1
         if listed.size_bytes > most_bytes:
             return MalformedAnswerError(f"expected at most {most_bytes} bytes, found {listed.size_bytes}")
-        body = self._place.get(contribution_key(round_index, listed.member, listed.payload_sha256), most_bytes)
-        if body is None:
-            return None
-        try:
+
+        def verified(body: bytes) -> tuple[ContributionHeader, memoryview]:
             header, payload = split_contribution(body, self._settings.run_id)
+            name = (header.round_index, header.member, header.payload_sha256)
+            if name != (round_index, listed.member, listed.payload_sha256):
+                raise MalformedAnswerError("it is signed for another name than it has")
+            return header, payload
+
+        key = contribution_key(round_index, listed.member, listed.payload_sha256)
+        try:
+            found = self._place.get_verified(key, most_bytes, verified)
         except MalformedAnswerError as error:
             return error
-        if (header.round_index, header.member, header.payload_sha256) != (
-            round_index,
-            listed.member,
-            listed.payload_sha256,
-        ):
-            return MalformedAnswerError("it is signed for another name than it has")
+        if found is None:
+            return None
+        header, payload = found
         why = self._settings.refusal(header, listed.put_at)
         if why:
             return RefusedError("member", why)

@@ -8,16 +8,16 @@ judge alike, and of the agreements for one round (attempt 0, and one more for ea
     gather_timeout   after the first contribution in it, if most of the round before are in it, or there was none before
     few_members      so long after it, whoever is there: the others are gone
 
-Each member comes at its place in an order that the round's number decides, ``propose_after`` apart. So a member that
-does not close the round, or leaves others out, can do so in the rounds in which it comes first, and never without most
-of the round before; what it leaves out is in the next round.
+Each member of the round before comes at its place in an order that the round's number decides, ``propose_after`` apart.
+So a member that does not close the round, or leaves others out, can do so in the rounds in which it comes first, and
+never without most of the round before; what it leaves out is in the next round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from trainer.aggregation import Weighing, cap_weights, common_progress, contribution_weight
 from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, ContributionHeader
@@ -42,6 +42,18 @@ class RoundRules:
     propose_after_s: float = 10.0
     max_weight_ratio: float = 3.0
     weighing: Weighing = "root"
+
+
+class Dated(Protocol):
+    """A contribution of a member, and when it was put, Unix time by the store's clock."""
+
+    @property
+    def member(self) -> str:
+        """Who brought it."""
+
+    @property
+    def put_at(self) -> float:
+        """When it was put."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +114,20 @@ def place_in_order(
 
 
 def proposal_at(
-    found: Sequence[PutContribution], facts: RoundFacts, own: str, rules: RoundRules, excluded: Collection[str]
+    found: Sequence[Dated], facts: RoundFacts, own: str, rules: RoundRules, excluded: Collection[str]
 ) -> float | None:
-    """Returns from when on (by the store's clock) a member may close the round with these; None: it may not at all."""
+    """Returns from when on (by the store's clock) a member may close the round with these; None: it may not at all.
+
+    Whoever was in the round before comes alone, where any of those is there: a new key closes no round.
+    """
     members = [each.member for each in found]
-    if len(members) < max(1, rules.min_members) or own not in members or own in excluded:
-        return None
     before = () if facts.before is None else facts.before.keys
+    there = set(members) - set(excluded)
+    order = place_in_order(rules, facts.round_index, there & set(before) or there, ())
+    if len(members) < max(1, rules.min_members) or own not in order:
+        return None
     first_at = min(each.put_at for each in found)
-    place = place_in_order(rules, facts.round_index, members, excluded).index(own)
-    return first_at + closing_after_s(members, before, rules) + place * rules.propose_after_s
+    return first_at + closing_after_s(members, before, rules) + order.index(own) * rules.propose_after_s
 
 
 def chosen(found: Mapping[str, PutContribution], facts: RoundFacts, rules: RoundRules) -> list[PutContribution]:
@@ -197,15 +213,31 @@ def check_members(
 ) -> None:
     """Checks an agreement against the contributions it names, which are all there; raises RefusedError as above."""
     for each in agreement.members:
-        header, contribution = found[each.member].header, found[each.member]
+        header = found[each.member].header
         claimed = (header.payload_sha256, header.claims, header.round_index, header.state_digest)
         if claimed != (each.payload_sha256, each.claims, agreement.round_index, agreement.state_digest):
             raise _void(facts, f"what it says of {each.member[:12]} is not what that member signed")
         if (header.form, header.num_values) != (agreement.form, agreement.num_values):
             raise _void(facts, f"the contribution of {each.member[:12]} is encoded in another form")
-        if contribution.put_at > put_at + CLOCK_SLACK_S:
+    check_times(agreement, [found[key] for key in agreement.keys], facts, put_at, rules, excluded)
+
+
+def check_times(
+    agreement: Agreement,
+    listed: Sequence[Dated],
+    facts: RoundFacts,
+    put_at: float,
+    rules: RoundRules,
+    excluded: Collection[str],
+) -> None:
+    """Checks when an agreement was put, and by whom; needs nothing of contributions but their names and times.
+
+    So an agreement that comes too early costs nobody a read of what it lists. Raises RefusedError as above.
+    """
+    for each in listed:
+        if each.put_at > put_at + CLOCK_SLACK_S:
             raise _void(facts, f"the contribution of {each.member[:12]} came after it")
-    earliest = proposal_at([found[key] for key in agreement.keys], facts, agreement.member, rules, excluded)
+    earliest = proposal_at(listed, facts, agreement.member, rules, excluded)
     if earliest is None:
         raise _void(facts, f"{agreement.member[:12]} may not propose it")
     if put_at < earliest - CLOCK_SLACK_S:

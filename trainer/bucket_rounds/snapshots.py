@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ from trainer.network.transfer.fetch import finish_fetch
 from trainer.network.transfer.snapshot import PartFile, Snapshot, load_snapshot, snapshots_in
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PART_CHUNKS: Final = 64
 """Chunks of an object."""
@@ -72,16 +74,21 @@ def fetch_snapshot(
     if digest in snapshots_in(directory):
         return load_snapshot(directory, digest)
     prefix = snapshot_prefix(round_index, digest)
-    descriptor = parse_descriptor(_required(place, f"{prefix}descriptor", MAX_DESCRIPTOR_BYTES, digest), digest)
+    descriptor = _required(
+        place, f"{prefix}descriptor", MAX_DESCRIPTOR_BYTES, digest, lambda body: parse_descriptor(body, digest)
+    )
     expected = expectation(descriptor)
     expected.check(descriptor)
     part = PartFile(directory, digest)
     part.open()
     with closing(part):
-        pages = _required(place, f"{prefix}pages", descriptor.num_chunks * DIGEST_BYTES, digest)
-        step = PAGE_CHUNKS * DIGEST_BYTES
-        cut = [pages[start : start + step] for start in range(0, len(pages), step)]
-        _check_pages(descriptor, cut)
+        cut = _required(
+            place,
+            f"{prefix}pages",
+            descriptor.num_chunks * DIGEST_BYTES,
+            digest,
+            lambda body: _checked_pages(descriptor, body),
+        )
         missing = part.begin(descriptor, cut)
         for number in sorted({index // PART_CHUNKS for index in missing}):
             if stop():
@@ -94,22 +101,32 @@ def _fetch_part(place: Place, prefix: str, number: int, descriptor: Descriptor, 
     first = number * PART_CHUNKS
     last = min(first + PART_CHUNKS, descriptor.num_chunks)
     key = f"{prefix}data-{number:06d}"
-    body = memoryview(_required(place, key, PART_CHUNKS * CHUNK_BYTES, descriptor.digest))
-    for index in range(first, last):
-        start = (index - first) * CHUNK_BYTES
-        chunk = body[start : start + descriptor.chunk_bytes(index)]
-        if not part.is_valid(index, chunk):
-            raise StateTransferError(f"{place.url}/{key}: chunk {index} is not the one of {descriptor.digest[:12]}")
-        part.write(index, chunk)
+
+    def written(body: bytes) -> int:
+        chunks = memoryview(body)
+        for index in range(first, last):
+            start = (index - first) * CHUNK_BYTES
+            chunk = chunks[start : start + descriptor.chunk_bytes(index)]
+            if not part.is_valid(index, chunk):
+                raise StateTransferError(f"{place.url}/{key}: chunk {index} is not the one of {descriptor.digest[:12]}")
+            part.write(index, chunk)
+        return last - first
+
+    _required(place, key, PART_CHUNKS * CHUNK_BYTES, descriptor.digest, written)
 
 
-def _required(place: Place, key: str, max_bytes: int, digest: str) -> bytes:
-    body = place.get_bounded(key, max_bytes)
-    if body is None:
+def _required(place: Place, key: str, max_bytes: int, digest: str, read: Callable[[bytes], T]) -> T:
+    """Returns what ``read`` makes of an object of a snapshot, from a CDN's copy or the bucket's."""
+    info_bytes = place.size_bytes(key)
+    found = None if info_bytes is None or info_bytes > max_bytes else place.get_verified(key, max_bytes, read)
+    if found is None:
         raise StateTransferError(f"the state {digest[:16]}…: expected {key} in {place.url}, found none of its size")
-    return body
+    return found
 
 
-def _check_pages(descriptor: Descriptor, pages: list[bytes]) -> None:
+def _checked_pages(descriptor: Descriptor, body: bytes) -> list[bytes]:
+    step = PAGE_CHUNKS * DIGEST_BYTES
+    pages = [body[start : start + step] for start in range(0, len(body), step)]
     if tuple(map(sha256_hex, pages)) != descriptor.pages:
         raise StateTransferError(f"the state {descriptor.digest[:16]}…: its pages are not its own")
+    return pages

@@ -1,4 +1,4 @@
-"""The authority over HTTP: three addresses, JSON in and out, and the process that serves them until it is stopped.
+"""The authority over HTTP: four addresses, JSON in and out, and the process that serves them until it is stopped.
 
 Each refusal is one JSON object, `Refusal`, with a status of its own. Connections are bounded as in `genesis serve`. A
 request counts against its address before its body is read, and the body has to come within seconds: whoever sends heads
@@ -27,6 +27,7 @@ from trainer.errors import RefusedError, TrainerError
 from trainer.network.rpc.credential import RevokedPeers
 from trainer.network.rpc.messages import Reason
 from trainer.run.authority.messages import (
+    ADDRESSES_PATH,
     CHECK_PATH,
     INFO_PATH,
     JOIN_PATH,
@@ -77,6 +78,10 @@ def create_app(service: AuthorityService) -> FastAPI:
     @app.post(CHECK_PATH)
     async def check(request: Request) -> Response:
         return _json(await service.check_in(await _body(service, request), _remote_host(request)))
+
+    @app.post(ADDRESSES_PATH)
+    async def addresses(request: Request) -> Response:
+        return _json(await service.addresses(await _body(service, request), _remote_host(request)))
 
     @app.get(INFO_PATH)
     async def info(request: Request) -> Response:

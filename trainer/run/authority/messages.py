@@ -39,11 +39,15 @@ from trainer.network.rpc.messages import Message, Reason
 JOIN_PATH: Final = "/v1/join"
 CHECK_PATH: Final = "/v1/check"
 INFO_PATH: Final = "/v1/authority"
-MAX_REQUEST_BYTES: Final = 8 << 10
+ADDRESSES_PATH: Final = "/v1/bucket"
+MAX_REQUEST_BYTES: Final = 16 << 10
+MAX_ADDRESSES: Final = 32
+"""Of the bucket that one request asks for."""
 INVITATION_PREFIX: Final = "invite-"
 
 _JOIN_DOMAIN: Final = b"genesis join 1\n"
 _CHECK_DOMAIN: Final = b"genesis check 1\n"
+_ADDRESSES_DOMAIN: Final = b"genesis bucket addresses 1\n"
 _SEED_BYTES: Final = 32
 _PACKAGES: Final = ("manifests", "genesis", "loader", "trainer")
 
@@ -107,6 +111,46 @@ class SignedCheckIn(Message):
 
     request: CheckIn
     signature: SignatureHex
+
+
+class WantedAddress(Message):
+    """A request to the run's bucket that a member wants signed (`genesis.store.s3_presigning.BucketRequest`)."""
+
+    kind: Literal["get", "list", "put", "delete"]
+    key: Annotated[str, Field(max_length=256), AfterValidator(_printable)]
+    after: Annotated[str, Field(max_length=256), AfterValidator(_printable)] = ""
+    size_bytes: Annotated[int, Field(ge=0, lt=2**40)] = 0
+    if_absent: bool = True
+
+
+class AddressRequest(Message):
+    """A member asks for addresses of the run's bucket; ``sent_at`` grows from one of its requests to the next."""
+
+    run_name: RunName
+    peer_id: PeerKey
+    wanted: Annotated[tuple[WantedAddress, ...], Field(min_length=1, max_length=MAX_ADDRESSES)]
+    sent_at: UnixTime
+
+
+class SignedAddressRequest(Message):
+    """A request for addresses with the signature of the node's key."""
+
+    request: AddressRequest
+    signature: SignatureHex
+
+
+class BucketAddress(Message):
+    """One presigned request; whoever has it can make it until its life is over."""
+
+    url: Annotated[str, Field(max_length=8192), AfterValidator(_printable)]
+    headers: Annotated[tuple[tuple[_Text, _Text], ...], Field(max_length=8)]
+    life_s: Annotated[float, Field(gt=0, le=7 * 86_400)]
+
+
+class AddressReply(Message):
+    """The addresses, one for each that was wanted, in that order."""
+
+    addresses: Annotated[tuple[BucketAddress, ...], Field(max_length=MAX_ADDRESSES)]
 
 
 class JoinReply(Message):
@@ -178,6 +222,13 @@ def sign_check_in(request: CheckIn, identity: Identity) -> bytes:
     return canonical_json({"request": content, "signature": signature})
 
 
+def sign_address_request(request: AddressRequest, identity: Identity) -> bytes:
+    """Returns the wire form of a request for addresses."""
+    content = _content(request)
+    signature = identity.sign(_ADDRESSES_DOMAIN + canonical_json(content)).hex()
+    return canonical_json({"request": content, "signature": signature})
+
+
 def parse_request(kind: type[RequestT], wire: bytes) -> RequestT:
     """Reads a request, whose signatures are not checked yet; raises RefusedError (``malformed``)."""
     if len(wire) > MAX_REQUEST_BYTES:
@@ -202,6 +253,13 @@ def check_join_signatures(signed: SignedJoin) -> None:
 def check_check_in_signature(signed: SignedCheckIn) -> None:
     """Checks that the node's key has signed; raises RefusedError (``signature``)."""
     message = _CHECK_DOMAIN + canonical_json(_content(signed.request))
+    if not verify_signature(signed.request.peer_id, message, bytes.fromhex(signed.signature)):
+        raise RefusedError(Reason.SIGNATURE, f"expected a signature by {signed.request.peer_id[:16]}…, found another")
+
+
+def check_address_request_signature(signed: SignedAddressRequest) -> None:
+    """Checks that the node's key has signed; raises RefusedError (``signature``)."""
+    message = _ADDRESSES_DOMAIN + canonical_json(_content(signed.request))
     if not verify_signature(signed.request.peer_id, message, bytes.fromhex(signed.signature)):
         raise RefusedError(Reason.SIGNATURE, f"expected a signature by {signed.request.peer_id[:16]}…, found another")
 

@@ -244,6 +244,18 @@ class Register:
                     (now, sent_at, stage, peer_id),
                 )
 
+    def check_member(self, peer_id: PeerId, role: Role, now: float) -> None:
+        """Raises RefusedError where a peer is no member in that role, or was revoked, or its credential has expired."""
+        with self._reading() as database:
+            self._check_not_revoked(database, peer_id)
+            found = database.execute("SELECT role, expires_at FROM members WHERE peer_id = ?", (peer_id,)).fetchone()
+        if found is None:
+            raise RefusedError("unknown", f"expected a member of the run, found {peer_id[:16]}…, who has to join first")
+        if found[0] != role:
+            raise RefusedError("role", f"expected role {role}, found {found[0]}")
+        if found[1] <= now:
+            raise RefusedError("unknown", "expected a member with a valid credential, found one that has expired")
+
     def begin_join(self, request: JoinRequest, now: float) -> bool:
         """Checks that a request is new and its sender may join, and notes the nonce; returns whether it is a member.
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
+from genesis.errors import GenesisError
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.reachability import DialBack
 from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RevokedPeers
@@ -27,13 +28,18 @@ from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import Reason
 from trainer.network.rpc.token_buckets import TokenBuckets
+from trainer.run.authority.addresses import BucketAddresses
 from trainer.run.authority.messages import (
+    AddressReply,
     AuthorityInfo,
+    BucketAddress,
     CheckInReply,
     JoinReply,
     JoinRequest,
+    SignedAddressRequest,
     SignedCheckIn,
     SignedJoin,
+    check_address_request_signature,
     check_check_in_signature,
     check_join_signatures,
     parse_request,
@@ -84,6 +90,7 @@ class AuthorityService:
     register: Register
     config: AuthorityConfig
     clock: Callable[[], float] = time.time
+    bucket: BucketAddresses | None = None  # Of the run, where members have no keys for it.
     refused: Counter[str] = field(default_factory=Counter, init=False)  # By reason.
     num_admitted: int = field(default=0, init=False)
     _dial_back: DialBack = field(init=False)
@@ -102,6 +109,8 @@ class AuthorityService:
     async def close(self) -> None:
         """Ends all connections."""
         await self._dial_back.close()
+        if self.bucket is not None:
+            self.bucket.close()
 
     def info(self) -> AuthorityInfo:
         """Returns which run this is the authority of."""
@@ -138,6 +147,29 @@ class AuthorityService:
         newest = await self.revoked()
         is_news = newest is not None and newest.number > request.known.get(self.identity.peer_id, 0)
         return CheckInReply(revoked=newest if is_news else None)
+
+    async def addresses(self, wire: bytes, remote_host: str) -> AddressReply:
+        """Signs addresses of the run's bucket for a member; raises RefusedError."""
+        try:
+            bucket = self.bucket
+            if bucket is None:
+                raise RefusedError("role", "expected an authority that signs for a bucket (authority --rounds)")
+            signed = parse_request(SignedAddressRequest, wire)
+            request = signed.request
+            self._check_addressed(request.run_name, request.sent_at)
+            check_address_request_signature(signed)
+            bucket.take_new(request.peer_id, request.sent_at)
+            await asyncio.to_thread(self.register.check_member, request.peer_id, "node", self.clock())
+            found = await asyncio.to_thread(bucket.sign, request.peer_id, request.wanted)
+        except GenesisError as error:
+            logger.error("signing addresses of the bucket: %s", error)
+            raise RefusedError(Reason.INTERNAL, "the authority cannot use its bucket now; try again later") from None
+        except RefusedError as error:
+            self._note_refusal("request for addresses", error, remote_host)
+            raise
+        return AddressReply(
+            addresses=tuple(BucketAddress(url=each.url, headers=each.headers, life_s=each.life_s) for each in found)
+        )
 
     async def revoked(self) -> RevokedPeers | None:
         """Returns the newest list of revoked peers; None: nobody ever was."""

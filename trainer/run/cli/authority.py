@@ -10,7 +10,7 @@ import asyncio
 import json as json_module
 import logging
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
@@ -21,6 +21,7 @@ from trainer.errors import TrainerUsageError
 
 if TYPE_CHECKING:
     from trainer.network.rpc.credential import Role
+    from trainer.run.authority.addresses import BucketAddresses
     from trainer.run.authority.register import InvitationLeft
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,16 @@ def authority_command(
             "--outbound-only", help="Admit nodes without an address: of a run whose rounds go through a bucket."
         ),
     ] = False,
+    rounds: Annotated[
+        str,
+        typer.Option(
+            help="s3://bucket/prefix of the run's rounds, for which it signs requests of members without credentials."
+        ),
+    ] = "",
+    address_life_s: Annotated[int, typer.Option(help="Seconds for which a signed request is good.")] = 900,
+    member_gb: Annotated[
+        float, typer.Option(help="10^9 bytes that a member may put into the bucket in an hour.")
+    ] = 64.0,
     plain: Annotated[bool, typer.Option("--plain", help="The nodes have rpc.tls=false.")] = False,
     trusted_proxy: Annotated[
         str, typer.Option(help="Address of a proxy in front, whose X-Forwarded-For is believed.")
@@ -74,19 +85,21 @@ def authority_command(
     from trainer.model.config import stage_names
     from trainer.network.rpc.identity import load_or_create_identity
     from trainer.run.authority.app import serve
+    from trainer.run.authority.cleaning import cleaning
     from trainer.run.authority.messages import package_digest as own_digest
     from trainer.run.authority.register import Register
     from trainer.run.authority.service import AuthorityConfig, AuthorityService
     from trainer.run.node.stopping import StopRequest
 
     identity = load_or_create_identity(key)
-    name, stages = _run_served(run, identity.peer_id, stages) if run else (_run_name(run_name), stages)
+    name, stages, bucket_url = _run_served(run, identity.peer_id, stages) if run else (_run_name(run_name), stages, "")
+    bucket = _bucket(rounds or bucket_url, name, address_life_s, member_gb)
     digests = tuple(own_digest() if each == "own" else each for each in package_digest or ())
     config = AuthorityConfig(
         stages=tuple(stage_names(stages)) if stages else (),
         life_s=life_s,
         package_digests=digests,
-        outbound_only=outbound_only,
+        outbound_only=outbound_only or bool(bucket),
         allow_private=allow_private,
         tls=not plain,
     )
@@ -98,7 +111,9 @@ def authority_command(
             where = f"port {listener.getsockname()[1]}"
             logger.info("authority of run %s at %s; its key is %s", name, where, identity.peer_id)
             logger.info("installed files: %s", own_digest())
-            asyncio.run(serve(AuthorityService(name, identity, register, config), listener, stop, trusted_proxy))
+            service = AuthorityService(name, identity, register, config, bucket=bucket)
+            with cleaning(bucket, name, identity) if bucket is not None else nullcontext():
+                asyncio.run(serve(service, listener, stop, trusted_proxy))
     logger.info("the authority has stopped")
 
 
@@ -227,8 +242,22 @@ def _run_name(given: str) -> str:
     return given
 
 
-def _run_served(source: str, key: str, stages: int) -> tuple[str, int]:
-    """Returns name and number of stages of a signed run."""
+def _bucket(url: str, run_name: str, life_s: int, member_gb: float) -> BucketAddresses | None:
+    """Returns what signs addresses of a bucket, which was probed; None: there is none."""
+    if not url:
+        return None
+    from trainer.run.authority.addresses import AddressConfig, BucketAddresses
+
+    if not url.startswith("s3://"):
+        raise TrainerUsageError(f"--rounds: expected s3://bucket/prefix, whose requests can be signed, found {url}")
+    bucket = BucketAddresses(url, run_name, AddressConfig(life_s=life_s, hourly_bytes=member_gb * 1e9))
+    bucket.check()
+    logger.info("signs requests to %s for members, each good for %d s", url, life_s)
+    return bucket
+
+
+def _run_served(source: str, key: str, stages: int) -> tuple[str, int, str]:
+    """Returns name and number of stages of a signed run, and the bucket of which its authority signs addresses."""
     from trainer.run.signed.files import check_config
     from trainer.run.signed.sources import fetch_run
 
@@ -243,7 +272,8 @@ def _run_served(source: str, key: str, stages: int) -> tuple[str, int]:
             key,
         )
     config = check_config(fetched.file, fetched.where)
-    return fetched.file.name, stages or (config.swarm.num_stages if fetched.file.is_of_stages(config) else 0)
+    stages = stages or (config.swarm.num_stages if fetched.file.is_of_stages(config) else 0)
+    return fetched.file.name, stages, config.bucket.url if config.bucket.access == "signed" else ""
 
 
 def _role(name: str) -> Role:

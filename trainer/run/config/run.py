@@ -486,6 +486,11 @@ class RunConfig:
                 f"--rounds: expected a node that holds a whole model and has neither port nor peers, found "
                 f"{', '.join(found)}; rounds go through the bucket or from node to node, not both"
             )
+        if self.bucket.access == "signed" and not self.admission.is_required:
+            raise TrainerUsageError(
+                "bucket.access signed: expected a run with an authority, which signs requests for its members "
+                "(--authority URL, or a signed run file that names one), found none"
+            )
         if not self.moves_anchor:
             raise TrainerUsageError(
                 f"--rounds: expected strategy diloco or sparseloco, found {self.strategy}: it averages before each "

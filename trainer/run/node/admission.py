@@ -34,16 +34,21 @@ from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.credential import Credential, RevokedPeers, Role
 from trainer.network.rpc.dialing import is_private_host
 from trainer.run.authority.messages import (
+    ADDRESSES_PATH,
     CHECK_PATH,
     INFO_PATH,
     JOIN_PATH,
+    AddressReply,
+    AddressRequest,
     AuthorityInfo,
     CheckIn,
     CheckInReply,
     JoinReply,
     JoinRequest,
+    WantedAddress,
     invitation_key,
     package_digest,
+    sign_address_request,
     sign_check_in,
     sign_join,
 )
@@ -103,6 +108,8 @@ class AdmissionClient:
         self._is_away = False  # Whether no authority answered last.
         self._next: Credential | None = None  # For the stage that this worker is about to move to.
         self._tasks: list[asyncio.Task[None]] = []
+        self._asking = asyncio.Lock()
+        self._addresses_asked_at = 0.0
 
     def go_by(self, authorities: frozenset[str]) -> None:
         """Takes up the keys that the run names now; a run whose file names none goes by those that are given."""
@@ -154,6 +161,25 @@ class AdmissionClient:
         """
         self._next = (await self._asked_to_join(address, stage)).credential
         self._store()
+
+    async def addresses(self, wanted: tuple[WantedAddress, ...]) -> AddressReply:
+        """Has addresses of the run's bucket signed; one request after the other, since each has a later time.
+
+        Raises RpcError: no authority answers, or it refuses.
+        """
+
+        def request() -> bytes:
+            self._addresses_asked_at = max(self._clock(), self._addresses_asked_at + 1e-3)
+            content = AddressRequest(
+                run_name=self.admission.run_name,
+                peer_id=self._identity.peer_id,
+                wanted=wanted,
+                sent_at=self._addresses_asked_at,
+            )
+            return sign_address_request(content, self._identity)
+
+        async with self._asking:
+            return await self._authorities.ask_any(ADDRESSES_PATH, request, AddressReply, _TIMEOUT_S)
 
     def start(self, address: Callable[[], str], discovery: Discovery | None, endpoint: Endpoint | None) -> None:
         """Begins to renew and to listen for revocations, beside everything else; returns at once.

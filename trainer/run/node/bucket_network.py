@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from genesis.errors import GenesisError
+from genesis.store.base import ReadableStore, Store
 from genesis.store.limits import RetryPolicy
-from genesis.store.opening import open_store
+from genesis.store.opening import open_readable, open_store
 from manifests.serialisation import canonical_json
 from trainer.bucket_rounds.collective import BucketCollective
-from trainer.bucket_rounds.documents import Agreement, ContributionHeader, StateRecord
+from trainer.bucket_rounds.documents import Agreement
 from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
-from trainer.bucket_rounds.history import Refusal, accepted_agreement, newest_agreement, vouched_state
+from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import RUN_KEY, Place
 from trainer.bucket_rounds.round import BucketSettings
@@ -35,11 +36,11 @@ from trainer.collective import Terms
 from trainer.compression.vectors import codec_named
 from trainer.errors import IncompatiblePeerError, RefusedError, StateTransferError, TrainerUsageError
 from trainer.network.rpc import Counters, Identity, Message
-from trainer.network.rpc.admission import Admission
 from trainer.outer.diloco import SharedState
 from trainer.run.config import RunConfig
 from trainer.run.node.admission import AdmissionClient, admission_client
 from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.signed_bucket import open_signed_bucket
 from trainer.run.node.state_form import StateForm
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ _SETTLE_S: Final = 600.0
 _LEAVE_S: Final = 20.0
 _CATCH_UP_S: Final = 120.0
 _MOST_UNPUBLISHED: Final = 4
+_CDN_S: Final = 10.0
+"""For a CDN to answer in, after which the bucket is asked; what comes slowly has longer, by its size."""
 
 
 class BucketRun(Message):
@@ -86,7 +89,7 @@ class BucketNetwork:
         self._snapshots = Path(config.state_dir).expanduser() / "state" / config.run_id / config.node_id
         self._admission = admission_client(config, identity, "node")
         self._loop = LoopThread("genesis-admission") if self._admission is not None else None
-        self._settings = settings_of(config, identity, vocabulary_rows, stopping, self._admission)
+        self._settings = settings_of(config, identity, vocabulary_rows, stopping, self._admission, self._loop)
         self.collective = BucketCollective(self._settings, self._is_snapshot_due, self._note)
         self._keeping = Keeping(self._settings, self.collective.clock)
         self._listener: Listener | None = None
@@ -121,7 +124,7 @@ class BucketNetwork:
 
     def gauges(self) -> Iterable[tuple[str, str, float]]:
         """Returns name, help and value of what the bucket has cost so far."""
-        cost, prices = self._settings.place.cost, self._config.bucket.prices
+        cost, prices = self._settings.place.cost, self._config.bucket.price_list
         yield "bucket_write_requests", "PUT and LIST requests to the bucket.", cost.num_writes
         yield "bucket_read_requests", "GET and HEAD requests to the bucket.", cost.num_reads
         yield "bucket_sent_bytes", "Bytes of objects put into the bucket.", cost.sent_bytes
@@ -268,15 +271,15 @@ class BucketNetwork:
 
     def _needs_state(self) -> bool:
         """Whether this node can neither take part in the next round nor make up for those it has missed."""
-        place, rules = self._settings.place, self._settings.rules
-        newest = newest_agreement(place, rules)
+        place, history = self._settings.place, self._keeping.history
+        newest = history.newest()
         own_round, own_digest = self._own
         if newest is None or own_round > newest.round_index + 1:
             return False
         if own_round == newest.round_index + 1:
-            record = vouched_state(place, newest, self._settings.refusal)
+            record = history.vouched_state(newest)
             return not own_digest or (record is not None and record.state_digest != own_digest)
-        agreement = accepted_agreement(place, rules, own_round, self._settings.refusal)
+        agreement = history.accepted(own_round)
         if agreement is None or agreement.state_digest != own_digest:
             return True
         there = {(each.member, each.payload_sha256) for each in place.round(own_round).contributions}
@@ -289,8 +292,7 @@ class BucketNetwork:
 
     def _fetched(self, stop: Callable[[], bool]) -> SharedState | None:
         """Returns the newest state that most members of its round vouch for and that is stored; None: there is none."""
-        place, rules = self._settings.place, self._settings.rules
-        newest = newest_agreement(place, rules)
+        place, newest = self._settings.place, self._keeping.history.newest()
         if newest is None:
             return None
         for round_index, digest in self._keeping.snapshots(newest.round_index).items():
@@ -349,8 +351,7 @@ class BucketNetwork:
         for agreement in self._agreements:
             if agreement.round_index == round_index:
                 return agreement
-        settings = self._settings
-        return accepted_agreement(settings.place, settings.rules, round_index, settings.refusal)
+        return self._keeping.history.accepted(round_index)
 
     def _compare_run(self) -> None:
         place, config = self._settings.place, self._config
@@ -392,17 +393,15 @@ def settings_of(
     vocabulary_rows: Callable[[], int],
     stopping: Callable[[], bool],
     admission: AdmissionClient | None = None,
+    loop: LoopThread | None = None,
 ) -> BucketSettings:
     """Returns what all rounds of a node have in common; nothing is contacted. Raises TrainerUsageError."""
     options, bucket = config.round_options, config.bucket
-    try:
-        store = open_store(bucket.url, policy=RetryPolicy())
-    except GenesisError as error:
-        raise TrainerUsageError(f"--rounds: {error}") from None
+    store = _opened(config, admission, loop)
     overlaps = config.outer.overlap_steps > 0
     return BucketSettings(
         identity=identity,
-        place=Place(store, bucket.prices),
+        place=Place(store, bucket.price_list, _cdn_of(bucket.cdn)),
         rules=RoundRules(
             run_id=config.run_id,
             members=tuple(sorted(bucket.members)),
@@ -419,13 +418,32 @@ def settings_of(
         form_of=_form_of(config),
         round_timeout_s=options.round_timeout_s,
         invite_after_s=options.invite_after_s,
-        refusal=_refusal(bucket.members, None if admission is None else admission.admission),
+        refusal=refusal_by(bucket.members, None if admission is None else admission.admission),
         credential=lambda: None if admission is None else admission.admission.own,
         is_unwelcome=lambda member: admission is not None and admission.admission.is_revoked(member),
         vocabulary_rows=vocabulary_rows,
         carried_share=1.0 - config.outer.merge_alpha if overlaps else 1.0,
         stopping=stopping,
+        removes=bucket.access == "own",
     )
+
+
+def _opened(config: RunConfig, admission: AdmissionClient | None, loop: LoopThread | None) -> Store:
+    """Returns the bucket, with this node's credentials or by addresses that the run's authority signs."""
+    try:
+        if config.bucket.access == "signed" and admission is not None and loop is not None:
+            return open_signed_bucket(config, admission, loop)
+        return open_store(config.bucket.url, policy=RetryPolicy())
+    except GenesisError as error:
+        raise TrainerUsageError(f"--rounds: {error}") from None
+
+
+def _cdn_of(url: str) -> ReadableStore | None:
+    """Returns what serves the bucket's objects to whoever reads; it gets little time, since the bucket has them too."""
+    try:
+        return open_readable(url, policy=RetryPolicy().lasting(_CDN_S)) if url else None
+    except GenesisError as error:
+        raise TrainerUsageError(f"bucket.cdn: {error}") from None
 
 
 def _form_of(config: RunConfig) -> Callable[[int], Form]:
@@ -433,27 +451,3 @@ def _form_of(config: RunConfig) -> Callable[[int], Form]:
     if config.strategy == "sparseloco":
         return partial(SparseForm, averaging=config.sparseloco.averaging)
     return partial(DenseForm, codec_named(config.round_options.compression))
-
-
-def _refusal(members: Sequence[str], admission: Admission | None) -> Refusal:
-    """Returns what says why a contribution, or a state record, does not count, by the time at which it was put.
-
-    Revocations have no part in it: members hear of them at different times, and have to judge alike.
-    """
-    allowed = frozenset(members)
-
-    def refusal(header: ContributionHeader | StateRecord, put_at: float) -> str:
-        if allowed and header.member not in allowed:
-            return "the run does not name this node (bucket.members)"
-        if admission is None or header.member in admission.authorities:
-            return ""
-        try:
-            credential = header.read_credential()
-            if credential is None or credential.peer_id != header.member or credential.role != "node":
-                return "it has no credential of the run's authority for a node"
-            credential.verify(admission.run_name, admission.authorities, put_at, ())
-        except RefusedError as error:
-            return str(error)
-        return ""
-
-    return refusal

@@ -74,7 +74,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     },
     "bucket": {
         "own": "poll_interval_s watch_interval_s prices",
-        "offered": "url",
+        "offered": "url access cdn",
         "fixed": "members max_members quorum propose_after_s few_members_after_s snapshot_rounds keep_rounds",
     },
     "rpc": {

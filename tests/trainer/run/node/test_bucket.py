@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from genesis.store.folder import FolderStore
-from tests.support.s3_servers import Server, moto_s3, rclone_s3
-from tests.support.trainer_command import WAIT_S, RunningTrainer, TrainerCommand, TrainerHere, differences
+from genesis.store.opening import open_store
+from tests.support.s3_servers import Server, free_port, moto_s3, rclone_s3, speaking_to
+from tests.support.trainer_command import ROOT, WAIT_S, RunningTrainer, TrainerCommand, TrainerHere, differences
 from trainer.bucket_rounds.config import BucketConfig
 from trainer.bucket_rounds.documents import Claims, ContributionHeader, credential_field
 from trainer.bucket_rounds.place import Place
@@ -210,3 +217,79 @@ def test_four_nodes_over_s3_end_alike(trainer: TrainerCommand, s3: Server, monke
         monkeypatch.setenv(name, value)
     train_together(trainer, "s3://bucket/run-1", 4, "--set", "collective.min_members=4")
     assert_alike(trainer, 4)
+
+
+@contextmanager
+def authority_of(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[str, TrainerCommand]]:
+    """An authority as its operator starts it; yields its address, and what runs its other commands."""
+    port, database = free_port(), str(folder / "authority.sqlite")
+    common = ("--db", database, "--key", str(folder / "authority.key"))
+    command = TrainerCommand(folder, folder)
+    line = [sys.executable, "-m", "trainer", "authority", "--port", str(port), *common, *arguments]
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=command.environment(**environment), stderr=subprocess.PIPE, text=True
+    )
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        deadline_s = time.monotonic() + WAIT_S
+        while "its key is" not in "".join(said):
+            assert process.poll() is None and time.monotonic() < deadline_s, "".join(said)
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}", command
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
+        reader.join(WAIT_S)
+        if process.stderr is not None:
+            process.stderr.close()
+        assert "Traceback" not in "".join(said), "".join(said)
+
+
+def without_keys() -> dict[str, str]:
+    """An environment in which boto3 finds no key and no endpoint."""
+    return {
+        "AWS_ACCESS_KEY_ID": "",
+        "AWS_SECRET_ACCESS_KEY": "",
+        "AWS_ENDPOINT_URL": "",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nodes_without_keys_train_by_addresses_that_the_authority_signs(
+    trainer: TrainerCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in without_keys().items():
+        monkeypatch.setenv(name, value)
+    run_file = tmp_path / "run.json"
+    with moto_s3("bucket", verifies=True) as server:
+        begin = ("--run-name", "signed-1", "--rounds", "s3://bucket/run-1", "--address-life-s", "30")
+        with authority_of(tmp_path, *begin, **server.environment()) as (url, authority):
+            options = {"access": "signed", "poll_interval_s": 0.1, "watch_interval_s": 0.5, "quorum": 2}
+            run_file.write_text(json.dumps({"run_id": "signed-1", "bucket": options, "admission": {"urls": [url]}}))
+            invite = ("authority", "invite", "--role", "node", "--uses", "2", "--db", tmp_path / "authority.sqlite")
+            token = authority.other(*invite).stdout.split()[0]
+            steps = ("--inner-steps", "10", "--max-steps", "30", "--set", "bucket.snapshot_rounds=2")
+            common = ("--run", run_file, *steps)
+            refused = trainer("--node-id", "stranger", *common, expect=2).stderr
+            assert "invitation" in refused
+            with ExitStack() as stack:
+                nodes = [
+                    stack.enter_context(trainer.running("--node-id", f"home-{n}", *common, "--token", token))
+                    for n in range(2)
+                ]
+                for node in nodes:
+                    assert node.wait(300.0) == 0, "".join(node.errors)
+            assert_alike(trainer, 2)
+            assert all(len(e["members"]) == 2 for e in nodes[0].events if e["kind"] == "round")
+            assert "at s3 list prices" in "".join(nodes[0].errors)
+        with speaking_to(server):
+            place = Place(open_store("s3://bucket/run-1"))
+            assert place.agreed_rounds() == [0, 1, 2]
+            assert place.snapshots()
+            place.close()
