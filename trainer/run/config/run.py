@@ -366,6 +366,8 @@ class RunConfig:
             )
         if self.bucket.is_used:
             self._check_bucket()
+        if self.collective.quorum:
+            self._check_quorum()
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.through):
@@ -424,6 +426,26 @@ class RunConfig:
             raise TrainerUsageError(
                 f"grad.ahead_s: expected at most a quarter of collective.stall_timeout_s ({longest_s:g} s), in which a "
                 f"silent member counts as dead, found {self.grad.ahead_s:g}"
+            )
+
+    def _check_quorum(self) -> None:
+        because = {
+            "grad": "its step is made when the target of tokens is there, whoever brings them: it waits for nobody",
+            "async_sparta": "it averages parameters, not work: what comes late would pull the others back, not count",
+            "ddp": "all ranks take each step together",
+        }.get(self.strategy, "")
+        if self.engine == "torch":
+            because = because or "its ranks reduce together, or not at all (engine torch)"
+        if self.pipeline == "swarm":
+            because = because or "the drivers of a pipeline already give slower workers less (pipeline swarm)"
+        if self.powersgd_rank:
+            because = because or "both phases of a factored round need all members' work (collective.powersgd_rank)"
+        if self.bucket.is_used:
+            because = because or "rounds through a bucket have one of their own: bucket.quorum (--rounds)"
+        if because:
+            raise TrainerUsageError(
+                f"collective.quorum: expected 0 with strategy {self.strategy} here, found {self.collective.quorum:g}: "
+                f"{because}"
             )
 
     def _check_bucket(self) -> None:

@@ -216,8 +216,9 @@ class Network(Generic[S]):
             vocabulary_rows,
             stopping,
             changes=run,
-            weighing="linear" if config.strategy == "grad" else "root",
+            weighing="linear" if config.strategy == "grad" else "pace" if config.collective.quorum else "root",
             averaging=config.sparseloco.averaging,
+            cycle=config.outer.num_fragments,
         )
 
     @property

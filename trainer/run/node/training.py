@@ -475,7 +475,10 @@ class Node:
         self.display.outer(outcome)
         if outcome.report is None:
             self.watch.observer.round_failed(outcome.round_index, outcome.error)
-            if self.network is not None and self.network.collective.behind:
+            if self.network is not None and self.network.collective.keeps_work and self.network.collective.behind:
+                logger.info("this node takes up the others' state, with its own work on top of it: %s", outcome.error)
+                self._catch_up(keep_work=True)
+            elif self.network is not None and self.network.collective.behind:
                 self._withdraw_if("the others hold another state, or have gone on without it")
             else:
                 self._withdraw_if(self.health.round_failed(others_went_on=self._others_went_on()))
@@ -553,8 +556,8 @@ class Node:
                 self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)
 
-    def _catch_up(self, wait_s: float = 120.0, *, is_new: bool = False) -> None:
-        """Takes up the others' state; ``is_new``: one that this node has never held.
+    def _catch_up(self, wait_s: float = 120.0, *, is_new: bool = False, keep_work: bool = False) -> None:
+        """Takes up the others' state; ``is_new``: one that this node has never held; ``keep_work``: with its own work.
 
         Averaged gradients leave a state behind with each step: others that still announce one this node came too late
         with have none to offer before their step is over.
@@ -568,7 +571,7 @@ class Node:
             shared = self.network.catch_up(wait_s=wait_s, stop=self.stop, is_new=is_new)
             if shared is None:
                 break
-            self.replica.adopt(shared)
+            self.replica.adopt(shared, keep_work=keep_work)
             outer_step = self.replica.sharing.outer_step
             logger.info("took up the others' state of outer step %d", outer_step)
             self.watch.observer.event("adopted", outer_step=outer_step)
