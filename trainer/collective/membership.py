@@ -295,7 +295,7 @@ class MembershipGathering:
         return max(request.lag, self._history.lags.observed(self.round_index).get(peer_id, 0))
 
     async def _let_attend(self) -> None:
-        """Has those whose work is not there come without it, so that they hold the result; waits some seconds at most."""
+        """Has those whose work is not there come without it, to hold the result; waits some seconds at most."""
         missing = self._known() - self._joins.keys() - self._silent
         coming = {peer_id for peer_id in missing if self._may_attend(peer_id)}
         answers = asyncio.gather(*(self._attends(peer_id) for peer_id in coming))

@@ -105,11 +105,10 @@ class PeerCollective:
 
     def open_attendance(self, *, is_open: bool) -> None:
         """A round that this node attends and has not acknowledged is left at once when attendance ends."""
-        call = self._service.attendance
-        call.is_open = is_open
         if is_open:
+            self._service.attendance.open()
             return
-        call.wake()
+        self._service.attendance.close()
         attended = self._attended
         if attended is not None and not attended[0].is_agreed:
             attended[1].cancel()
@@ -128,6 +127,8 @@ class PeerCollective:
     ) -> RoundResult:
         future = asyncio.run_coroutine_threadsafe(self._run(go_through, round_index), self._loop)
         self._attended = (member, future) if attends else None
+        if not attends:
+            self._service.attendance.comes_for(member.timeout_s)
         try:
             if attends and not self._service.attendance.is_open:
                 future.cancel()
@@ -139,6 +140,8 @@ class PeerCollective:
             raise RoundFailedError(f"round {round_index}: the node's event loop does not answer") from error
         finally:
             self._attended = None
+            if not attends:
+                self._service.attendance.comes_for(0.0)
             self.keeps_work = self.closes_early and (attends or member.agreement is None)
         if member.agreement is not None:
             self.agreed_vocabulary_rows = member.agreement.vocabulary_rows

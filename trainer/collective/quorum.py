@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from itertools import pairwise
@@ -36,6 +37,7 @@ _MARGIN: Final = 1.25
 _KEPT_GAPS: Final = 8
 _MAX_MEMBERS: Final = 1024
 _ROUNDING: Final = 1e-9
+_ON_THE_WAY_S: Final = 2.0
 
 
 def freshness(lag: int) -> float:
@@ -186,14 +188,34 @@ class AttendanceCall:
     def __init__(self) -> None:
         self._called = threading.Event()
         self._round_index = -1
-        self.is_open = False  # Whether there is such a thread now.
+        self._is_open = False  # Whether there is such a thread now.
+        self._comes_until_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is heard."""
+        return self._is_open
+
+    def open(self) -> None:
+        """Says that a thread waits for calls."""
+        self._is_open, self._comes_until_s = True, 0.0
+
+    def close(self) -> None:
+        """Ends that thread's waiting; whoever called now would find the node on its way to the round with its work."""
+        self._is_open = False
+        self.comes_for(_ON_THE_WAY_S)
+        self._called.set()
+
+    def comes_for(self, seconds: float) -> None:
+        """Says for how long the node is on its way to a round by itself; 0: it is not."""
+        self._comes_until_s = time.monotonic() + seconds
 
     def call(self, round_index: int) -> bool:
-        """Asks for attendance; returns whether somebody hears it."""
-        if self.is_open:
+        """Asks for attendance; returns whether the node comes, to attend or with its own work."""
+        if self._is_open:
             self._round_index = max(self._round_index, round_index)
             self._called.set()
-        return self.is_open
+        return self._is_open or time.monotonic() < self._comes_until_s
 
     def wait(self, timeout_s: float) -> int | None:
         """Waits for a call, and returns its round; None: there was none."""
@@ -202,7 +224,3 @@ class AttendanceCall:
         self._called.clear()
         found, self._round_index = self._round_index, -1
         return found if found >= 0 else None
-
-    def wake(self) -> None:
-        """Ends the waiting without a call."""
-        self._called.set()

@@ -79,6 +79,7 @@ class Attendance:
         self._ends = threading.Event()
         self._lock = threading.Lock()
         self._found: Attended | None = None
+        self._known_rows = 0
 
     @property
     def is_under_way(self) -> bool:
@@ -93,6 +94,11 @@ class Attendance:
         arguments = (work, changes, self._ends)
         self._thread = threading.Thread(target=self._attend, args=arguments, name="diloco-attendance", daemon=True)
         self._thread.start()
+
+    def vocabulary_changed(self) -> bool:
+        """Returns whether members have agreed on other rows than when this was asked last: the model may grow first."""
+        before, self._known_rows = self._known_rows, self._collective.agreed_vocabulary_rows
+        return before != self._known_rows
 
     def take(self) -> Attended | None:
         """Returns what was found since the last time; None: nothing."""

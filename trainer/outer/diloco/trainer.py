@@ -161,7 +161,9 @@ class DiLoCoTrainer:
         if not due and not self._collective.requested():
             return self._attend()
         attended = self._follow(self._end_attendance())
-        return self._begin() if attended is None else attended  # Then the next step begins it, from there.
+        if attended is not None and (not attended.committed or self._may_grow()):
+            return attended  # Then the next step begins the round, from there.
+        return self._begin()
 
     def drain(self) -> OuterResult | None:
         """Waits for the round under way, if there is one, and merges it now instead of some steps later."""
@@ -286,9 +288,13 @@ class DiLoCoTrainer:
             return None
         goes_on = attendance.is_under_way  # Asked first: one that ends now may have found something.
         followed = self._follow(attendance.take())
-        if not goes_on and (followed is None or followed.committed):
+        if not goes_on and (followed is None or not (followed.committed and self._may_grow())):
             attendance.begin(self._work_of(PendingWork()), self.changes)
         return followed
+
+    def _may_grow(self) -> bool:
+        """Whether the caller may have the model grow before it goes on."""
+        return self._attendance is not None and self._attendance.vocabulary_changed()
 
     def _end_attendance(self) -> Attended | None:
         return None if self._attendance is None else self._attendance.end()
@@ -439,6 +445,8 @@ class DiLoCoTrainer:
         """Settles the work of a round whose outcome is installed."""
         fragment = (self.round_index - 1) % len(self.plan.layouts)
         self._pending[fragment].settle(num_batches, self.inner_step)
+        if self._attendance is not None and not self._may_grow():
+            self._attendance.begin(self._work_of(PendingWork()), self.changes)
         if outcome.progress < 1.0:
             logger.info("round %d: requested with %.0f %% of its work", self.round_index - 1, 100 * outcome.progress)
         return OuterResult(
