@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PACES: Final = (1.0, 0.5, 0.25)
 """Relative to the fastest."""
 NUM_HELD_OUT: Final = 2
-_ROWS, _SEQ_LEN = 8, 64
+_ROWS, _SEQ_LEN = 4, 32
 _START_S = 600.0  # On a machine that is busy with much else.
 _END_S = 60.0
 
@@ -39,9 +39,11 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = {
     "barrier": ("collective.invite_after_s=600", "collective.gather_timeout_s=600"),
     "today": ("collective.invite_after_s={invite_s}",),
     "quorum 2": ("collective.quorum=2", "collective.invite_after_s=600", "collective.gather_timeout_s=600"),
+    "quorum 2, invited": ("collective.quorum=2", "collective.invite_after_s={invite_s}"),
     "quorum 1": ("collective.quorum=1", "collective.invite_after_s=600", "collective.gather_timeout_s=600"),
 }
-"""Waits for all; asks the others to come with what they have some seconds after the first; closes with two, with one."""
+"""Waits for all; asks the others to come with what they have some time after the first, as is the default; closes with
+two, without and with that; closes with one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +77,7 @@ def live(rule: str, setting: LiveSetting, folder: Path) -> LiveResult:
     store = text_store()
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(_ended(_start(rule, setting, folder, number, ports, store)))
+            stack.enter_context(_ending(_start(rule, setting, folder, number, ports, store)))
             for number in range(len(PACES))
         ]
         began_s = _wait_for_all(folder, processes)
@@ -91,7 +93,7 @@ def live(rule: str, setting: LiveSetting, folder: Path) -> LiveResult:
 def _start(
     rule: str, setting: LiveSetting, folder: Path, number: int, ports: Sequence[int], store: Path
 ) -> subprocess.Popen[bytes]:
-    invite_s = max(0.5, 0.02 * setting.inner_steps * setting.step_s)
+    invite_s = 0.02 * setting.inner_steps * setting.step_s  # As the default's 10 s of 500 steps of a second.
     own = [
         *("--store", str(store), "--node-id", f"node-{number}", "--port", str(ports[number])),
         *("--preset", "tiny", "--seq-len", str(_SEQ_LEN), "--batch-size", str(_ROWS), "--threads", "1", "--no-api"),
@@ -118,15 +120,15 @@ def _start(
         own += ["--initial-peers", f"127.0.0.1:{ports[0]}"]
     sets = [each for option in options for each in ("--set", option)]
     line = [sys.executable, "-m", "tests.support.throttled_node", str(setting.step_s / PACES[number])]
-    log = (folder / f"log-{number}").open("wb")
-    return subprocess.Popen(
-        [*line, str(folder / f"node-{number}"), *own, *sets],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-        env=_environment(folder),
-    )
+    with (folder / f"log-{number}").open("wb") as log:
+        return subprocess.Popen(
+            [*line, str(folder / f"node-{number}"), *own, *sets],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=_environment(folder),
+        )
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -134,19 +136,15 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "GENESIS_CACHE_DIR": str(folder / "cache")}
 
 
-class _ended:
-    """A process that does not outlive the ``with``."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+@contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Has a process not outlive the ``with``."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def _lines(folder: Path, number: int) -> list[dict[str, Any]]:
@@ -197,8 +195,12 @@ def _result(setting: LiveSetting, folder: Path, began_s: float, store: Path) -> 
 
 def _held_out(folder: Path, rounds: Sequence[Sequence[dict[str, Any]]], at_s: float, store: Path, seed: int) -> float:
     """Loss of the newest state that a node had at a time; of the first weights, if that was before any round."""
-    held = [(each["round"] + 1, number) for number, own in enumerate(rounds) for each in own if each["ok"]
-            and each["at_s"] <= at_s]
+    held = [
+        (each["round"] + 1, number)
+        for number, own in enumerate(rounds)
+        for each in own
+        if each["ok"] and each["at_s"] <= at_s
+    ]
     model = build_model(preset("tiny", 1024), seed)
     if held:
         round_index, number = max(held)

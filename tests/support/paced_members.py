@@ -101,12 +101,16 @@ class PacedMember:
 
 @contextmanager
 def paced_members(
-    steps_s: Sequence[float], diloco: DiLoCoConfig | None = None, rule: RuleConfig | None = None, **options: Any
+    steps_s: Sequence[float],
+    diloco: DiLoCoConfig | None = None,
+    rule: RuleConfig | None = None,
+    residual_decay: float | None = None,
+    **options: Any,
 ) -> Iterator[list[PacedMember]]:
     """Starts members, one a pace, that know each other."""
     loop = LoopThread("paced")
     loop.start()
-    times = {"stall_timeout_s": 4.0, "round_timeout_s": 30.0, "gather_timeout_s": 10.0, "invite_after_s": 10.0}
+    times = {"stall_timeout_s": 20.0, "round_timeout_s": 100.0, "gather_timeout_s": 60.0, "invite_after_s": 60.0}
     members: list[PacedMember] = []
     known: dict[str, Peer] = {}
     try:
@@ -134,7 +138,10 @@ def paced_members(
             with torch.no_grad():
                 model.weight.zero_()
             trainer = DiLoCoTrainer(
-                model, diloco or DiLoCoConfig(inner_steps=8, outer_lr=1.0, outer_momentum=0.0), collective
+                model,
+                diloco or DiLoCoConfig(inner_steps=8, outer_lr=1.0, outer_momentum=0.0),
+                collective,
+                residual_decay=residual_decay,
             )
             loop.run(endpoint.start(), 20.0)
             known[endpoint.peer_id] = Peer(endpoint.peer_id, endpoint.address)
@@ -153,7 +160,7 @@ def paced_members(
 def train(members: Sequence[PacedMember], until_round: int, within_s: float = 60.0) -> None:
     """All take steps until each has seen so many rounds; raises what a member's thread raised."""
     deadline_s = time.monotonic() + within_s
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def run(member: PacedMember) -> None:
         try:
@@ -161,7 +168,7 @@ def train(members: Sequence[PacedMember], until_round: int, within_s: float = 60
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"member {member.number} is at round {member.trainer.round_index}")
                 member.step()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  # Raised again below.
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(member,), daemon=True) for member in members]

@@ -224,6 +224,10 @@ class RoundMember:
                 else:
                     if agreement is not None:
                         return agreement
+            if self._config.quorum and not self._contribution.num_batches:
+                raise RoundFailedError(
+                    f"round {self._contribution.round_index}: nobody gathers for it whom this node could attend"
+                )
             await asyncio.sleep(_RETRY_S)
 
     async def _has_fetched_changes(self, coordinator: str) -> bool:

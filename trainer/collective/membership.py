@@ -249,11 +249,13 @@ class MembershipGathering:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.gather_timeout_s):
-                    while not self.over and not self._is_complete() and not self._has_quorum():
+                    while not self.over and not self._is_complete():
+                        if self._has_quorum():
+                            await self._let_attend()
+                            if self._has_majority():
+                                break
                         # Expected peers change as discovery learns of them: looked at again from time to time.
                         await self._changes.wait(self._look_again_s())
-            if self._quorum is not None and not self.over:
-                await self._let_attend()
         finally:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
@@ -286,9 +288,14 @@ class MembershipGathering:
     def _has_quorum(self) -> bool:
         return self._quorum is not None and self._quorum.is_over(time.monotonic())
 
+    def _has_majority(self) -> bool:
+        """Whether most nodes are there, with work or without: no two parts of a run go on without the other."""
+        known = self._known()
+        return 2 * len(known & self._joins.keys()) > len(known)
+
     def _look_again_s(self) -> float:
-        closes_at_s = None if self._quorum is None else self._quorum.closes_at_s
-        return _LOOK_EVERY_S if closes_at_s is None else max(0.0, min(_LOOK_EVERY_S, closes_at_s - time.monotonic()))
+        left_s = None if self._quorum is None or self._has_quorum() else self._quorum.left_s(time.monotonic())
+        return _LOOK_EVERY_S if left_s is None else min(_LOOK_EVERY_S, left_s)
 
     def _lag(self, peer_id: str, request: JoinRequest) -> int:
         """By the member's word, and by what this node has seen, whichever is more."""

@@ -177,9 +177,13 @@ class QuorumWatch:
         if len(self._came) < self._needed:
             self._quorum_at_s = None
 
+    def left_s(self, now_s: float) -> float | None:
+        """Returns how long the window lasts yet; None while there is no quorum."""
+        return None if self.closes_at_s is None else max(0.0, self.closes_at_s - now_s)
+
     def is_over(self, now_s: float) -> bool:
         """Returns whether the round may close."""
-        return self.closes_at_s is not None and now_s >= self.closes_at_s
+        return self.left_s(now_s) == 0.0
 
 
 class AttendanceCall:

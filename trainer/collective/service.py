@@ -164,6 +164,8 @@ class RoundService:
         await self._compare_changes(peer_id, body)
         gathering = self._gatherings.get(body.round_index)
         if gathering is None or self._came_to_nothing(gathering):
+            if self._config.quorum and not body.num_batches:  # Or one call could have everybody asked to a round.
+                raise RefusedError("not_ready", f"nobody has come to round {body.round_index} with work yet")
             gathering = self._open_gathering(body.round_index)
         return Reply(await gathering.join(peer_id, body))
 

@@ -119,7 +119,8 @@ class Attendance:
         rows = self._collective.agreed_vocabulary_rows
         # The vocabulary may grow after a round, which is the training thread's to do before the next one.
         while not ends.is_set() and rows == self._collective.agreed_vocabulary_rows:
-            if self._collective.wait_to_attend(_LOOK_EVERY_S) is None or ends.is_set():
+            called_to = self._collective.wait_to_attend(_LOOK_EVERY_S)
+            if called_to is None or called_to < work.state.round_index or ends.is_set():
                 continue
             try:
                 outcome = self._outcome(work, changes)
