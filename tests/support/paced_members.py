@@ -168,7 +168,7 @@ def train(members: Sequence[PacedMember], until_round: int, within_s: float = 60
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"member {member.number} is at round {member.trainer.round_index}")
                 member.step()
-        except Exception as error:  # noqa: BLE001  # Raised again below.
+        except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(member,), daemon=True) for member in members]

@@ -32,7 +32,7 @@ from trainer.outer.engine.collective import AttendedCollective, Collective, Cont
 logger = logging.getLogger(__name__)
 
 MOST_MISSED: Final = 5
-"""Rounds over the same parameters after which the work of a node that could not attend them is dropped (spec T-28)."""
+"""Rounds over the same parameters after which the work of a node that could not attend them is dropped (spec P-40)."""
 _LOOK_EVERY_S: Final = 1.0
 
 
