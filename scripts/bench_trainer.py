@@ -13,6 +13,7 @@
     python scripts/bench_trainer.py sparse         # SparseLoCo: codec speed, bits a parameter on the wire, loss
     python scripts/bench_trainer.py outer          # what an outer step stalls training, overlap off and on, in copies
     python scripts/bench_trainer.py bucket         # the same for a round through a bucket, and what links make of it
+    python scripts/bench_trainer.py quorum         # rounds closed by a quorum: simulated, and three nodes 1 : 2 : 4
     python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -34,6 +35,8 @@ from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
 from scripts.trainer_bench.outer import bench_outer
 from scripts.trainer_bench.powersgd import bench_powersgd
+from scripts.trainer_bench.quorum import add_options as add_quorum_options
+from scripts.trainer_bench.quorum import bench_quorum
 from scripts.trainer_bench.ranks import bench_ranks
 from scripts.trainer_bench.rounds import bench_round
 from scripts.trainer_bench.sparse import bench_sparse
@@ -53,6 +56,7 @@ BENCHES = {
     "sparse": bench_sparse,
     "outer": bench_outer,
     "bucket": bench_bucket,
+    "quorum": bench_quorum,
     "gpu": bench_gpu,
 }
 
@@ -92,6 +96,7 @@ def main() -> None:
     parser.add_argument("--powersgd-train-ranks", type=int, nargs="+", default=[64, 8], help="for powersgd")
     parser.add_argument("--powersgd-steps", type=int, default=200, help="of each training; 0: none, for powersgd")
     add_bucket_options(parser)
+    add_quorum_options(parser)
     parser.add_argument("--sparse-repeats", type=int, default=5, help="of each timed call, for sparse")
     parser.add_argument("--sparse-wire-values", type=int, default=8 << 20, help="of a vector; 0: no rounds, for sparse")
     parser.add_argument("--sparse-preset", default="tiny", help="model that is trained, for sparse")

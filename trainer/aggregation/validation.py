@@ -21,8 +21,10 @@ from trainer.aggregation.config import RuleConfig
 from trainer.aggregation.second_moments import GramMatrix, Moments
 from trainer.errors import TrainerUsageError
 
-Weighing = Literal["root", "linear"]
-"""What a member's claimed work weighs: the root of its batches times their freshness, or the claim (tokens) itself."""
+Weighing = Literal["root", "linear", "pace"]
+"""What a member's claimed work weighs: the root of its batches times their freshness; the claim (tokens) itself; or
+``pace``, the square of its batches over the steps they took: as much as it did, times what it did in a step (Decoupled
+DiLoCo)."""
 
 DEFAULT_MAX_RATIO: Final = 3.0
 _FRESHNESS: Final = ((3600.0, 1.0), (86_400.0, 0.9), (7 * 86_400.0, 0.7))  # Below that age.
@@ -41,15 +43,19 @@ _DEVIATIONS: Final = 3.0
 _LEAST_GAP: Final = 0.05
 
 
-def contribution_weight(num_batches: int, age_s: float, weighing: Weighing = "root") -> float:
+def contribution_weight(num_batches: int, age_s: float, weighing: Weighing = "root", num_steps: int = 0) -> float:
     """Returns the square root of the batches trained, times the freshness of the oldest; any claim is accepted.
 
-    ``linear``: the claim itself, which is exact for mean gradients over so many tokens.
+    ``linear``: the claim itself, which is exact for mean gradients over so many tokens. ``pace``: its square over
+    ``num_steps``; of claims of no step, as if each batch had been one.
     """
+    claimed = min(max(num_batches, 0), _MAX_BATCHES)
     if weighing == "linear":
-        return float(min(max(num_batches, 0), _MAX_BATCHES))
+        return float(claimed)
+    if weighing == "pace":
+        return claimed * claimed / min(num_steps, _MAX_BATCHES) if num_steps > 0 else float(claimed)
     freshness = next((factor for limit_s, factor in _FRESHNESS if age_s < limit_s), _STALE)
-    return math.sqrt(min(max(num_batches, 0), _MAX_BATCHES)) * freshness
+    return math.sqrt(claimed) * freshness
 
 
 def cap_weights(claimed: Sequence[float], max_ratio: float = DEFAULT_MAX_RATIO) -> list[float]:

@@ -55,6 +55,7 @@ class BucketCollective:
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False  # Whether the last round failed because the others hold another state.
+        self.keeps_work = False  # A node makes up for rounds one by one, and keeps its work by itself.
 
     @property
     def clock(self) -> StoreClock:

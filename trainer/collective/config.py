@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trainer.compression import MAX_RANK, CodecName
 from trainer.errors import TrainerUsageError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from trainer.collective.messages import Terms
     from trainer.compression.vectors import Codec
     from trainer.network.rpc import CallEndpoint, Peer
+
+
+MAX_QUORUM: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,12 @@ class CollectiveConfig:
     """How often slices are reduced: once, and again for what was lost with a reducer."""
     max_weight_ratio: float = 3.0
     """Limit of a member's weight, as a multiple of the median member's."""
+    quorum: float = 0.0
+    """Members with whose work a round closes: 1 and more, so many; below 1, that share of the members of the round
+    before; 0: a round waits for all. Work that comes later counts in the next round, by its freshness."""
+    max_grace_s: float = 5.0
+    """With a quorum: most seconds that a round waits for further members after it; measured arrivals decide, and never
+    more than an eighth of the time between rounds."""
     part_bytes: int = 1 << 20
     """Size of the parts that slices travel in."""
 
@@ -63,6 +73,12 @@ class CollectiveConfig:
                 f"invite_after_s (0 or more, {self.invite_after_s}) to under round_timeout_s ({longest_s})",
             ),
             ("max_weight_ratio", self.max_weight_ratio >= 1, "1 or more"),
+            (
+                "quorum",
+                0 <= self.quorum < 1 or (1 <= self.quorum <= MAX_QUORUM and self.quorum == int(self.quorum)),
+                f"a share from 0 (off) to under 1, or a whole number of members up to {MAX_QUORUM}",
+            ),
+            ("max_grace_s", 0 <= self.max_grace_s < math.inf, "a number of seconds, 0 or more"),
             ("part_bytes", 4096 <= self.part_bytes <= 1 << 20, f"4096 to {1 << 20}, the most a message carries"),
         ):
             if not is_valid:
@@ -116,6 +132,8 @@ class RoundSettings:
     """What a member's claimed work weighs; the strategy decides, and is among the terms."""
     averaging: Averaging = "replicas"
     """Of sparse contributions; as the weighing."""
+    cycle: int = 1
+    """Rounds after which the same parameters come again: the strategy's fragments."""
 
     def at(self, round_index: int) -> RoundSettings:
         """Returns what is in force in a round, as far as this node knows now."""

@@ -26,6 +26,7 @@ from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, meas
 from trainer.collective.gathering import GatheringArithmetic
 from trainer.collective.messages import (
     MAX_ROUND_MEMBERS,
+    MOST_LAG,
     Agreement,
     Commit,
     CommitDecision,
@@ -43,6 +44,7 @@ from trainer.collective.planning import (
     first_plan,
     following_agreement,
 )
+from trainer.collective.quorum import check_lags
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.collective.service import KnownRound, RoundService
 from trainer.compression.sparse import SparseCodec
@@ -100,6 +102,11 @@ class RoundMember:
         self._sums_of_all: list[Moments] = []
         self._reduce_s = self._vote_s = 0.0
         self._is_late = False  # Its work was done before it knew of a change that is in force.
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether it has acknowledged an agreement, so that others count on it."""
+        return self._known is not None
 
     @property
     def timeout_s(self) -> float:
@@ -220,6 +227,10 @@ class RoundMember:
                 else:
                     if agreement is not None:
                         return agreement
+            if self._config.quorum and not self._contribution.num_batches:
+                raise RoundFailedError(
+                    f"round {self._contribution.round_index}: nobody gathers for it whom this node could attend"
+                )
             await asyncio.sleep(_RETRY_S)
 
     async def _has_fetched_changes(self, coordinator: str) -> bool:
@@ -247,6 +258,12 @@ class RoundMember:
         )
         return 0
 
+    def _work(self) -> messages.ClaimedWork | None:
+        if not self._config.quorum:
+            return None
+        contribution = self._contribution
+        return messages.ClaimedWork(num_steps=contribution.num_steps, lag=min(contribution.lag, MOST_LAG))
+
     def _coordinators(self, tried: set[str]) -> list[str]:
         peer_ids = {self._own_id, *self._settings.directory.peers()}
         order = coordinator_order(self._settings.run_id, self._contribution.round_index, peer_ids)
@@ -269,6 +286,7 @@ class RoundMember:
             num_batches=self._num_batches(),
             age_s=max(0.0, contribution.age_s),
             progress=contribution.progress,
+            work=self._work(),
             change=self._settings.change,
             change_digest=self._settings.change_digest,
             vocabulary_rows=self._vocabulary_rows,
@@ -288,6 +306,8 @@ class RoundMember:
                 weighing=self._settings.weighing,
                 block_values=self._settings.codec.block_values,
             )
+            if self._config.quorum:
+                check_lags(agreement, self._service.history.lags.observed(agreement.round_index))
             known = self._known = self._service.acknowledged(agreement)
             known.expects_phase = self._expects_phase
             other = await self._wait_until_begun(peer, known)

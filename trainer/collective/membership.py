@@ -21,6 +21,7 @@ from trainer.aggregation import cap_weights, contribution_weight
 from trainer.collective.config import Changes, RoundSettings
 from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Member
 from trainer.collective.planning import cut_values, precedes
+from trainer.collective.quorum import QuorumHistory, QuorumWatch, freshness
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
@@ -32,6 +33,8 @@ _INVITE_INTERVAL_S = 0.5
 _LOOK_EVERY_S = 0.25
 _MAX_KNOWN = 1024
 _MAX_BACKOFF_ROUNDS = 1 << 10
+_LONGEST_ATTEND_S = 5.0
+"""For those who attend a round to join it; it costs them two messages."""
 
 
 @dataclass(slots=True)
@@ -86,7 +89,13 @@ class MembershipGathering:
     """One round's gathering on the node that coordinates it."""
 
     def __init__(
-        self, round_index: int, settings: RoundSettings, latecomers: LatecomerBackoff, invite: Inviter
+        self,
+        round_index: int,
+        settings: RoundSettings,
+        latecomers: LatecomerBackoff,
+        invite: Inviter,
+        history: QuorumHistory | None = None,
+        ask_to_attend: Inviter | None = None,
     ) -> None:
         self.round_index = round_index
         self.agreement: Agreement | None = None
@@ -106,6 +115,9 @@ class MembershipGathering:
         self._changes = Changes()
         self._running: asyncio.Task[None] | None = None
         self._failure: RefusedError | None = None
+        self._history = QuorumHistory() if history is None else history
+        self._ask_to_attend = ask_to_attend
+        self._quorum = self._watch_for_quorum()
 
     @property
     def over(self) -> bool:
@@ -126,6 +138,7 @@ class MembershipGathering:
         if self._is_sent_away(request):
             raise self._other_change(request)
         self._joins[peer_id] = request
+        self._note_work(peer_id, request)
         self._changes.notify()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -136,6 +149,8 @@ class MembershipGathering:
         except asyncio.CancelledError:
             if not self.over and self._joins.get(peer_id) is request:
                 del self._joins[peer_id]
+                if self._quorum is not None:
+                    self._quorum.left(peer_id)
             raise
         return self._agreed(peer_id)
 
@@ -148,6 +163,7 @@ class MembershipGathering:
             return
         self._settings, self._config = settings, settings.config
         self._joins.clear()
+        self._quorum = self._watch_for_quorum()
         self._changes.notify()
 
     async def acknowledge(self, peer_id: str, digest: str) -> Agreement | None:
@@ -234,8 +250,12 @@ class MembershipGathering:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.gather_timeout_s):
                     while not self.over and not self._is_complete():
+                        if self._has_quorum():
+                            await self._let_attend()
+                            if self._has_majority():
+                                break
                         # Expected peers change as discovery learns of them: looked at again from time to time.
-                        await self._changes.wait(_LOOK_EVERY_S)
+                        await self._changes.wait(self._look_again_s())
         finally:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
@@ -251,6 +271,63 @@ class MembershipGathering:
     def _is_complete(self) -> bool:
         missing = self._known() - self._joins.keys() - self._silent
         return not missing and len(self._joins) >= self._config.min_members
+
+    # -- with a quorum -------------------------------------------------------------------------------------------------
+
+    def _watch_for_quorum(self) -> QuorumWatch | None:
+        config = self._config
+        if not config.quorum:
+            return None
+        return QuorumWatch(config.quorum, config.max_grace_s, self._history, len(self._known()))
+
+    def _note_work(self, peer_id: str, request: JoinRequest) -> None:
+        # Of strangers, whom anybody can make, no quorum comes.
+        if self._quorum is not None and request.num_batches and peer_id in self._known():
+            self._quorum.came(peer_id, self._lag(peer_id, request), time.monotonic())
+
+    def _has_quorum(self) -> bool:
+        return self._quorum is not None and self._quorum.is_over(time.monotonic())
+
+    def _has_majority(self) -> bool:
+        """Whether most nodes are there, with work or without: no two parts of a run go on without the other."""
+        known = self._known()
+        return 2 * len(known & self._joins.keys()) > len(known)
+
+    def _look_again_s(self) -> float:
+        left_s = None if self._quorum is None or self._has_quorum() else self._quorum.left_s(time.monotonic())
+        return _LOOK_EVERY_S if left_s is None else min(_LOOK_EVERY_S, left_s)
+
+    def _lag(self, peer_id: str, request: JoinRequest) -> int:
+        """By the member's word, and by what this node has seen, whichever is more."""
+        return max(request.lag, self._history.lags.observed(self.round_index).get(peer_id, 0))
+
+    async def _let_attend(self) -> None:
+        """Has those whose work is not there come without it, to hold the result; waits some seconds at most."""
+        missing = self._known() - self._joins.keys() - self._silent
+        coming = {peer_id for peer_id in missing if self._may_attend(peer_id)}
+        answers = asyncio.gather(*(self._attends(peer_id) for peer_id in coming))
+        limit_s = min(_LONGEST_ATTEND_S, self._config.stall_timeout_s / 2)
+        try:
+            async with asyncio.timeout(limit_s):
+                attending = {peer_id for peer_id in await answers if peer_id}
+                self._awaited |= attending - {self._settings.own_id}
+                while not self.over and attending - self._joins.keys():
+                    await self._changes.wait()
+        except TimeoutError:
+            answers.cancel()
+
+    def _may_attend(self, peer_id: str) -> bool:
+        peer = self._settings.directory.peers().get(peer_id)
+        return peer_id == self._settings.own_id or (
+            peer is not None and self._latecomers.may_wait(peer, self.round_index)
+        )
+
+    async def _attends(self, peer_id: str) -> str:
+        """Returns the peer if it says that it attends the round."""
+        reply = None if self._ask_to_attend is None else await self._ask_to_attend(peer_id, self.round_index, 0.0)
+        return peer_id if reply is not None and reply.coming else ""
+
+    # -- invitations ---------------------------------------------------------------------------------------------------
 
     async def _invite_missing(self) -> None:
         """Asks the missing nodes to come, again and again."""
@@ -341,13 +418,15 @@ class MembershipGathering:
         if len(members) < self._config.min_members:
             return None
         peer_ids = sorted(members)
+        joined = [members[peer_id] for peer_id in peer_ids]
         weights = cap_weights(
             [
-                contribution_weight(members[peer_id].num_batches, members[peer_id].age_s, self._settings.weighing)
-                for peer_id in peer_ids
+                contribution_weight(join.num_batches, join.age_s, self._settings.weighing, join.num_steps)
+                for join in joined
             ],
             max_ratio=self._config.max_weight_ratio,
         )
+        lags = [self._lag(peer_id, members[peer_id]) if self._quorum is not None else 0 for peer_id in peer_ids]
         state_digest, num_values = most
         return Agreement(
             round_index=self.round_index,
@@ -366,9 +445,10 @@ class MembershipGathering:
                     peer_id=peer_id,
                     address=members[peer_id].address,
                     certificate=members[peer_id].certificate,
-                    weight=float(weight),
+                    weight=float(weight) * freshness(lag),
                     progress=members[peer_id].progress,
+                    lag=lag if weight > 0 else 0,
                 )
-                for peer_id, weight in zip(peer_ids, weights, strict=True)
+                for peer_id, weight, lag in zip(peer_ids, weights, lags, strict=True)
             ),
         )

@@ -8,6 +8,7 @@ A round, in the order of its messages:
     moments      reducer → coordinator  sums over its slice (rules that need them)   → all reducers' sums
     vote         member → coordinator   "these are the digests of what I hold"       → CommitDecision
     invite, status                      "come with what you have"; "are you there, do you know the outcome?"
+    attend                              "the round closes by its quorum: come without work, for the result"
 
 Everything is bounded: a list has a few times `MAX_ROUND_MEMBERS` entries, a string its own limit.
 """
@@ -42,6 +43,8 @@ PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Ge(0), Le(1 << 48)]
 Share = Annotated[float, Ge(0), Le(1)]
+MOST_LAG = 1 << 20
+Lag = Annotated[int, Ge(0), Le(MOST_LAG)]
 ShortText = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
 """A reason, for people: ASCII, so that its length is its size (`short`)."""
 Certificate = Annotated[str, MaxLen(800)]  # PEM; those made here have some 570 characters.
@@ -79,6 +82,8 @@ class _OfChangingRun(_Message):
     @model_serializer(mode="wrap")
     def _without_no_change(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = dump(self)
+        if fields.get("work", self) is None:
+            fields.pop("work")
         if not self.change:
             fields.pop("change", None)
         if not self.change_digest:
@@ -140,6 +145,14 @@ def _check_fields(kind: str, ours: dict[str, JsonValue], theirs: dict[str, JsonV
             )
 
 
+class ClaimedWork(_Message):
+    """What the work that a member comes with took, and what it missed."""
+
+    num_steps: Count
+    lag: Lag
+    """Rounds over the same parameters that went by without it."""
+
+
 class JoinRequest(_OfChangingRun):
     """A node is ready for an outer step."""
 
@@ -150,11 +163,22 @@ class JoinRequest(_OfChangingRun):
     num_batches: Count
     age_s: Annotated[float, Ge(0)]
     progress: Share = 1.0  # Share of the round's planned work that is done.
+    work: ClaimedWork | None = None  # Beside the batches, where a round has a quorum.
     vocabulary_rows: Count
     address: Address
     certificate: Certificate | None
     tried: Annotated[tuple[PeerIdField, ...], MaxLen(MAX_ROUND_MEMBERS)]
     """Coordinators that precede the one asked, and could not be reached."""
+
+    @property
+    def num_steps(self) -> int:
+        """Inner steps that its batches took; 0: not told."""
+        return 0 if self.work is None else self.work.num_steps
+
+    @property
+    def lag(self) -> int:
+        """Rounds that its work missed, by its own word."""
+        return 0 if self.work is None else self.work.lag
 
 
 class Member(_Message):
@@ -165,6 +189,14 @@ class Member(_Message):
     certificate: Certificate | None
     weight: Annotated[float, Ge(0)]
     progress: Share = 1.0
+    lag: Lag = 0  # Rounds that its work missed, for which it weighs less; only where rounds have a quorum.
+
+    @model_serializer(mode="wrap")
+    def _without_no_lag(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = dump(self)
+        if not self.lag:
+            fields.pop("lag", None)
+        return fields
 
     @property
     def peer(self) -> Peer:

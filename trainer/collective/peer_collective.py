@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -43,6 +44,7 @@ class PeerCollective:
         changes: of the run, by its owner; None: there are none.
         weighing: what a member's claimed work weighs.
         averaging: of sparse contributions.
+        cycle: rounds after which the same parameters come again.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class PeerCollective:
         changes: RoundChanges | None = None,
         weighing: Weighing = "root",
         averaging: Averaging = "replicas",
+        cycle: int = 1,
     ) -> None:
         self._loop = loop
         self._vocabulary_rows = vocabulary_rows
@@ -75,11 +78,15 @@ class PeerCollective:
                 changes=changes,
                 weighing=weighing,
                 averaging=averaging,
+                cycle=cycle,
             )
         )
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False  # Whether the last round failed because the others hold another state.
+        self.keeps_work = False
+        """Whether this node's work can be in no result of the round that went on without it, and so counts later."""
+        self._attended: tuple[RoundMember, Future[RoundResult]] | None = None
 
     def reduce(self, contribution: Contribution) -> RoundResult:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
@@ -91,13 +98,51 @@ class PeerCollective:
         member = RoundMember(self._service, contribution, self._vocabulary_rows())
         return self._take_part(member, partial(member.run_in_phases, following), contribution.round_index)
 
-    def _take_part(self, member: RoundMember, go_through: _Round, round_index: int) -> RoundResult:
+    @property
+    def closes_early(self) -> bool:
+        """See `trainer.outer.engine.collective.AttendedCollective`; so are the next three."""
+        return bool(self._service.settings.config.quorum)
+
+    def open_attendance(self, *, is_open: bool) -> None:
+        """A round that this node attends and has not acknowledged is left at once when attendance ends."""
+        if is_open:
+            self._service.attendance.open()
+            return
+        self._service.attendance.close()
+        attended = self._attended
+        if attended is not None and not attended[0].is_agreed:
+            attended[1].cancel()
+
+    def wait_to_attend(self, timeout_s: float) -> int | None:
+        """Waits in the calling thread."""
+        return self._service.attendance.wait(timeout_s)
+
+    def attend(self, contribution: Contribution) -> RoundResult:
+        """As `reduce`; raises RoundLeftError where attendance ended before the round was agreed on."""
+        member = RoundMember(self._service, contribution, self._vocabulary_rows())
+        return self._take_part(member, member.run, contribution.round_index, attends=True)
+
+    def _take_part(
+        self, member: RoundMember, go_through: _Round, round_index: int, *, attends: bool = False
+    ) -> RoundResult:
         future = asyncio.run_coroutine_threadsafe(self._run(go_through, round_index), self._loop)
+        self._attended = (member, future) if attends else None
+        if not attends:
+            self._service.attendance.comes_for(member.timeout_s)
         try:
+            if attends and not self._service.attendance.is_open:
+                future.cancel()
             result = future.result(member.timeout_s + _SLACK_S)
+        except CancelledError as error:
+            raise RoundLeftError(f"round {round_index}: left before it was agreed on") from error
         except TimeoutError as error:
             future.cancel()
             raise RoundFailedError(f"round {round_index}: the node's event loop does not answer") from error
+        finally:
+            self._attended = None
+            if not attends:
+                self._service.attendance.comes_for(0.0)
+            self.keeps_work = self.closes_early and (attends or member.agreement is None)
         if member.agreement is not None:
             self.agreed_vocabulary_rows = member.agreement.vocabulary_rows
         return result

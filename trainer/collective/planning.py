@@ -16,6 +16,7 @@ from statistics import median_low
 from manifests import canonical_json, sha256_hex
 from trainer.aggregation import Weighing, contribution_weight
 from trainer.collective.messages import Agreement, Commit, JoinRequest, PhaseAgreement, Plan, Task
+from trainer.collective.quorum import freshness, unaged_weights
 from trainer.errors import RefusedError
 
 _PARTS_PER_SLICE = 4
@@ -140,12 +141,13 @@ def check_agreement(
         raise _refused(round_index, f"parts of {agreement.part_values} values do not follow from its members")
     if agreement.vocabulary_rows > request.vocabulary_rows:
         raise _refused(round_index, f"{agreement.vocabulary_rows} rows of vocabulary are more than this node knows of")
-    positive = [weight for weight in agreement.weights if weight > 0]
+    weights = unaged_weights(agreement)
+    positive = [weight for weight in weights if weight > 0]
     if positive and max(positive) > max_weight_ratio * median_low(positive) * (1 + _ROUNDING):
         raise _refused(round_index, "a member weighs more than it may")
     own = agreement.members[peer_ids.index(own_id)]
-    own_weight = contribution_weight(request.num_batches, request.age_s, weighing)
-    if own.weight < min(own_weight, max(agreement.weights)) * (1 - _ROUNDING):
+    own_weight = contribution_weight(request.num_batches, request.age_s, weighing, request.num_steps)
+    if own.weight < min(own_weight, max(weights)) * freshness(own.lag) * (1 - _ROUNDING):
         raise _refused(round_index, "this node weighs less than its batches")
     if own.progress != request.progress:
         raise _refused(round_index, "this node's progress is not what it claimed")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
@@ -22,6 +24,7 @@ from trainer.collective.config import Changes, CollectiveConfig, RoundSettings
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import Agreement, CommitDecision, InviteReply, JoinRequest
 from trainer.collective.planning import coordinator_order, first_plan, precedes
+from trainer.collective.quorum import AttendanceCall, QuorumHistory
 from trainer.collective.reduction import REDUCTION_METHOD, Reduction
 from trainer.errors import CodecError, RefusedError, RpcError
 from trainer.network.rpc import Peer, Reply, Request, ServerStream
@@ -76,6 +79,8 @@ class RoundService:
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._changes = Changes()
         self._latecomers = LatecomerBackoff()
+        self.history = QuorumHistory(settings.cycle)
+        self.attendance = AttendanceCall()
         self._forked: set[str] = set()  # Coordinators of whom the log says that they go by another change.
         methods: tuple[tuple[str, type[BaseModel], Callable[[Request[Any]], Awaitable[Reply[Any]]]], ...] = (
             ("round/join", messages.JoinRequest, self.join),
@@ -83,6 +88,7 @@ class RoundService:
             ("round/moments", messages.MomentsOpen, self.all_reduce_moments),
             ("round/vote", messages.Vote, self.vote),
             ("round/invite", messages.Invite, self.invite),
+            ("round/attend", messages.Invite, self.attend),
             ("round/status", messages.StatusRequest, self.status),
         )
         self._answers = {method: answer for method, _, answer in methods}
@@ -158,6 +164,8 @@ class RoundService:
         await self._compare_changes(peer_id, body)
         gathering = self._gatherings.get(body.round_index)
         if gathering is None or self._came_to_nothing(gathering):
+            if self._config.quorum and not body.num_batches:  # Or one call could have everybody asked to a round.
+                raise RefusedError("not_ready", f"nobody has come to round {body.round_index} with work yet")
             gathering = self._open_gathering(body.round_index)
         return Reply(await gathering.join(peer_id, body))
 
@@ -239,6 +247,13 @@ class RoundService:
             self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
         return Reply(InviteReply(coming=True, next_round=next_round, change=change, change_digest=digest))
 
+    async def attend(self, request: Request[messages.Invite]) -> Reply[InviteReply]:
+        """Returns whether this node attends a round that closes by its quorum, and has it do so beside training."""
+        round_index, next_round = request.body.round_index, self.next_round
+        is_known = request.sender == self._own_id or request.sender in self.settings.directory.peers()
+        is_ours = is_known and next_round >= 0 and round_index in (next_round, next_round + 1)
+        return Reply(InviteReply(coming=is_ours and self.attendance.call(round_index), next_round=next_round))
+
     async def status(self, request: Request[messages.StatusRequest]) -> Reply[messages.StatusReply]:
         """Returns the outcome of a round, if it is known."""
         if request.body.agreement not in self._rounds and self._expects_phase(request.sender):
@@ -288,6 +303,7 @@ class RoundService:
         known.outcome = known.outcome or outcome
         if outcome.commit is not None:
             self._latecomers.joined(outcome.commit.members)
+            self.history.committed(known.agreement, time.monotonic())
 
     def offer(self, plan_digest: str, reductions: Sequence[Reduction]) -> None:
         """Serves these reductions from now on; those of earlier passes stay while a member reads from them."""
@@ -360,13 +376,20 @@ class RoundService:
 
     def _open_gathering(self, round_index: int) -> MembershipGathering:
         self._gatherings[round_index] = MembershipGathering(
-            round_index, self.settings.at(round_index), self._latecomers, self._ask_to_come
+            round_index,
+            self.settings.at(round_index),
+            self._latecomers,
+            self._ask_to_come,
+            self.history,
+            partial(self._ask_to_come, method="round/attend"),
         )
         while len(self._gatherings) > _KEPT:
             self._gatherings.popitem(last=False)[1].close()
         return self._gatherings[round_index]
 
-    async def _ask_to_come(self, peer_id: str, round_index: int, after_s: float) -> InviteReply | None:
+    async def _ask_to_come(
+        self, peer_id: str, round_index: int, after_s: float, method: str = "round/invite"
+    ) -> InviteReply | None:
         peer = self.settings.endpoint.peer if peer_id == self._own_id else self.settings.directory.peers().get(peer_id)
         if peer is None:
             return InviteReply(coming=False, next_round=-1)
@@ -375,7 +398,7 @@ class RoundService:
             round_index=round_index, after_s=after_s, change=settings.change, change_digest=settings.change_digest
         )
         try:
-            return (await self.ask(peer, "round/invite", invite, InviteReply, self._config.stall_timeout_s)).body
+            return (await self.ask(peer, method, invite, InviteReply, self._config.stall_timeout_s)).body
         except RpcError as error:
             logger.debug("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
             return None

@@ -67,6 +67,7 @@ class RoundWork:
     num_batches: int
     num_steps: int
     age_s: float
+    lag: int = 0
 
     @property
     def anchor(self) -> Tensor:
@@ -82,7 +83,7 @@ class RoundWork:
         work = self if finite else replace(self, num_batches=0, num_steps=0, age_s=0.0)
         progress = min(1.0, work.num_steps / self.config.planned_steps(self.state.round_index))
         vector = difference if finite else difference.zero_()
-        return Measured(self._contribution(vector, work.num_batches, work.age_s, progress), finite)
+        return Measured(work._contribution(vector, progress), finite)
 
     def resumed(self, saved: SavedRound) -> Measured:
         """Returns the contribution of a round that was under way when the state was saved.
@@ -91,7 +92,8 @@ class RoundWork:
         """
         unchecked = saved.steps_left >= self.config.overlap_steps
         finite = not (unchecked and not saved.num_batches and not bool(saved.vector.any()))
-        return Measured(self._contribution(saved.vector, saved.num_batches, saved.age_s, saved.progress), finite)
+        work = replace(self, num_batches=saved.num_batches, num_steps=saved.num_steps, age_s=saved.age_s, lag=saved.lag)
+        return Measured(work._contribution(saved.vector, saved.progress), finite)
 
     def carried_out(self, measured: Measured, collective: Collective, changes: AgreedChanges | None = None) -> Outcome:
         """Goes through the round, and does the outer step on copies, by what the members have agreed to go by.
@@ -106,14 +108,16 @@ class RoundWork:
         config = self.config if changes is None or result.change is None else changes.config_by(result.change)
         return self._stepped(contribution, result, config)
 
-    def _contribution(self, vector: Tensor, num_batches: int, age_s: float, progress: float) -> Contribution:
+    def _contribution(self, vector: Tensor, progress: float) -> Contribution:
         current = self.state.fragments[self.state.fragment]
         return Contribution(
             round_index=self.state.round_index,
             vector=vector,
-            num_batches=num_batches,
-            age_s=age_s,
+            num_batches=self.num_batches,
+            age_s=self.age_s,
             progress=progress,
+            num_steps=self.num_steps,
+            lag=self.lag,
             reference=current.reference,
             state_digest="",
             residual=current.residual,
@@ -154,6 +158,7 @@ def work_of(
         num_batches=pending.num_batches,
         num_steps=pending.num_steps,
         age_s=pending.age_s(),
+        lag=pending.lag,
     )
 
 

@@ -246,7 +246,9 @@ class SavedRound(_Saved):
     num_batches: _Count
     age_s: float  # Of its batches, when it was made.
     steps_left: _Count  # Inner steps until its result is merged.
-    progress: float = 1.0  # Share of the round's planned work that is in it; older checkpoints do not have it.
+    progress: float = 1.0  # Share of the round's planned work that is in it; older checkpoints do not have it,
+    num_steps: _Count = 0  # nor this,
+    lag: _Count = 0  # nor this.
 
     @classmethod
     def of(cls, contribution: Contribution, steps_left: int) -> SavedRound:
@@ -257,6 +259,8 @@ class SavedRound(_Saved):
             age_s=contribution.age_s,
             steps_left=steps_left,
             progress=contribution.progress,
+            num_steps=contribution.num_steps,
+            lag=contribution.lag,
         )
 
 
@@ -269,6 +273,7 @@ class _SavedFragment(_Saved):
     num_batches: _Count
     since_s: float
     num_steps: _Count | None = None  # Older checkpoints do not have it: the steps since the last round.
+    lag: _Count = 0
 
 
 class SavedDiLoCo(_Saved):
@@ -350,7 +355,7 @@ class SavedDiLoCo(_Saved):
     def pending(self) -> list[PendingWork]:
         """Returns the work of each fragment that waits for a round."""
         return [
-            PendingWork(it.num_batches, it.since_s, self.inner_step if it.num_steps is None else it.num_steps)
+            PendingWork(it.num_batches, it.since_s, self.inner_step if it.num_steps is None else it.num_steps, it.lag)
             for it in self.fragments
         ]
 

@@ -17,12 +17,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from trainer.errors import RoundFailedError, RoundLeftError, StateBehindError, TrainerUsageError
 from trainer.outer.diloco.access import ParameterAccess, access_to
+from trainer.outer.diloco.attending import MOST_MISSED, Attendance, Attended, AttendingCollective, rounds_between
 from trainer.outer.diloco.config import DiLoCoConfig
 from trainer.outer.diloco.flat import FragmentPlan, synchronised_parameters
 from trainer.outer.diloco.rounds import (
@@ -37,7 +39,7 @@ from trainer.outer.diloco.rounds import (
 )
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
 from trainer.outer.engine.chunk_order import with_chunk_order
-from trainer.outer.engine.collective import Collective
+from trainer.outer.engine.collective import AttendedCollective, Collective
 from trainer.outer.engine.daemon_call import start_daemon
 from trainer.outer.engine.powersgd import with_powersgd
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
@@ -75,6 +77,10 @@ class DiLoCoTrainer:
         ordered = with_chunk_order(collective, self._shapes_of, residual_decay)
         self._collective = with_powersgd(ordered, self._shapes_of, powersgd_rank)
         tensors = synchronised_parameters(model)
+        self._attendance: Attendance | None = None
+        if isinstance(collective, AttendedCollective) and collective.closes_early:
+            attending = with_chunk_order(AttendingCollective(collective), self._shapes_of, residual_decay)
+            self._attendance = Attendance(collective, attending)
         self._parameters: ParameterAccess = access_to(tensors) if parameters is None else parameters
         self._num_threads = num_threads
         on_cpu = any(tensor.device.type == "cpu" for tensor in tensors.values())
@@ -183,13 +189,17 @@ class DiLoCoTrainer:
             return self.drain() if background.steps_left <= 0 or early else None
         due = self.inner_step >= self._config.steps_before(self._state.fragment)
         if not due and not self._collective.requested():
-            return None
+            return self._attend()
+        attended = self._follow(self._end_attendance())
+        if attended is not None and (not attended.committed or self._may_grow()):
+            return attended  # Then the next step begins the round, from there.
         return self._begin()
 
     def drain(self) -> OuterResult | None:
         """Waits for the round under way, if there is one, and merges it now instead of some steps later."""
         self._relaunch()
-        return None if self._background is None else self._merge(self._background)
+        attended = self._end_attendance()
+        return self._follow(attended) if self._background is None else self._merge(self._background)
 
     def answer_others(self) -> OuterResult | None:
         """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
@@ -207,14 +217,27 @@ class DiLoCoTrainer:
         """Returns what a late joiner adopts. The tensors never change; any thread may read them, none may write."""
         return self._state.shared(self._layout_digest)
 
-    def adopt(self, shared: SharedState) -> None:
+    def adopt(self, shared: SharedState, *, keep_work: bool = False) -> None:
         """Replaces the state by a copy of another member's; local work and a round under way are dropped.
+
+        With ``keep_work`` the work stays, on the new anchor, if it missed `MOST_MISSED` rounds at most: for a node
+        whose work is in no round that the others went on with.
 
         Raises:
             IncompatiblePeerError: it does not belong to this model. Nothing was changed.
         """
         adopted = ReplicaState.adopted(shared, self.plan)
+        self._end_attendance()
+        was_under_way = self._is_under_way()
         self._background = self._saved_round = None
+        before = self._state
+        missed = rounds_between(before, adopted)
+        if keep_work and not was_under_way and max(missed.values(), default=0) <= MOST_MISSED:
+            residuals = [it.residual for it in before.fragments]
+            kept = zip(adopted.fragments, residuals, strict=True)
+            self._install(replace(adopted, fragments=tuple(replace(it, residual=own) for it, own in kept)))
+            self._shift_from(before, missed)
+            return
         self._install(adopted)
         self.inner_step = 0
         self._pending = [PendingWork() for _ in self.plan.layouts]
@@ -230,6 +253,7 @@ class DiLoCoTrainer:
             TrainerUsageError: a round is under way (:meth:`drain` first), names differ, or a tensor shrank or changed
                 in another dimension than the first. Nothing was changed.
         """
+        self._follow(self._end_attendance())
         if self._is_under_way():
             raise TrainerUsageError("expected no round under way while the vocabulary grows, found one; drain() first")
         parameters = synchronised_parameters(model)
@@ -261,6 +285,7 @@ class DiLoCoTrainer:
             CheckpointMismatchError: another version or another model. Nothing was changed.
         """
         saved = SavedDiLoCo.from_dict(state, self.plan)
+        self._end_attendance()
         self._background, self._saved_round = None, saved.flight
         self._install(saved.state())
         self.inner_step = saved.inner_step
@@ -286,6 +311,56 @@ class DiLoCoTrainer:
             self.changes.begin_by(outcome.change)
         self._install(outcome.state, outcome.digest)
 
+    def _attend(self) -> OuterResult | None:
+        """Takes up the rounds that closed without this node's work, and attends those to come."""
+        attendance = self._attendance
+        if attendance is None:
+            return None
+        goes_on = attendance.is_under_way  # Asked first: one that ends now may have found something.
+        followed = self._follow(attendance.take())
+        if not goes_on and (followed is None or not (followed.committed and self._may_grow())):
+            attendance.begin(self._work_of(PendingWork()), self.changes)
+        return followed
+
+    def _may_grow(self) -> bool:
+        """Whether the caller may have the model grow before it goes on."""
+        return self._attendance is not None and self._attendance.vocabulary_changed()
+
+    def _end_attendance(self) -> Attended | None:
+        return None if self._attendance is None else self._attendance.end()
+
+    def _follow(self, attended: Attended | None) -> OuterResult | None:
+        """Goes on from what attended rounds led to, with all of the node's own work."""
+        if attended is None:
+            return None
+        outcome, before = attended.outcome, self._state
+        if outcome is not None:
+            self._install_outcome(outcome)
+            self._shift_from(before, attended.num_rounds)
+        if outcome is None or attended.error is not None:
+            return self._failed(0, attended.error or "it cannot be attended")
+        return OuterResult(
+            round_index=self.round_index - 1,
+            fragment=(self.round_index - 1) % len(self.plan.layouts),
+            outer_step=self.outer_step,
+            committed=True,
+            num_batches=0,
+            waited_s=0.0,
+            report=outcome.report,
+        )
+
+    def _shift_from(self, before: ReplicaState, num_rounds: Mapping[int, int]) -> None:
+        """Moves parameters by what their anchors moved in so many rounds, by fragment."""
+        for fragment, count in num_rounds.items():
+            layout, pending = self.plan.layouts[fragment], self._pending[fragment]
+            anchor = self._state.fragments[fragment].anchor
+            if pending.num_steps:
+                shift = self._parameters.prepare_merge(layout, anchor - before.fragments[fragment].anchor)
+                shift(1.0)
+            else:
+                self._parameters.scatter(layout, anchor)
+            pending.lag += count
+
     def _begin(self) -> OuterResult | None:
         """Tries a round, or starts one in the background."""
         work, layout = self._work(), self.plan.layouts[self._state.fragment]
@@ -300,7 +375,9 @@ class DiLoCoTrainer:
         return None
 
     def _work(self) -> RoundWork:
-        pending = self._pending[self._state.fragment]
+        return self._work_of(self._pending[self._state.fragment])
+
+    def _work_of(self, pending: PendingWork) -> RoundWork:
         return work_of(self._state, self._digest, self._layout_digest, self._config, pending)
 
     def _carry_out(self, work: RoundWork) -> OuterResult:
@@ -398,6 +475,8 @@ class DiLoCoTrainer:
         """Settles the work of a round whose outcome is installed."""
         fragment = (self.round_index - 1) % len(self.plan.layouts)
         self._pending[fragment].settle(num_batches, self.inner_step)
+        if self._attendance is not None and not self._may_grow():
+            self._attendance.begin(self._work_of(PendingWork()), self.changes)
         if outcome.progress < 1.0:
             logger.info("round %d: requested with %.0f %% of its work", self.round_index - 1, 100 * outcome.progress)
         return OuterResult(
@@ -416,6 +495,8 @@ class DiLoCoTrainer:
         if isinstance(error, StateBehindError):
             most = max(work.num_batches for work in self._pending)
             fate = f"the work of {most} batches is dropped when the others' state is taken up"
+            if self._attendance is not None:
+                fate = f"the work of {most} batches counts later, if it was in no round yet"
         level = logging.INFO if isinstance(error, RoundLeftError) else logging.WARNING
         logger.log(level, "round %d failed, %s: %s", self.round_index, fate, error)
         return OuterResult(

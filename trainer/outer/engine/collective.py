@@ -32,6 +32,9 @@ class Contribution:
     age_s: float  # Seconds since the oldest of those batches was trained on.
     progress: float = 1.0
     """Share of the round's planned work that is in ``vector``, 0 to 1; less if the round was requested early."""
+    num_steps: int = 0  # Inner steps that the batches took; 0: not told.
+    lag: int = 0
+    """Rounds over the same parameters that went by without this work since it began; it weighs the less for them."""
     reference: Tensor
     """[P] the last accepted result for the same positions (zeros before the first); equal at all members."""
     state_digest: str  # SHA-256 of the state all members must share before the round; empty: nothing to compare.
@@ -181,6 +184,36 @@ class PhasedCollective(Collective, Protocol):
         Raises:
             RoundFailedError, TrainerError: as `Collective.reduce`.
         """
+        ...
+
+
+@runtime_checkable
+class AttendedCollective(Collective, Protocol):
+    """One whose rounds may close without the work of members that train on, and then attend the round for its result.
+
+    Attendance is from a thread of its own, beside training; `attend` and ``reduce`` are never called at once.
+    """
+
+    @property
+    def closes_early(self) -> bool:
+        """Whether rounds close by a quorum; if not, nobody is ever called."""
+        ...
+
+    @property
+    def agreed_vocabulary_rows(self) -> int:
+        """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
+        ...
+
+    def open_attendance(self, *, is_open: bool) -> None:
+        """Says whether somebody waits for calls, or ends that waiting, and a round that is not agreed on yet."""
+        ...
+
+    def wait_to_attend(self, timeout_s: float) -> int | None:
+        """Waits for a call to a round that closes, and returns its number; None: there was none."""
+        ...
+
+    def attend(self, contribution: Contribution) -> RoundResult:
+        """Takes part in a round without batches; see `Collective.reduce`."""
         ...
 
 

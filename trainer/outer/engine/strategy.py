@@ -70,6 +70,7 @@ class PendingWork:
     num_batches: int = 0
     since_s: float = 0.0  # Unix time of the oldest batch; 0 if there is none.
     num_steps: int = 0  # Inner steps that they took, those included that changed nothing.
+    lag: int = 0  # Rounds over the same parameters that went by without them.
 
     def add(self, num_batches: int) -> None:
         """Counts an inner step and its batches."""
@@ -88,6 +89,7 @@ class PendingWork:
         The age of what is left, which is younger, counts from now.
         """
         self.num_steps = steps_since
+        self.lag = 0 if num_batches else self.lag + 1
         self.num_batches = max(0, self.num_batches - num_batches)
         self.since_s = time.time() if self.num_batches else 0.0
 

@@ -374,6 +374,8 @@ class RunConfig:
             self._check_bucket()
         if self.swarm.whole_nodes:
             self._check_whole_nodes()
+        if self.collective.quorum:
+            self._check_quorum()
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
         if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.through):
@@ -415,8 +417,11 @@ class RunConfig:
         """What a member's work weighs in a round.
 
         Beside whole nodes it is the work itself: the workers of a stage share the tokens that a whole node reads alone.
+        With a quorum it counts how fast the member trains, too.
         """
-        return "linear" if self.strategy == "grad" or self.swarm.whole_nodes else "root"
+        if self.strategy == "grad" or self.swarm.whole_nodes:
+            return "linear"
+        return "pace" if self.collective.quorum else "root"
 
     @property
     def round_options(self) -> CollectiveConfig:
@@ -472,6 +477,28 @@ class RunConfig:
             raise TrainerUsageError(
                 f"swarm.whole_nodes: expected at most {MAX_PARTS} stages, all of which a whole node announces, found "
                 f"{self.swarm.num_stages}"
+            )
+
+    def _check_quorum(self) -> None:
+        because = {
+            "grad": "its step is made when the target of tokens is there, whoever brings them: it waits for nobody",
+            "async_sparta": "it averages parameters, not work: what comes late would pull the others back, not count",
+            "ddp": "all ranks take each step together",
+        }.get(self.strategy, "")
+        if self.engine == "torch":
+            because = because or "its ranks reduce together, or not at all (engine torch)"
+        if self.pipeline == "swarm":
+            because = because or "the drivers of a pipeline already give slower workers less (pipeline swarm)"
+        if self.powersgd_rank:
+            because = because or "both phases of a factored round need all members' work (collective.powersgd_rank)"
+        if self.swarm.whole_nodes:
+            because = because or "a stage's workers have no work of their own to bring later (swarm.whole_nodes)"
+        if self.bucket.is_used:
+            because = because or "rounds through a bucket have one of their own: bucket.quorum (--rounds)"
+        if because:
+            raise TrainerUsageError(
+                f"collective.quorum: expected 0 with strategy {self.strategy} here, found {self.collective.quorum:g}: "
+                f"{because}"
             )
 
     def _check_bucket(self) -> None:

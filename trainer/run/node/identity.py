@@ -120,6 +120,7 @@ def terms_of(config: RunConfig, shape: ModelConfig, vocabulary: Vocabulary) -> T
             **(_sparse_terms(config) if config.strategy == "sparseloco" else {}),
             **({INIT_DIGEST: digest} if digest else {}),  # Earlier releases know no such runs,
             **({"powersgd_rank": rank} if rank else {}),  # nor these,
+            **({"quorum": config.collective.quorum} if config.collective.quorum else {}),  # nor these,
             **({RUN_DIGEST: config.run_digest} if config.run_digest else {}),  # nor these.
         },
     )

@@ -189,11 +189,11 @@ class Replica:
         """Rows of embedding and output now."""
         return self.model.config.vocab_size
 
-    def adopt(self, shared: SharedState | GradState) -> None:
+    def adopt(self, shared: SharedState | GradState, *, keep_work: bool = False) -> None:
         """Takes up the others' state: parameters become the anchor, the schedule continues where theirs is.
 
         AdamW's moments stay: they nearly fit; with another vocabulary they begin anew. Raises `IncompatiblePeerError`,
-        and changes nothing, where it is not of this architecture.
+        and changes nothing, where it is not of this architecture. With ``keep_work``, see `DiLoCoTrainer.adopt`.
         """
         if self.gradients is not None and not isinstance(shared, SharedState):
             self.gradients.trainer.adopt(shared)
@@ -204,10 +204,12 @@ class Replica:
             model_config = replace(self.model.config, vocab_size=shared.vocab_rows)
             layout = state_layout(model_config, self.config.outer.num_fragments)
             layout.require_same(shared.layout_digest, "the state to adopt")
+            keep_work = False
             self.model = self._build(model_config)
             self._assemble()
-        self.diloco.adopt(shared)
-        self.inner.set_step(shared.num_inner_steps)
+        self.diloco.adopt(shared, keep_work=keep_work)
+        if not self.diloco.unshared[0]:  # Otherwise it goes on with its own work.
+            self.inner.set_step(shared.num_inner_steps)
 
     def grow(self, rows: int, num_ids: int) -> None:
         """Gives the vocabulary more ids, and rows, everywhere at once; the old ones stay bit for bit.

@@ -88,6 +88,7 @@ class RoundGroup(Generic[S]):
             changes=run,
             weighing=config.weighing,
             averaging=config.sparseloco.averaging,
+            cycle=config.outer.num_fragments,
         )
 
     @property

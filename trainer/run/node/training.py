@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
@@ -274,7 +274,11 @@ class Node:
         self.display.outer(outcome)
         if outcome.report is None:
             self.watch.observer.round_failed(outcome.round_index, outcome.error, outcome.part)
-            if self.network is not None and self.network.group(outcome.part).collective.behind:
+            collective = None if self.network is None else self.network.group(outcome.part).collective
+            if collective is not None and collective.keeps_work and collective.behind:
+                logger.info("this node takes up the others' state, with its own work on top of it: %s", outcome.error)
+                self._catch_up(keep_work=True)
+            elif collective is not None and collective.behind:
                 self._withdraw_if("the others hold another state, or have gone on without it")
             else:
                 self._withdraw_if(self.health.round_failed(others_went_on=self._others_went_on(outcome.part)))
@@ -355,8 +359,8 @@ class Node:
                 self.watch.observer.event("store", shards=num_shards)
         self.watch.set_shards(self.dataset.shards)
 
-    def _catch_up(self, wait_s: float = 120.0, *, is_new: bool = False) -> None:
-        """Takes up the others' state; ``is_new``: one that this node has never held.
+    def _catch_up(self, wait_s: float = 120.0, *, is_new: bool = False, keep_work: bool = False) -> None:
+        """Takes up the others' state; ``is_new``: one that this node has never held; ``keep_work``: with its own work.
 
         Averaged gradients leave a state behind with each step: others that still announce one this node came too late
         with have none to offer before their step is over.
@@ -370,7 +374,7 @@ class Node:
             shared = self.network.catch_up(wait_s=wait_s, stop=self.stop, is_new=is_new)
             if shared is None:
                 break
-            self.replica.adopt(shared)
+            self.replica.adopt(shared, keep_work=keep_work)
             outer_step = self.replica.sharing.outer_step
             logger.info("took up the others' state of outer step %d", outer_step)
             self.watch.observer.event("adopted", outer_step=outer_step)

@@ -68,9 +68,9 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "max_variance_ratio",
     },
     "collective": {
-        "fixed": "compression part_bytes powersgd_rank",
+        "fixed": "compression part_bytes powersgd_rank quorum",
         "round": "min_members invite_after_s gather_timeout_s stall_timeout_s round_timeout_s max_passes "
-        "max_weight_ratio",
+        "max_weight_ratio max_grace_s",
     },
     "bucket": {
         "own": "poll_interval_s watch_interval_s prices",
