@@ -26,6 +26,10 @@ def vector_of(number: int, round_index: int, num_values: int) -> torch.Tensor:
     return torch.randn(num_values, generator=torch.Generator().manual_seed(1000 * round_index + number))
 
 
+def peer_id_of(number: int) -> str:
+    return identity_of(_FIRST + number).peer_id
+
+
 class GroupedMember:
     """One node; ``loop`` may be shared."""
 
