@@ -90,7 +90,8 @@ class Keeping:
             if whole.get(round_index) != digest and round_index < newest:
                 for key in sorted(keys, key=lambda it: not it.endswith("/descriptor")):  # Without it, it is not whole.
                     place.delete(key)
-        for key in place.removable(min(newest, agreement.round_index + 1 - config.keep_rounds)):
+        before = min(newest, agreement.round_index + 1 - config.keep_rounds)
+        for key in place.removable(before, has_slices=config.num_slices > 0):
             place.delete(key)
 
     def snapshots(self, newest_round: int, most: int = 1) -> dict[int, str]:
