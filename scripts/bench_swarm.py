@@ -9,6 +9,7 @@
     python scripts/bench_swarm.py goodput        # what a swarm gets done while workers are killed, stopped and slowed
     python scripts/bench_swarm.py ledger         # micro-batches/s of the account: a folder, S3, three drivers; local
     python scripts/bench_swarm.py grad           # a step of 16 MB of gradients among four: ours, hivemind's, gloo's
+    python scripts/bench_swarm.py groups         # rounds of 64 to 1,000 nodes in groups, simulated with churn
     python scripts/bench_swarm.py liars          # workers that lie: how soon they are found, and what they cost
     python scripts/bench_swarm.py credentials    # processor time and bytes of admission: with credentials over without
     python scripts/bench_swarm.py monitor        # what reporting and being watched cost a node
@@ -30,6 +31,7 @@ from scripts.swarm_bench.churn_bench import bench_churn
 from scripts.swarm_bench.credentials import bench_credentials
 from scripts.swarm_bench.goodput import bench_goodput
 from scripts.swarm_bench.grad_rounds import CODECS, VALIDATIONS, bench_grad
+from scripts.swarm_bench.groups import bench_groups
 from scripts.swarm_bench.ledger import bench_ledger
 from scripts.swarm_bench.liars import bench_liars
 from scripts.swarm_bench.links import bench_links
@@ -44,6 +46,7 @@ BENCHES = {
     "goodput": bench_goodput,
     "ledger": bench_ledger,
     "grad": bench_grad,
+    "groups": bench_groups,
     "liars": bench_liars,
     "credentials": bench_credentials,
     "monitor": bench_monitor,
@@ -86,6 +89,10 @@ def main() -> None:
     parser.add_argument("--ledger-turns", type=int, default=3, help="of each journal, for ledger")
     parser.add_argument("--ledger-drivers", type=int, default=8, help="that ask at once, for ledger")
     parser.add_argument("--ledger-bundle", type=int, default=32, help="settlements of a report, for ledger")
+    parser.add_argument("--groups-nodes", type=int, nargs="+", default=[64, 250, 1000], help="sizes, for groups")
+    parser.add_argument("--groups-deaths", type=float, default=0.02, help="share that dies in a round, for groups")
+    parser.add_argument("--groups-seeds", type=int, default=3, help="rounds of each size, for groups")
+    parser.add_argument("--groups-tries", type=int, default=300, help="plans with liars of each size, for groups")
     parser.add_argument("--liars-seeds", type=int, default=2, help="runs of each cell, for liars")
     parser.add_argument("--liars-micro-batches", type=int, default=256, help="of each run, for liars")
     parser.add_argument("--liars-inner-steps", type=int, default=10, help="between two averages, for liars")

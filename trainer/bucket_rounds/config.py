@@ -16,6 +16,8 @@ Access = Literal["own", "signed"]
 MAX_MEMBERS: Final = 256
 """Of a round: as many vectors as the rules take (`trainer.aggregation.second_moments.MAX_MEMBERS`)."""
 
+MAX_SLICES: Final = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketConfig:
@@ -35,6 +37,9 @@ class BucketConfig:
     admits."""
     max_members: int = 48
     """Contributions to a round; of more, those that come first in the round's own order."""
+    num_slices: int = 0
+    """Slices that members reduce for each other, two of them each, spot-checked by others; about as many as members,
+    256 at most. 0: everybody fetches all contributions and reduces them. For dense vectors and rules by coordinates."""
     quorum: int = 0
     """Contributions with which a round closes at once; 0: with those of all members of the round before."""
     propose_after_s: float = 10.0
@@ -56,9 +61,17 @@ class BucketConfig:
         for key in self.members:
             if not is_peer_id(key):
                 raise TrainerUsageError(f"bucket.members: expected 64 hexadecimal digits each, found {key[:80]!r}")
-        for name, least in (("max_members", 1), ("snapshot_rounds", 1), ("keep_rounds", 1), ("quorum", 0)):
+        for name, least in (
+            ("max_members", 1),
+            ("snapshot_rounds", 1),
+            ("keep_rounds", 1),
+            ("quorum", 0),
+            ("num_slices", 0),
+        ):
             if getattr(self, name) < least:
                 raise TrainerUsageError(f"bucket.{name}: expected {least} or more, found {getattr(self, name)}")
+        if self.num_slices > MAX_SLICES:
+            raise TrainerUsageError(f"bucket.num_slices: expected at most {MAX_SLICES}, found {self.num_slices}")
         if self.max_members > MAX_MEMBERS or self.quorum > self.max_members:
             raise TrainerUsageError(
                 f"bucket.max_members, bucket.quorum: expected at most {MAX_MEMBERS}, and a quorum no greater, found "

@@ -101,7 +101,7 @@ class Keeping:
             if whole.get(round_index) != digest and round_index < newest:
                 for key in sorted(keys, key=lambda it: not it.endswith("/descriptor")):  # Without it, it is not whole.
                     place.delete(key)
-        old = place.removable(min(newest, newest_round + 1 - config.keep_rounds))
+        old = place.removable(min(newest, newest_round + 1 - config.keep_rounds), has_slices=config.num_slices > 0)
         named = [(key, parse_name(key)) for key in old]
         numbers = {name.round_index for _, name in named if name is not None}
         new = numbers - self._cleaned

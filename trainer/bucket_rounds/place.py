@@ -4,6 +4,9 @@
     rounds/ROUND/agreement-ATTEMPT                        kept for good: some KB a round
     rounds/ROUND/contribution-MEMBER-SHA256               removed some rounds later
     rounds/ROUND/state-MEMBER                             removed with them
+    slices/ROUND/slice-MEMBER-NUMBER-SHA256               of contributions, where slices have reducers
+    slices/ROUND/result-NUMBER-SHA256                     what a slice comes to
+    reduced/ROUND/NUMBER-MEMBER                           who says so
     snapshots/ROUND-DIGEST/descriptor, pages, data-PART   the state after a round, for newcomers
     wishes/MEMBER                                         a newcomer waits for a snapshot
 
@@ -37,6 +40,8 @@ PAGE_NAMES: Final = 1000
 """Names that S3 lists at a time, each page a request."""
 RUN_KEY: Final = "run.json"
 ROUNDS: Final = "rounds/"
+SLICES: Final = "slices/"
+REDUCED: Final = "reduced/"
 SNAPSHOTS: Final = "snapshots/"
 WISHES: Final = "wishes/"
 _LOG_EVERY_S: Final = 60.0
@@ -47,12 +52,17 @@ T = TypeVar("T")
 _AGREEMENT = re.compile(r"rounds/(\d{10})/agreement-(\d{3})")
 _CONTRIBUTION = re.compile(r"rounds/(\d{10})/contribution-([0-9a-f]{64})-([0-9a-f]{64})")
 _STATE = re.compile(r"rounds/(\d{10})/state-([0-9a-f]{64})")
+_SLICE = re.compile(r"slices/(\d{10})/(?:slice-([0-9a-f]{64})|result)-\d{3}-[0-9a-f]{64}")
+_REDUCED = re.compile(r"reduced/(\d{10})/(\d{3})-([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"snapshots/(\d{10})-([0-9a-f]{64})/(descriptor|pages|data-\d{6})")
 _WISH = re.compile(r"wishes/([0-9a-f]{64})")
-_PREFIX = re.compile(r"rounds/(?:\d{10}/)?|snapshots/(?:\d{10}-(?:[0-9a-f]{64}/)?)?|wishes/")
+_PREFIX = re.compile(
+    r"rounds/(?:\d{10}/)?|(?:slices|reduced)/(?:\d{10}/)?|snapshots/(?:\d{10}-(?:[0-9a-f]{64}/)?)?|wishes/"
+)
 
 
-NameKind = Literal["run", "agreement", "contribution", "state", "snapshot", "wish"]
+NameKind = Literal["run", "agreement", "contribution", "state", "slice", "result", "reduced", "snapshot", "wish"]
+_REMOVABLE: Final[frozenset[NameKind]] = frozenset({"contribution", "state", "slice", "result", "reduced"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,10 @@ def parse_name(key: str) -> ObjectName | None:
         return ObjectName("contribution", int(found[1]), found[2])
     if found := _STATE.fullmatch(key):
         return ObjectName("state", int(found[1]), found[2])
+    if found := _SLICE.fullmatch(key):
+        return ObjectName("slice" if found[2] else "result", int(found[1]), found[2] or "")
+    if found := _REDUCED.fullmatch(key):
+        return ObjectName("reduced", int(found[1]), found[3])
     if found := _SNAPSHOT.fullmatch(key):
         return ObjectName("snapshot", int(found[1]), part=found[3])
     if found := _WISH.fullmatch(key):
@@ -178,6 +192,21 @@ def contribution_key(round_index: int, member: str, payload_sha256: str) -> str:
 def state_key(round_index: int, member: str) -> str:
     """Name of a state record."""
     return f"{round_prefix(round_index)}state-{member}"
+
+
+def slice_key(round_index: int, member: str, number: int, sha256: str) -> str:
+    """Name of a slice of a contribution."""
+    return f"{SLICES}{round_index:010d}/slice-{member}-{number:03d}-{sha256}"
+
+
+def result_key(round_index: int, number: int, sha256: str) -> str:
+    """Name of the encoded result of a slice."""
+    return f"{SLICES}{round_index:010d}/result-{number:03d}-{sha256}"
+
+
+def reduced_key(round_index: int, number: int, member: str) -> str:
+    """Name of a member's word on a slice."""
+    return f"{REDUCED}{round_index:010d}/{number:03d}-{member}"
 
 
 def snapshot_prefix(round_index: int, digest: str) -> str:
@@ -322,13 +351,22 @@ class Place:
         """Returns the rounds of which there are agreements, in order."""
         return sorted({int(found[1]) for info in self._rounds() if (found := _AGREEMENT.fullmatch(info.key))})
 
-    def removable(self, before_round: int) -> list[str]:
-        """Returns the names of contributions and state records of rounds before that one."""
-        found = ((info.key, parse_name(info.key)) for info in self._rounds())
+    def reduced(self, round_index: int) -> list[tuple[int, str]]:
+        """Returns (slice, member) of the words on a round's slices; nothing of them is verified."""
+        listed = self._listed(f"{REDUCED}{round_index:010d}/")
+        found = (_REDUCED.fullmatch(info.key) for info in listed)
+        return [(int(match[2]), match[3]) for match in found if match is not None]
+
+    def removable(self, before_round: int, *, has_slices: bool = False) -> list[str]:
+        """Returns the names of contributions, state records, slices and words on them of rounds before that one."""
+        listed = [info.key for info in self._rounds()]
+        if has_slices:
+            listed += [info.key for prefix in (SLICES, REDUCED) for info in self._listed(prefix, MAX_LISTED * 100)]
+        found = ((key, parse_name(key)) for key in listed)
         return [
             key
             for key, name in found
-            if name is not None and name.kind in ("contribution", "state") and name.round_index < before_round
+            if name is not None and name.kind in _REMOVABLE and name.round_index < before_round
         ]
 
     def _gathered(self, listed: Iterator[ObjectInfo]) -> dict[int, RoundListing]:

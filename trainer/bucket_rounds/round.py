@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
@@ -44,7 +44,9 @@ from trainer.bucket_rounds.place import (
     RoundListing,
     agreement_key,
     contribution_key,
+    slice_key,
 )
+from trainer.bucket_rounds.reducers import SlicedForm, SliceReduction
 from trainer.bucket_rounds.rules import (
     PutContribution,
     RoundFacts,
@@ -116,6 +118,8 @@ class BucketSettings:
     stopping: Callable[[], bool] = lambda: False
     removes: bool = True
     """Whether this node removes old rounds that it has closed; where the run's authority signs requests, that does."""
+    false_reducers: set[str] = field(default_factory=set)
+    """Members that have said something false of a slice; grows while the node runs."""
 
     @property
     def own_id(self) -> str:
@@ -184,6 +188,7 @@ class BucketRound:
         self._attempt = 0
         self._own_sha256 = ""  # Of this node's contribution; empty: it has none yet.
         self._own_payload: Payload | None = None
+        self._own_slices: Payload | None = None  # Of a round in slices: what the payload has the digests of.
         self._own_header: ContributionHeader | None = None  # Of what this node itself has put in this round.
         self._waited: dict[int, float] = {}  # Since when what an attempt lists has been missing.
         self._began_s = time.monotonic()
@@ -346,6 +351,7 @@ class BucketRound:
             payload = self._form.encode(vector)
         except CodecError as error:
             raise RoundFailedError(f"round {self._facts.round_index}: {error}") from error
+        payload = self._in_slices(payload)
         header = self._header(payload)
         crash_point("bucket-contribution-made")
         key = contribution_key(self._facts.round_index, settings.own_id, header.payload_sha256)
@@ -354,6 +360,17 @@ class BucketRound:
         crash_point("bucket-contribution-put")
         self._own_payload, self._own_sha256 = payload, header.payload_sha256
         return True
+
+    def _in_slices(self, payload: Payload) -> Payload:
+        """Puts the slices of an encoded vector, where slices have reducers, and returns what stands for them."""
+        form, round_index = self._form, self._facts.round_index
+        if not isinstance(form, SlicedForm):
+            return payload
+        for number, piece in enumerate(form.pieces(payload)):
+            key = slice_key(round_index, self._settings.own_id, number, payload_digest(piece))
+            self._place.put_once(key, piece)
+        self._own_slices = payload
+        return form.digests_of(payload)
 
     def _header(self, payload: Payload) -> ContributionHeader:
         contribution, settings = self._contribution, self._settings
@@ -529,8 +546,26 @@ class BucketRound:
             if payload is None:
                 raise RoundFailedError(f"round {agreement.round_index}: the contribution of {each.member[:12]} is gone")
             payloads[each.member] = payload
+        if isinstance(self._form, SlicedForm):
+            return self._reduced_in_slices(self._form, agreement, payloads)
         weights = {each.member: each.weight for each in agreement.members}
         return self._form.aggregate(payloads, weights, self._settings.rule, self._contribution.reference)
+
+    def _reduced_in_slices(self, form: SlicedForm, agreement: Agreement, digests: dict[str, Payload]) -> Aggregated:
+        settings = self._settings
+        return SliceReduction(
+            self._place,
+            settings.identity,
+            form,
+            agreement,
+            digests,
+            settings.rule,
+            self._contribution.reference,
+            false_reducers=settings.false_reducers,
+            wait_s=settings.config.propose_after_s,
+            poll_interval_s=settings.config.poll_interval_s,
+            check_time=self._check_time,
+        ).run()
 
     def _residual(self, agreement: Agreement, result: Aggregated) -> Tensor | None:
         """What the round has not taken of this node's work, which goes into its next contribution; None: nothing."""
@@ -551,6 +586,8 @@ class BucketRound:
         contribution.wait_until_filled()
         vector = self._whole_vector()
         payload = self._read[own.member, own.payload_sha256].payload
+        if isinstance(self._form, SlicedForm):  # After a restart it is encoded again, from the same vector.
+            payload = self._own_slices or self._form.encode(vector)
         if payload is None:
             return None
         left = vector.clone() if vector is contribution.vector else vector

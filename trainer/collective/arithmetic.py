@@ -64,9 +64,10 @@ class Arithmetic:
     reference: torch.Tensor
     residual: torch.Tensor | None = None
     """What encoding leaves out of ``vector``, for the next round; begins as all of it. None: nothing is left out."""
+    result_codec: Codec | None = None  # Of results; None: that of contributions.
 
     def encoded_bytes(self, part: int) -> int:
-        """Returns the size of a contribution to a part, and of its result."""
+        """Returns the size of a contribution to a part."""
         return self.codec.encoded_bytes(self._num_values(part))
 
     def encode_own(self, part: int) -> Payload:
@@ -80,7 +81,8 @@ class Arithmetic:
 
     def decode_result(self, part: int, payload: Payload, out: torch.Tensor) -> None:
         """Writes a decoded result to its place in ``out``, fp32[num_values]; CodecError if it is no finite one."""
-        values = self.codec.decode(payload, self._num_values(part), out=out[self._place(part)])
+        codec = self.result_codec or self.codec
+        values = codec.decode(payload, self._num_values(part), out=out[self._place(part)])
         if not finite_rows([values])[0]:
             raise CodecError(f"part {part}: expected finite results, found NaN or infinity")
 
@@ -101,12 +103,13 @@ class Arithmetic:
             decision = decide(sums, weights, self.rule)
             odd = decision.odd
         row_weights, reference = [weights[position] for position in positions], self.reference[self._place(part)]
+        codec = self.result_codec or self.codec
         try:
             result = reduce_part([*rows.values()], row_weights, self.rule, decision, reference, positions)
-            payload = self.codec.encode(result)
+            payload = codec.encode(result)
         except (RoundFailedError, CodecError) as error:
             logger.warning("part %d: %s; it stays as it was", part, error)
-            payload = self.codec.encode(torch.zeros(self._num_values(part)))
+            payload = codec.encode(torch.zeros(self._num_values(part)))
         return ReducedPart(
             payload=payload,
             num_included=sum(decision is None or position not in decision.excluded for position in positions),

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 MAX_QUORUM: Final = 1 << 20
 
+MAX_ROUND_MEMBERS = 48  # An agreement of so many, with certificates, just fits a message.
+MAX_GROUPED_MEMBERS = MAX_ROUND_MEMBERS**2
+"""Of a round in groups (`trainer.collective.levels`): so many groups, and so many members of each, at most."""
+LEAST_GROUPED_MEMBERS = 9  # Three groups of three: in each, one may die and leave a majority.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveConfig:
@@ -33,6 +38,11 @@ class CollectiveConfig:
     powersgd_rank: int = -1
     """Matrices of gradients travel as two factors with so many columns, where that saves half of their values or more;
     with error feedback. 0: as they are. -1: 64 under averaged gradients, 0 under other strategies."""
+    max_group_members: int = MAX_ROUND_MEMBERS
+    """A round of more members runs in groups, in two levels: √n groups of √n; 8 to 48, and the same at all nodes."""
+    max_members: int = 160
+    """Most members of a round; those that come later wait for the next one. Its coordinator holds a call of each open:
+    for more than 160, raise rpc.max_calls to 1.5 times as many. At most 2,304, in groups of 48."""
     min_members: int = 1
     """Fewer than this and the round fails; training goes on, and the pseudo-gradient waits for the next round."""
     invite_after_s: float = 10.0
@@ -60,6 +70,16 @@ class CollectiveConfig:
         longest_s = self.round_timeout_s
         for field, is_valid, expected in (
             ("powersgd_rank", -1 <= self.powersgd_rank <= MAX_RANK, f"0 (off) to {MAX_RANK}, or -1 (by strategy)"),
+            (
+                "max_group_members",
+                LEAST_GROUPED_MEMBERS - 1 <= self.max_group_members <= MAX_ROUND_MEMBERS,
+                f"{LEAST_GROUPED_MEMBERS - 1} to {MAX_ROUND_MEMBERS}",
+            ),
+            (
+                "max_members",
+                1 <= self.max_members <= MAX_GROUPED_MEMBERS,
+                f"1 to {MAX_GROUPED_MEMBERS}, {MAX_ROUND_MEMBERS} groups of {MAX_ROUND_MEMBERS}",
+            ),
             ("min_members", self.min_members >= 1, "1 or more"),
             ("max_passes", self.max_passes >= 1, "1 or more"),
             (

@@ -19,18 +19,20 @@ from functools import partial
 import torch
 
 from manifests import canonical_json, sha256_hex
-from trainer.aggregation import Moments, RuleDecision, common_progress, decide, effective_rule
+from trainer.aggregation import Moments, RuleConfig, RuleDecision, common_progress, decide, effective_rule
 from trainer.aggregation.sparse import SPARSE_RULE
 from trainer.collective import messages
 from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
+from trainer.collective.config import MAX_ROUND_MEMBERS
 from trainer.collective.gathering import GatheringArithmetic
+from trainer.collective.levels import GroupedAgreement, GroupedRound
+from trainer.collective.levels.grouped_round import MakeArithmetic
+from trainer.collective.levels.messages import LevelAgreement
 from trainer.collective.messages import (
-    MAX_ROUND_MEMBERS,
     MOST_LAG,
     Agreement,
     Commit,
     CommitDecision,
-    PhaseAgreement,
     Plan,
     Task,
     Vote,
@@ -41,8 +43,10 @@ from trainer.collective.planning import (
     check_commit,
     check_plan,
     coordinator_order,
+    cut_values,
     first_plan,
     following_agreement,
+    most_part_values,
 )
 from trainer.collective.quorum import check_lags
 from trainer.collective.reduction import Reduction, ReductionPass
@@ -69,7 +73,7 @@ _SLOWER = 3.0  # So many times as long as this node another may take to make its
 class RoundMember:
     """One node in one round, after which it could have at most ``vocabulary_rows`` rows of vocabulary.
 
-    ``follows`` is the agreement of a second phase, whose members need not come together any more.
+    ``follows`` is the agreement of a second phase, or of a level, whose members need not come together any more.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class RoundMember:
         service: RoundService,
         contribution: Contribution,
         vocabulary_rows: int,
-        follows: PhaseAgreement | None = None,
+        follows: Agreement | None = None,
     ) -> None:
         self.agreement: Agreement | None = None
         self._follows = follows
@@ -94,6 +98,8 @@ class RoundMember:
             self._vector = _with_residual(contribution)
         self._vocabulary_rows = vocabulary_rows
         self._known: KnownRound | None = None
+        self._make_arithmetic: MakeArithmetic | None = None  # Of a level of a round in groups.
+        self._offered: list[str] = []  # Digests of the plans this node reduces by.
         self._reductions: list[Reduction] = []
         self._results: dict[str, TaskResult] = {}
         self._rule_decision: RuleDecision | None = None
@@ -134,15 +140,17 @@ class RoundMember:
                     # Shielded: the future is the training thread's, also when this round is broken off.
                     await asyncio.shield(asyncio.wrap_future(self._contribution.filled))
                     self._vector = await asyncio.to_thread(_with_residual, self._contribution)
-                commit, values = await self._carry_out(agreement)
-            self._commit = commit
-            report = self._report(agreement, commit)
+                if isinstance(agreement, GroupedAgreement):
+                    report, values = await self._in_groups(agreement)
+                else:
+                    self._commit, values = await self._carry_out(agreement)
+                    report = self._report(agreement, self._commit)
         except TimeoutError as error:
             raise RoundFailedError(
                 f"round {self._contribution.round_index}: not over within {self._config.round_timeout_s:.0f} s"
             ) from error
         finally:
-            self._service.end_round(self._known if self.agreement is not None else None)
+            self._service.end_round(self._known if self.agreement is not None else None, self._offered)
             # They know this member, which decides their rule: vectors in a cycle would stay until a collection, and
             # each round take fresh memory (a quarter more processor time among four).
             self._reductions.clear()
@@ -181,7 +189,36 @@ class RoundMember:
             self._service.end_phases(self._known, have_result=have_result)
         return replace(second, report=report_on_both(first.report, second.report))
 
+    async def _in_groups(self, agreement: GroupedAgreement) -> tuple[RoundReport, torch.Tensor]:
+        """Goes through a round of more members than a group holds; see `trainer.collective.levels`."""
+        contribution = replace(self._contribution, filled=None)
+        known = self._known
+        if known is not None:
+            known.expects_phase = True
+        levels = GroupedRound(agreement, contribution, self._settings, self._service.levels, self._go_through_level)
+        outcome = await levels.run()
+        if known is not None:
+            self._service.settle_grouped(known, outcome.report.members)
+            known.expects_phase = self._expects_phase
+        self._residual = outcome.residual
+        self._reduce_s, self._vote_s = outcome.report.phases[1:]
+        return outcome.report, outcome.values
+
+    async def _go_through_level(
+        self, agreement: LevelAgreement, contribution: Contribution, make: MakeArithmetic | None, rule: RuleConfig
+    ) -> tuple[RoundResult, Commit]:
+        level = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
+        level._settings = replace(self._settings, rule=rule)
+        level._make_arithmetic, level._expects_phase = make, True
+        level._known = self._service.begin_phase(agreement, None)
+        result = await level.run()
+        if level._commit is None:
+            raise RoundFailedError(f"round {agreement.round_index}: a level has no result")
+        return result, level._commit
+
     def _second_phase(self, contribution: Contribution, prepared_s: float) -> RoundMember:
+        if isinstance(self.agreement, GroupedAgreement):
+            return self._second_in_groups(self.agreement, contribution)
         if self.agreement is None or self._commit is None:
             raise RoundFailedError(f"round {contribution.round_index}: its first phase has no result")
         agreement = following_agreement(
@@ -195,6 +232,15 @@ class RoundMember:
         second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
         second._known = self._service.begin_phase(agreement, self._known)
         second._prepared_s = prepared_s
+        return second
+
+    def _second_in_groups(self, first: GroupedAgreement, contribution: Contribution) -> RoundMember:
+        num_values, settings = contribution.vector.numel(), self._settings
+        most_values = most_part_values(first, settings.values_per_part)
+        part_values = cut_values(num_values, len(first.members), most_values, settings.codec.block_values)
+        agreement = first.second(num_values, contribution.state_digest, part_values)
+        second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
+        second._known = self._service.begin_phase(agreement, self._known)
         return second
 
     # -- coming together -----------------------------------------------------------------------------------------------
@@ -295,13 +341,14 @@ class RoundMember:
             tried=tuple(sorted(tried)[:MAX_ROUND_MEMBERS]),
         )
         timeout_s = self._config.gather_timeout_s + 2 * self._config.stall_timeout_s
-        agreement = (await self._service.ask(peer, "round/join", request, Agreement, timeout_s)).body
+        sent = (await self._service.ask(peer, "round/join", request, Agreement, timeout_s)).body
         while True:
+            agreement = await self._service.levels.resolved(sent, peer)
             check_agreement(
                 agreement,
                 request,
                 own_id=self._own_id,
-                values_per_part=self._settings.values_per_part,
+                values_per_part=most_part_values(agreement, self._settings.values_per_part),
                 max_weight_ratio=self._config.max_weight_ratio,
                 weighing=self._settings.weighing,
                 block_values=self._settings.codec.block_values,
@@ -309,12 +356,13 @@ class RoundMember:
             if self._config.quorum:
                 check_lags(agreement, self._service.history.lags.observed(agreement.round_index))
             known = self._known = self._service.acknowledged(agreement)
-            known.expects_phase = self._expects_phase
+            # Others may come to the levels of a round in groups, as to a second phase, before this node.
+            known.expects_phase = self._expects_phase or isinstance(agreement, GroupedAgreement)
             other = await self._wait_until_begun(peer, known)
             if other is None:
                 return agreement
             known.abandoned, known.expects_phase = True, False
-            agreement = other
+            sent = other
 
     async def _wait_until_begun(self, coordinator: Peer, known: KnownRound) -> Agreement | None:
         """Returns None once the round has begun, or the agreement that replaces this one.
@@ -382,6 +430,7 @@ class RoundMember:
             self._results |= {task.key: TaskResult(task, arithmetic, values) for task in plan.fresh}
             plan_digest = plan.fingerprint()
             self._service.offer(plan_digest, list(own.values()))
+            self._offered.append(plan_digest)
             reduce_from_s = time.monotonic()
             failed = await ReductionPass(
                 plan=plan,
@@ -417,6 +466,8 @@ class RoundMember:
 
     def _arithmetic(self, agreement: Agreement) -> Arithmetic:
         settings, reference = self._settings, self._contribution.reference
+        if self._make_arithmetic is not None:
+            return self._make_arithmetic(agreement, self._vector, self._residual)
         if not isinstance(settings.codec, SparseCodec):
             return Arithmetic(agreement, settings.codec, settings.rule, self._vector, reference, self._residual)
         return GatheringArithmetic(

@@ -19,8 +19,9 @@ from functools import partial
 
 from trainer.aggregation import cap_weights, contribution_weight
 from trainer.collective.config import Changes, RoundSettings
-from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply, JoinRequest, Member
-from trainer.collective.planning import cut_values, precedes
+from trainer.collective.levels.messages import agreement_class
+from trainer.collective.messages import Agreement, InviteReply, JoinRequest, Member
+from trainer.collective.planning import cut_values, most_part_values, precedes
 from trainer.collective.quorum import QuorumHistory, QuorumWatch, freshness
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
@@ -133,7 +134,7 @@ class MembershipGathering:
         """
         if self.over:
             raise self._late()
-        if len(self._joins) >= MAX_ROUND_MEMBERS and peer_id not in self._joins:
+        if len(self._joins) >= self._config.max_members and peer_id not in self._joins:
             self._replace_stranger(peer_id)
         if self._is_sent_away(request):
             raise self._other_change(request)
@@ -226,7 +227,7 @@ class MembershipGathering:
         strangers = sorted(self._joins.keys() - known)
         if peer_id not in known or not strangers:
             raise RefusedError(
-                "full", f"round {self.round_index} has {MAX_ROUND_MEMBERS} members already; join the next one"
+                "full", f"round {self.round_index} has {self._config.max_members} members already; join the next one"
             )
         del self._joins[strangers[0]]
 
@@ -428,14 +429,18 @@ class MembershipGathering:
         )
         lags = [self._lag(peer_id, members[peer_id]) if self._quorum is not None else 0 for peer_id in peer_ids]
         state_digest, num_values = most
-        return Agreement(
+        agreement_type = agreement_class(len(peer_ids), self._config.max_group_members)
+        return agreement_type(
             round_index=self.round_index,
             attempt=attempt,
             coordinator=self._settings.own_id,
             state_digest=state_digest,
             num_values=num_values,
             part_values=cut_values(
-                num_values, len(peer_ids), self._settings.values_per_part, self._settings.codec.block_values
+                num_values,
+                len(peer_ids),
+                most_part_values(agreement_type, self._settings.values_per_part),
+                self._settings.codec.block_values,
             ),
             vocabulary_rows=min(join.vocabulary_rows for join in members.values()),
             change=self._settings.change,

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from manifests import canonical_json, sha256_hex
+from trainer.collective.config import MAX_GROUPED_MEMBERS, MAX_ROUND_MEMBERS
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Peer
 from trainer.network.rpc.config import split_address
@@ -37,7 +38,7 @@ INIT_DIGEST = "model.init_digest"
 """Of the weights that a run began with, among its settings; runs that began with weights by their seed have none."""
 RUN_DIGEST = "run"
 """Of the signed file of the run, among its settings; runs without one have none."""
-MAX_ROUND_MEMBERS = 48  # An agreement of so many, with certificates, just fits a message.
+MAX_ROSTER_BYTES = 1100 * MAX_GROUPED_MEMBERS  # Of its agreement: an entry has 1,050 bytes at most, most have 850.
 
 PeerIdField = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -88,6 +89,8 @@ class _OfChangingRun(_Message):
             fields.pop("change", None)
         if not self.change_digest:
             fields.pop("change_digest", None)
+        if fields.get("roster", self) is None:
+            del fields["roster"]
         return fields
 
 
@@ -204,6 +207,18 @@ class Member(_Message):
         return Peer(self.peer_id, self.address, self.certificate.encode() if self.certificate else None)
 
 
+class RosterNotice(_Message):
+    """Where a member fetches the agreement of a round in groups, which no message holds: a node sends O(groups) copies.
+
+    Its digest is all that has to be believed; whoever serves another is found out.
+    """
+
+    digest: Digest
+    size_bytes: Annotated[int, Ge(2), Le(MAX_ROSTER_BYTES)]
+    sources: Annotated[tuple[Member, ...], MaxLen(3)]
+    """The first members of its own group, which fetch it from the coordinator; empty: from the coordinator."""
+
+
 class Agreement(_OfChangingRun):
     """Who takes part in a round, and how; every member acknowledges its digest before a tensor moves."""
 
@@ -215,6 +230,8 @@ class Agreement(_OfChangingRun):
     part_values: Annotated[int, Ge(1)]
     vocabulary_rows: Count  # Rows of the embedding after this round: the most that every member can have.
     members: Annotated[tuple[Member, ...], MaxLen(MAX_ROUND_MEMBERS)]  # Sorted by peer id.
+    roster: RosterNotice | None = None
+    """In place of ``members``, where they are more than a message holds."""
 
     @property
     def peer_ids(self) -> tuple[str, ...]:
@@ -225,6 +242,11 @@ class Agreement(_OfChangingRun):
     def taking_part(self) -> tuple[str, ...]:
         """Ids of the members that this phase of the round begins with, sorted: all, unless it follows another."""
         return self.peer_ids
+
+    @property
+    def reducers(self) -> tuple[str, ...]:
+        """Ids of those who reduce a slice each in the first pass, in the order of the slices."""
+        return self.taking_part
 
     @property
     def weights(self) -> list[float]:

@@ -15,6 +15,7 @@ from statistics import median_low
 
 from manifests import canonical_json, sha256_hex
 from trainer.aggregation import Weighing, contribution_weight
+from trainer.collective.levels.messages import GROUPED_PART_VALUES, GroupedAgreement
 from trainer.collective.messages import Agreement, Commit, JoinRequest, PhaseAgreement, Plan, Task
 from trainer.collective.quorum import freshness, unaged_weights
 from trainer.errors import RefusedError
@@ -29,6 +30,12 @@ def cut_values(num_values: int, num_members: int, most_values: int, block_values
     wanted = -(-num_values // (num_members * _PARTS_PER_SLICE))
     step = max(_ALIGNMENT, block_values)
     return max(step, min(-(-wanted // step) * step, most_values // step * step))
+
+
+def most_part_values(agreement: Agreement | type[Agreement], values_per_part: int) -> int:
+    """Returns the most values of a part; in a round in groups, parts also travel as fp32, 1 MiB at most."""
+    kind = agreement if isinstance(agreement, type) else type(agreement)
+    return min(values_per_part, GROUPED_PART_VALUES) if issubclass(kind, GroupedAgreement) else values_per_part
 
 
 def coordinator_order(run_id: str, round_index: int, peer_ids: Collection[str]) -> list[str]:
@@ -51,7 +58,7 @@ def first_plan(agreement: Agreement) -> Plan:
         agreement=agreement.fingerprint(),
         pass_index=0,
         members=agreement.taking_part,
-        tasks=tuple(_share(0, range(agreement.num_parts), agreement.taking_part)),
+        tasks=tuple(_share(0, range(agreement.num_parts), agreement.reducers)),
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -21,6 +21,7 @@ from trainer.aggregation import Moments
 from trainer.collective import messages
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import Changes, CollectiveConfig, RoundSettings
+from trainer.collective.levels import LevelService
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import Agreement, CommitDecision, InviteReply, JoinRequest
 from trainer.collective.planning import coordinator_order, first_plan, precedes
@@ -33,7 +34,7 @@ from trainer.network.rpc.credential import Role
 logger = logging.getLogger(__name__)
 
 _KEPT = 4
-_PHASES = 2  # Of a round, at most; each has an agreement.
+_PHASES = 6  # Agreements of a round, at most: of two phases, in groups of its members, and of a group and a column.
 _MEMBERS: Final[tuple[Role, ...]] = ("node", "worker")
 """Who may take part in rounds, where the run has an authority."""
 _LARGEST_SUM = 1e90  # Squares of the largest fp32 number, added up 1e13 times.
@@ -81,6 +82,7 @@ class RoundService:
         self._latecomers = LatecomerBackoff()
         self.history = QuorumHistory(settings.cycle)
         self.attendance = AttendanceCall()
+        self.levels = LevelService(lambda: self.settings)
         self._forked: set[str] = set()  # Coordinators of whom the log says that they go by another change.
         methods: tuple[tuple[str, type[BaseModel], Callable[[Request[Any]], Awaitable[Reply[Any]]]], ...] = (
             ("round/join", messages.JoinRequest, self.join),
@@ -167,7 +169,7 @@ class RoundService:
             if self._config.quorum and not body.num_batches:  # Or one call could have everybody asked to a round.
                 raise RefusedError("not_ready", f"nobody has come to round {body.round_index} with work yet")
             gathering = self._open_gathering(body.round_index)
-        return Reply(await gathering.join(peer_id, body))
+        return Reply(self.levels.as_sent(await gathering.join(peer_id, body), peer_id))
 
     async def _compare_changes(self, peer_id: str, request: JoinRequest) -> None:
         """Fetches the changes of a node that knows more of them, and has those who came without come again."""
@@ -185,6 +187,8 @@ class RoundService:
         if gathering is None:
             raise RefusedError("unknown", "no such agreement here; join again")
         agreement = await gathering.acknowledge(request.sender, request.body.agreement)
+        if agreement is not None:
+            agreement = self.levels.as_sent(agreement, request.sender)
         return Reply(messages.AcknowledgeReply(agreement=agreement))
 
     async def all_reduce_moments(self, request: Request[messages.MomentsOpen]) -> Reply[messages.MomentsReply]:
@@ -305,15 +309,22 @@ class RoundService:
             self._latecomers.joined(outcome.commit.members)
             self.history.committed(known.agreement, time.monotonic())
 
+    def settle_grouped(self, known: KnownRound, members: Sequence[str]) -> None:
+        """Remembers that a round in groups has committed; its parts stay to be fetched."""
+        known.outcome, known.expects_phase = CommitDecision(kind="commit"), False
+        self._latecomers.joined(members)
+        self._changes.notify()
+
     def offer(self, plan_digest: str, reductions: Sequence[Reduction]) -> None:
         """Serves these reductions from now on; those of earlier passes stay while a member reads from them."""
         for reduction in reductions:
             self._reductions[plan_digest, reduction.task.key] = reduction
         self._changes.notify()
 
-    def end_round(self, known: KnownRound | None) -> None:
-        """Withdraws all reductions, whose streams end by themselves, and abandons an agreement without an outcome."""
-        self._reductions.clear()
+    def end_round(self, known: KnownRound | None, plan_digests: Collection[str]) -> None:
+        """Withdraws its reductions, whose streams end by themselves, and abandons an agreement without an outcome."""
+        for key in [key for key in self._reductions if key[0] in plan_digests]:
+            del self._reductions[key]
         if known is not None and known.outcome is None:
             known.abandoned = True
 
@@ -330,6 +341,7 @@ class RoundService:
             gathering.close()
         for known in self._rounds.values():
             known.end()
+        self.levels.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.round_actor import join_request, settings_of
+from trainer.collective.config import CollectiveConfig
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
-from trainer.collective.messages import MAX_ROUND_MEMBERS, Agreement, InviteReply
+from trainer.collective.messages import Agreement, InviteReply
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer
 
@@ -122,7 +123,7 @@ def test_whom_a_round_waits_for(options: dict[str, Any], members: tuple[str, ...
     assert meeting.in_vain == in_vain
 
 
-@pytest.mark.parametrize("strangers", [3, MAX_ROUND_MEMBERS])
+@pytest.mark.parametrize("strangers", [3, CollectiveConfig().max_members])
 def test_nodes_that_discovery_does_not_know_neither_fill_a_round_nor_choose_its_state(strangers: int) -> None:
     meeting = Meeting(fetched_after=0, waits=True, strangers=strangers)
     assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)

@@ -23,6 +23,7 @@ from typing import Final
 
 from genesis.store.opening import open_store
 from genesis.store.s3_presigning import BucketRequest, S3Presigner, SignedAddress
+from trainer.bucket_rounds.config import MAX_SLICES
 from trainer.bucket_rounds.documents import (
     MAX_AGREEMENT_BYTES,
     MAX_HEADER_BYTES,
@@ -48,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_RUN_BYTES: Final = 1 << 20
 _MAX_PAGES_BYTES: Final = 64 << 20  # Digests of 2 TiB of chunks.
-_MOST_NAMES: Final = {"contribution": 4, "agreement": 16}
-"""Of one member to one round: contributions of its earlier lives, attempts."""
+_MOST_NAMES: Final = {"contribution": 4, "agreement": 16, "slice": 4 * MAX_SLICES, "result": MAX_SLICES}
+"""Of one member to one round: contributions of its earlier lives, attempts, slices of those and what they come to."""
 _ROUNDS_KEPT: Final = 1 << 15  # Of all members together.
 _HOUR_S: Final = 3600.0
 _TURNS_KEPT: Final = 64
@@ -211,6 +212,8 @@ def refusal_of(peer_id: PeerId, wanted: WantedAddress, config: AddressConfig) ->
 
 
 def _most_bytes(name: ObjectName, config: AddressConfig) -> int:
+    if name.kind in ("slice", "result"):
+        return config.max_contribution_bytes
     if name.kind == "contribution":
         return config.max_contribution_bytes + MAX_HEADER_BYTES + 1
     if name.kind == "snapshot":

@@ -29,6 +29,7 @@ from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
 from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import RUN_KEY, Place
+from trainer.bucket_rounds.reducers import SlicedForm, require_sliceable
 from trainer.bucket_rounds.round import BucketSettings
 from trainer.bucket_rounds.rules import RoundRules
 from trainer.bucket_rounds.snapshots import fetch_snapshot
@@ -450,4 +451,8 @@ def _form_of(config: RunConfig) -> Callable[[int], Form]:
     """Returns how vectors of some length travel in this run."""
     if config.strategy == "sparseloco":
         return partial(SparseForm, averaging=config.sparseloco.averaging)
-    return partial(DenseForm, codec_named(config.round_options.compression))
+    codec, num_slices = codec_named(config.round_options.compression), config.bucket.num_slices
+    if num_slices:
+        require_sliceable(config.rule)
+        return lambda num_values: SlicedForm(DenseForm(codec, num_values), num_slices)
+    return partial(DenseForm, codec)

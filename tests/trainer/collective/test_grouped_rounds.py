@@ -1,0 +1,178 @@
+"""Rounds in groups, in two levels: real members over real sockets, of whom some die or lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.group_actor import GroupSwarm
+from tests.support.grouped_members import GroupedMembers, digest_of, peer_id_of, vector_of
+from tests.support.round_actor import RUN_ID
+from trainer.aggregation import RuleConfig
+from trainer.collective.levels import grouped_round
+from trainer.collective.levels.level_arithmetic import ColumnArithmetic
+from trainer.collective.levels.level_service import LevelService
+from trainer.collective.levels.messages import Stage, TallyTable
+from trainer.collective.planning import coordinator_order
+from trainer.errors import RoundFailedError
+from trainer.network.rpc import Reply
+from trainer.outer.engine.collective import RoundResult
+
+NUM_VALUES = 30_000
+
+
+@pytest.fixture
+def members_of() -> Iterator[Callable[..., GroupedMembers]]:
+    made: list[GroupedMembers] = []
+
+    def make(num: int, **options: Any) -> GroupedMembers:
+        made.append(GroupedMembers(range(num), **options))
+        made[-1].know_each_other()
+        return made[-1]
+
+    yield make
+    for members in made:
+        members.close()
+
+
+def mean_of(numbers: list[int], round_index: int, num_values: int = NUM_VALUES) -> torch.Tensor:
+    return torch.stack([vector_of(number, round_index, num_values) for number in numbers]).mean(0)
+
+
+def one_result(found: dict[int, RoundResult | Exception]) -> RoundResult:
+    results = [result for result in found.values() if isinstance(result, RoundResult)]
+    assert len(results) == len(found), [str(result) for result in found.values()]
+    assert len({digest_of(result.vector) for result in results}) == 1
+    assert len({result.report.result_digest for result in results}) == 1
+    return results[0]
+
+
+def test_nine_members_in_three_groups_end_with_their_mean_twice(members_of):
+    members = members_of(9)
+    for round_index in range(2):
+        result = one_result(members.round(round_index, NUM_VALUES))
+        assert torch.allclose(result.vector, mean_of(list(range(9)), round_index), atol=1e-5)
+        assert (len(result.report.members), result.report.completeness) == (9, 1.0)
+        assert "3 groups of 3" in result.report.note and result.report.dropped == ()
+
+
+@pytest.mark.slow
+def test_a_column_leaves_out_what_a_group_does_not_hold(members_of, monkeypatch):
+    """A member that reduces one thing in its group, and brings another to the column, is left out of its slice."""
+    members = members_of(9)
+    liar = members.all[4].endpoint.peer_id
+    honest = ColumnArithmetic.encode_own
+
+    def lie(self: ColumnArithmetic, part: int) -> Any:
+        payload = honest(self, part)
+        return bytes(len(payload)) if self.vector is lying.get("vector") else payload
+
+    lying: dict[str, torch.Tensor] = {}
+    own_slice = grouped_round.GroupedRound._own_slice
+
+    async def remember(self: grouped_round.GroupedRound, number: int) -> torch.Tensor:
+        found = await own_slice(self, number)
+        if self._own_id == liar:
+            lying["vector"] = found
+        return found
+
+    monkeypatch.setattr(grouped_round.GroupedRound, "_own_slice", remember)
+    monkeypatch.setattr(ColumnArithmetic, "encode_own", lie)
+    found = members.round(0, NUM_VALUES)
+    one_result(found)
+    said = [dict(result.report.dropped) for result in found.values() if isinstance(result, RoundResult)]
+    assert any("another slice than its group holds" in each.get(liar, "") for each in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", ["groups", "slices", "held"])
+def test_a_coordinator_that_tells_groups_two_stories_is_found_out(members_of, monkeypatch, lie):
+    honest = LevelService.tally
+    stage = {"groups": Stage.GROUPS, "slices": Stage.SLICES, "held": Stage.HELD}[lie]
+
+    async def tell(self: LevelService, request: Any) -> Reply[TallyTable]:
+        reply = await honest(self, request)
+        state = self._states[request.body.agreement]
+        if request.body.stage is not stage or state.plan.group_of(request.sender) != 0:
+            return reply
+        subject, word = reply.body.rows[-1]
+        other = word[:-1] + ("0" if word[-1] != "0" else "1")
+        return Reply(reply.body.model_copy(update={"rows": (*reply.body.rows[:-1], (subject, other))}))
+
+    monkeypatch.setattr(LevelService, "tally", tell)
+    members = members_of(9, round_timeout_s=30.0)  # They register the method as it is now.
+    found = members.round(0, NUM_VALUES)
+    results = [result for result in found.values() if isinstance(result, RoundResult)]
+    assert len({digest_of(result.vector) for result in results}) <= 1  # Nobody ends with another result.
+    assert any(isinstance(result, RoundFailedError) for result in found.values())
+
+
+@pytest.mark.slow
+def test_whoever_serves_another_slice_is_passed_over(members_of, monkeypatch):
+    liar = peer_id_of(2)
+    honest = LevelService.send_parts
+
+    async def send(self: LevelService, request: Any, stream: Any) -> None:
+        if self._settings().own_id == liar and request.body.kind == "result":
+            state = self._states[request.body.agreement]
+            state.parts["result"] = {part: bytes(len(each)) for part, each in state.parts["result"].items()}
+        await honest(self, request, stream)
+
+    monkeypatch.setattr(LevelService, "send_parts", send)
+    members = members_of(9)
+    found = members.round(0, NUM_VALUES)
+    result = one_result(found)
+    assert torch.allclose(result.vector, mean_of(list(range(9)), 0), atol=1e-5)
+    said = [dict(each.report.dropped) for each in found.values() if isinstance(each, RoundResult)]
+    assert any("served another slice" in each.get(liar, "") for each in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["trimmed_mean", "krum"])
+def test_a_lying_contribution_does_not_come_through_either_level(members_of, rule):
+    members = members_of(16, rule=RuleConfig(rule=rule, validation="off"), compression="int8")
+    liar = members.all[5]
+    round_of = liar.round
+    liar.round = lambda round_index, vector, **changes: round_of(round_index, vector * 1e6, **changes)  # type: ignore[method-assign]
+    result = one_result(members.round(0, NUM_VALUES))
+    assert float(result.vector.abs().max()) < 10
+
+
+@pytest.mark.slow
+def test_sparse_contributions_go_through_groups(members_of):
+    members = members_of(9, compression="sparse", rule=RuleConfig(rule="mean", validation="off"))
+    result = one_result(members.round(0, 3 * 4096 * 9))
+    assert 0 < float(result.vector.abs().max()) < 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_64_members_of_eight_processes_end_alike_although_processes_are_killed(tmp_path):
+    """64 members in eight groups of eight; the round's coordinator dies with the others of its process, at three steps."""
+    swarm = GroupSwarm(
+        tmp_path, 8, 8, rule={"rule": "mean", "validation": "off"}, compression="int8", stall_timeout_s=8.0,
+        gather_timeout_s=60.0, round_timeout_s=400.0,
+    )  # fmt: skip
+    try:
+        living = list(range(8))
+        place_of = {swarm.peer_ids[number]: place for place in living for number in swarm.numbers[place]}
+        for round_index, step in enumerate(["", "_reduce_columns", "_reduce_in_group", "_fetch_missing", ""]):
+            known = [swarm.peer_ids[number] for place in living for number in swarm.numbers[place]]
+            first = coordinator_order(RUN_ID, round_index, known)[0]
+            die_at = {place_of[first]: step} if step else {}
+            found = swarm.round(round_index, 65_536, living, die_at, 600.0)
+            failed = {number: outcome for number, outcome in found.items() if "failed" in outcome}
+            assert not failed, (step, failed)
+            assert len({outcome["digest"] for outcome in found.values()}) == 1
+            assert len(found) == 8 * (len(living) - len(die_at))
+            living = [place for place in living if place not in die_at]
+            if not step:
+                numbers = [number for place in living for number in swarm.numbers[place]]
+                values = torch.tensor(found[numbers[0]]["values"])
+                assert torch.allclose(values, mean_of(numbers, round_index, 65_536)[:8], atol=0.03)
+                assert "groups of" in found[numbers[0]]["note"]
+    finally:
+        swarm.close()
