@@ -151,13 +151,14 @@ def test_the_longest_announcement_fits() -> None:
 def test_parts_are_of_a_node_without_a_stage_and_of_each_stage_once() -> None:
     part, worker = {"stage": "head", "status": "serving"}, {"uid": "head.0.42", "incarnation": "0" * 16}
     assert '"parts"' not in announce(_IDENTITY, sent_at=_NOW).decode()
+    assert announcement(_IDENTITY, parts=(part, part | {"stage": "tail"})).parts[1].stage == "tail"
     for wrong in (
-        {"parts": [part], "stage": worker | {"status": "serving"}},
-        {"parts": [part, part | {"status": "joining"}]},
-        {"parts": [part] * (MAX_PARTS + 1)},
-        {"parts": [part | {"stage": "body-0"}]},
-        {"parts": [part | {"status": "leaving"}]},
-        {"parts": [part | {"weight": 1}]},
+        {"parts": (part,), "stage": worker | {"status": "serving"}},
+        {"parts": (part, part | {"status": "joining"})},
+        {"parts": tuple(part | {"stage": f"body-{number}"} for number in range(1, MAX_PARTS + 2))},
+        {"parts": (part | {"stage": "body-0"},)},
+        {"parts": (part | {"status": "leaving"},)},
+        {"parts": (part | {"weight": 1},)},
     ):
         with pytest.raises(ValidationError):
             announcement(_IDENTITY, **wrong)

@@ -8,10 +8,21 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.announcements import announcement
 from tests.support.pipeline_swarm import PipelineSwarm, steps_of
-from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, merged
+from trainer.errors import TrainerUsageError
+from trainer.network.rpc import Identity
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.peer_book import PeerBook
+from trainer.run.swarm.shape import WHOLE, shape_of
+from trainer.run.swarm.stage_part import seen_as_part
 
+IDENTITY = Identity.create()
+SMALL: dict[str, Any] = {"model": {"preset": "tiny"}, "inner": {"micro_batch_size": 2}}
 STAGES = ("head", "tail")
 OPTIONS: dict[str, Any] = {
     "strategy": "diloco",
@@ -64,6 +75,51 @@ def check_one_state(nodes: Iterable[TrainingNode], stage: str) -> int:
     for (step, members), digests in held.items():
         assert len(set(digests)) == 1, f"{stage}, outer step {step} of {len(members)}: {digests}"
     return sum(len(digests) > 1 for digests in held.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"inner": {"micro_batch_size": 0}}, "inner.micro_batch_size, since contributions weigh by micro-batches"),
+        ({"inner": {"document_mask": True}}, "found inner.document_mask"),
+        ({"engine": "torch"}, "found engine torch"),
+        ({"swarm": {"start_from": "/model"}}, "found swarm.start_from"),
+        ({"bucket": {"url": "/rounds"}, "rule": {"validation": "log"}}, "rounds through a bucket"),
+    ],
+)
+def test_what_does_not_go_with_whole_nodes_is_refused(options: dict[str, Any], said: str) -> None:
+    right = {**OPTIONS, "inner": {"micro_batch_size": 2}}
+    from_mapping(RunConfig, right)
+    with pytest.raises(TrainerUsageError, match=said):
+        from_mapping(RunConfig, merged(right, options))
+
+
+@given(stages=st.sets(st.sampled_from(STAGES)), is_alike=st.booleans(), step=st.integers(0, 99))
+def test_members_of_a_stage_see_of_a_whole_node_the_stages_part(stages: set[str], is_alike: bool, step: int) -> None:
+    shape = shape_of(from_mapping(RunConfig, merged({**OPTIONS, **SMALL}, {"swarm": {"vocab_rows": 1024}})))
+    said = announcement(
+        IDENTITY,
+        terms_digest=shape.terms(WHOLE).digest() if is_alike else "0" * 64,
+        state_digest="",
+        parts=tuple(
+            {"stage": stage, "status": "serving", "outer_step": step, "state_digest": digest, "round_index": step}
+            for stage, digest in (("head", "a" * 64), ("tail", "b" * 64))
+            if stage in stages
+        ),
+    )
+    for stage, digest in (("head", "a" * 64), ("tail", "b" * 64)):
+        seen = seen_as_part(stage, shape)(said)
+        book = PeerBook(shape.terms(stage).digest(), seen_as=seen_as_part(stage, shape))
+        book.update((said,))
+        if stage not in stages or not is_alike:
+            assert seen == said
+            assert not book.alike()
+            continue
+        assert (seen.peer(), seen.state_digest, seen.outer_step) == (said.peer(), digest, step)
+        assert seen.stage is not None and (seen.stage.round_index, seen.stage.status) == (step, "serving")
+        assert book.state_to_adopt() == digest
+        assert list(book.peers()) == [IDENTITY.peer_id]
+        assert book.announcements == (said,)
 
 
 @pytest.mark.long
