@@ -27,7 +27,9 @@ LAST_NUMBER = 1023  # Numbers of workers (spec P-7: ``head.0.[32:1024]``).
 _UID = re.compile(r"(head|tail|body([1-9][0-9]{0,3}))\.0\.([1-9][0-9]{0,5})")
 MAX_REASON = 80
 MAX_PARTS = 32
-"""Stages of a model that one node may hold all of: as many as an announcement has room for."""
+"""Stages of a model that one node may hold all of: as many as an announcement has room for, which then names
+`MOST_SHARDS_BESIDE_PARTS` and no members of a round."""
+MOST_SHARDS_BESIDE_PARTS = 64
 _NO_WORKER = 1  # Below `FIRST_NUMBER`.
 
 StageName: TypeAlias = Annotated[str, Field(pattern=r"^(head|tail|body-[1-9][0-9]{0,3})$")]

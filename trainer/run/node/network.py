@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from trainer.collective import Terms
 from trainer.errors import TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
+from trainer.network.discovery.stage_report import MOST_SHARDS_BESIDE_PARTS
 from trainer.network.reachability import ReachabilityService
 from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Counters, Endpoint, Identity, Peer, scoped_endpoint
@@ -327,7 +328,13 @@ class Network(RoundGroup[S]):
             said.model_copy(update={"outer_step": held[said.stage][0], "state_digest": held[said.stage][1]})
             for said in announcement.parts
         )
-        return {"outer_step": min(step for step, _ in held.values()), "state_digest": "", "parts": parts}
+        return {
+            "outer_step": min(step for step, _ in held.values()),
+            "state_digest": "",
+            "last_round_members": (),  # Of which round?
+            "shards": announcement.shards[:MOST_SHARDS_BESIDE_PARTS],
+            "parts": parts,
+        }
 
     async def _refresh_forever(self) -> None:
         interval_s = self._config.discovery.announce_interval_s / 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from manifests.serialisation import canonical_json
 from tests.support.announcements import announce, announcement
@@ -27,7 +28,10 @@ from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht import SeedConfig
 from trainer.network.discovery.stage_report import (
     FIRST_NUMBER,
+    MAX_PARTS,
     MAX_REASON,
+    MOST_SHARDS_BESIDE_PARTS,
+    PartReport,
     StagePartitions,
     StageReport,
     StageUid,
@@ -127,6 +131,37 @@ def test_the_longest_announcement_fits() -> None:
         filed_under="body9999.0",
     )
     assert len(sign_announcement(longest.stamped(_NOW, 60.0), _IDENTITY)) <= MAX_WIRE_BYTES
+    part = PartReport(
+        **{"stage": "body-9999", "status": "joining", "state_digest": digest, "round_position": tiny},
+        **dict.fromkeys(("outer_step", "round_index", "version"), count),
+    )
+    whole = {
+        "stage": None,
+        "filed_under": "",
+        "last_round_members": (),
+        "shards": (count,) * MOST_SHARDS_BESIDE_PARTS,
+        "parts": tuple(part.model_copy(update={"stage": f"body-{1000 + number}"}) for number in range(MAX_PARTS)),
+    }
+    longest = longest.model_copy(update=whole)
+    wire = sign_announcement(longest.stamped(_NOW, 60.0), _IDENTITY)
+    assert len(wire) <= MAX_WIRE_BYTES
+    assert _verify(wire, run_id=None).parts == longest.parts
+
+
+def test_parts_are_of_a_node_without_a_stage_and_of_each_stage_once() -> None:
+    part, worker = {"stage": "head", "status": "serving"}, {"uid": "head.0.42", "incarnation": "0" * 16}
+    assert '"parts"' not in announce(_IDENTITY, sent_at=_NOW).decode()
+    assert announcement(_IDENTITY, parts=(part, part | {"stage": "tail"})).parts[1].stage == "tail"
+    for wrong in (
+        {"parts": (part,), "stage": worker | {"status": "serving"}},
+        {"parts": (part, part | {"status": "joining"})},
+        {"parts": tuple(part | {"stage": f"body-{number}"} for number in range(1, MAX_PARTS + 2))},
+        {"parts": (part | {"stage": "body-0"},)},
+        {"parts": (part | {"status": "leaving"},)},
+        {"parts": (part | {"weight": 1},)},
+    ):
+        with pytest.raises(ValidationError):
+            announcement(_IDENTITY, **wrong)
 
 
 @pytest.mark.slow

@@ -42,6 +42,13 @@ def test_a_run_is_made_with_a_key_of_its_own(run: Path, here: TrainerHere) -> No
         (("--preset", "tiny", "--set", "inner.lr=-1"), "inner.lr: expected a learning rate above 0"),
         (("--preset", "tiny", "--authority", "me"), "authorities: expected a list of keys"),
         (("--preset", "tinier"), "tinier"),
+        (("--preset", "tiny", "--whole-nodes"), "--whole-nodes: expected --stages"),
+        (("--preset", "tiny", "--stages", "33", "--whole-nodes"), "swarm.whole_nodes: expected at most 32 stages"),
+        (
+            ("--preset", "tiny", "--stages", "2", "--whole-nodes", "--strategy", "grad"),
+            "all would wait for the pipelines",
+        ),
+        (("--preset", "tiny", "--stages", "2", "--whole-nodes", "--strategy", "async_sparta"), "moments of their own"),
     ],
 )
 def test_runs_that_cannot_be_made_leave_no_key(
@@ -58,6 +65,7 @@ def test_runs_that_cannot_be_made_leave_no_key(
         (("--stages", "3"), True),  # As many as by default: the options alone would not say so.
         (("--set", "swarm.stage.target_tokens=512"), True),
         (("--strategy", "async_sparta"), True),
+        (("--stages", "2", "--whole-nodes"), True),
     ],
 )
 def test_a_run_says_whether_its_model_is_cut(
@@ -72,7 +80,8 @@ def test_a_run_says_whether_its_model_is_cut(
     assert fetched is not None
     config = from_mapping(RunConfig, merged(values, {"node_id": "a"}))
     assert fetched.file.is_of_stages(config) == is_cut
-    assert fetched.file.layout == ("stages" if is_cut else "whole")
+    assert config.swarm.whole_nodes == ("--whole-nodes" in options)
+    assert fetched.file.layout == ("mixed" if config.swarm.whole_nodes else "stages" if is_cut else "whole")
     said_nothing = fetched.file.model_copy(update={"layout": None})
     assert b"layout" not in said_nothing.to_json()
     assert said_nothing.is_of_stages(config) == (is_cut and options != ("--stages", "3"))

@@ -151,3 +151,13 @@ def test_a_key_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None:
 
 def test_options_at_their_defaults_are_written_out() -> None:
     assert run_file().config["rule"] == to_mapping(RunConfig().rule)
+
+
+@pytest.mark.parametrize(("layout", "whole_nodes"), [("mixed", False), ("stages", True), (None, True)])
+def test_a_layout_that_the_options_contradict_is_refused(layout: Any, whole_nodes: bool) -> None:
+    options = {"inner": {"micro_batch_size": 2}, "swarm": {"whole_nodes": whole_nodes}}
+    file = run_file(**options).model_copy(update={"layout": layout})
+    with pytest.raises(RunFileError, match="expected the layout mixed in a file with"):
+        check_config(file, "run")
+    right = file.model_copy(update={"layout": "mixed" if whole_nodes else "stages"})
+    assert check_config(right, "run").swarm.whole_nodes == whole_nodes

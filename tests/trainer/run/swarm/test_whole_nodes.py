@@ -8,16 +8,28 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.announcements import announcement
 from tests.support.pipeline_swarm import PipelineSwarm, steps_of
-from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, merged
+from trainer.errors import TrainerUsageError
+from trainer.network.rpc import Identity
+from trainer.run.config import RunConfig, from_mapping
+from trainer.run.node.peer_book import PeerBook
+from trainer.run.swarm.shape import WHOLE, shape_of
+from trainer.run.swarm.stage_part import seen_as_part
 
+IDENTITY = Identity.create()
+SMALL: dict[str, Any] = {"model": {"preset": "tiny"}, "inner": {"micro_batch_size": 2}}
 STAGES = ("head", "tail")
 OPTIONS: dict[str, Any] = {
     "strategy": "diloco",
     "diloco": {"inner_steps": 8},
     "inner": {"accumulation_steps": 4},
     "rule": {"rule": "mean", "validation": "off"},
+    "collective": {"min_members": 2},
     "swarm": {
         "num_stages": 2,
         "whole_nodes": True,
@@ -43,25 +55,71 @@ def newest(nodes: Iterable[TrainingNode], stage: str) -> int:
     return min(max(part_states(node, stage), default=0) for node in nodes)
 
 
-def shared_rounds(node: TrainingNode, stage: str) -> dict[int, frozenset[str]]:
-    """Members of a node's committed rounds of a stage with others, by outer step."""
-    found = {}
-    for event in node.events("round"):
-        members = frozenset(event.fields["members"])
-        if event.fields.get("stage", node.name.partition(".")[0]) == stage and len(members) > 1:
-            found[int(event.number("outer_step"))] = members
-    return found
+def rounds_of(node: TrainingNode, stage: str) -> dict[int, frozenset[str]]:
+    """Members of a node's committed rounds of a stage, by the outer step that the round made."""
+    return {
+        int(event.number("outer_step")): frozenset(event.fields["members"])
+        for event in node.events("round")
+        if event.fields.get("stage", node.name.partition(".")[0]) == stage
+    }
 
 
 def check_one_state(nodes: Iterable[TrainingNode], stage: str) -> int:
-    """Those that hold a stage's state of an outer step hold the same; returns of how many steps two or more hold it."""
-    held: dict[int, list[str]] = {}
+    """All members of a round hold the same state of the stage after it; returns of how many rounds two or more do."""
+    held: dict[tuple[int, frozenset[str]], list[str]] = {}
     for node in nodes:
-        for step, digest in part_states(node, stage).items():
-            held.setdefault(step, []).append(digest)
-    for step, digests in held.items():
-        assert len(set(digests)) == 1, f"{stage}, outer step {step}: {digests}"
+        states = part_states(node, stage)
+        for step, members in rounds_of(node, stage).items():
+            if step in states:  # One that others overtook was not handed out.
+                held.setdefault((step, members), []).append(states[step])
+    for (step, members), digests in held.items():
+        assert len(set(digests)) == 1, f"{stage}, outer step {step} of {len(members)}: {digests}"
     return sum(len(digests) > 1 for digests in held.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"inner": {"micro_batch_size": 0}}, "inner.micro_batch_size, since contributions weigh by micro-batches"),
+        ({"inner": {"document_mask": True}}, "found inner.document_mask"),
+        ({"engine": "torch"}, "found engine torch"),
+        ({"swarm": {"start_from": "/model"}}, "found swarm.start_from"),
+        ({"bucket": {"url": "/rounds"}, "rule": {"validation": "log"}}, "rounds through a bucket"),
+    ],
+)
+def test_what_does_not_go_with_whole_nodes_is_refused(options: dict[str, Any], said: str) -> None:
+    right = {**OPTIONS, "inner": {"micro_batch_size": 2}}
+    from_mapping(RunConfig, right)
+    with pytest.raises(TrainerUsageError, match=said):
+        from_mapping(RunConfig, merged(right, options))
+
+
+@given(stages=st.sets(st.sampled_from(STAGES)), is_alike=st.booleans(), step=st.integers(0, 99))
+def test_members_of_a_stage_see_of_a_whole_node_the_stages_part(stages: set[str], is_alike: bool, step: int) -> None:
+    shape = shape_of(from_mapping(RunConfig, merged({**OPTIONS, **SMALL}, {"swarm": {"vocab_rows": 1024}})))
+    said = announcement(
+        IDENTITY,
+        terms_digest=shape.terms(WHOLE).digest() if is_alike else "0" * 64,
+        state_digest="",
+        parts=tuple(
+            {"stage": stage, "status": "serving", "outer_step": step, "state_digest": digest, "round_index": step}
+            for stage, digest in (("head", "a" * 64), ("tail", "b" * 64))
+            if stage in stages
+        ),
+    )
+    for stage, digest in (("head", "a" * 64), ("tail", "b" * 64)):
+        seen = seen_as_part(stage, shape)(said)
+        book = PeerBook(shape.terms(stage).digest(), seen_as=seen_as_part(stage, shape))
+        book.update((said,))
+        if stage not in stages or not is_alike:
+            assert seen == said
+            assert not book.alike()
+            continue
+        assert (seen.peer(), seen.state_digest, seen.outer_step) == (said.peer(), digest, step)
+        assert seen.stage is not None and (seen.stage.round_index, seen.stage.status) == (step, "serving")
+        assert book.state_to_adopt() == digest
+        assert list(book.peers()) == [IDENTITY.peer_id]
+        assert book.announcements == (said,)
 
 
 @pytest.mark.long
@@ -79,7 +137,7 @@ def test_a_swarm_and_whole_nodes_train_one_model(tmp_path: Path) -> None:
             begun = {stage: newest(members[stage], stage) for stage in STAGES}
 
             def together(stage: str) -> int:
-                rounds = [shared_rounds(node, stage) for node in members[stage]]
+                rounds = [rounds_of(node, stage) for node in members[stage]]
                 if not all(rounds):
                     return 0
                 everybody = {node.peer_id for node in members[stage]}
