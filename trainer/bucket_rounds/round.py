@@ -48,6 +48,7 @@ from trainer.bucket_rounds.place import (
 )
 from trainer.bucket_rounds.reducers import SlicedForm, SliceReduction
 from trainer.bucket_rounds.rules import (
+    CLOCK_SLACK_S,
     PutContribution,
     RoundFacts,
     RoundRules,
@@ -186,6 +187,7 @@ class BucketRound:
         self._ignored: set[tuple[str, str]] = set()
         self._void: dict[int, str] = {}  # Attempts that came to nothing, and who proposed them, if anybody did.
         self._attempt = 0
+        self._agreed_at = 0.0
         self._own_sha256 = ""  # Of this node's contribution; empty: it has none yet.
         self._own_payload: Payload | None = None
         self._own_slices: Payload | None = None  # Of a round in slices: what the payload has the digests of.
@@ -281,6 +283,7 @@ class BucketRound:
                 continue
             try:
                 if self._is_valid(agreement, attempt, listed.put_at, listing):
+                    self._agreed_at = listed.put_at
                     return agreement
             except RefusedError as error:
                 self._pass_over(attempt, agreement.member, error)
@@ -553,6 +556,9 @@ class BucketRound:
 
     def _reduced_in_slices(self, form: SlicedForm, agreement: Agreement, digests: dict[str, Payload]) -> Aggregated:
         settings = self._settings
+        while self._clock.now < self._agreed_at + CLOCK_SLACK_S:  # Then all that counts is there.
+            self._check_time()
+            time.sleep(settings.config.poll_interval_s)
         return SliceReduction(
             self._place,
             settings.identity,
@@ -562,6 +568,7 @@ class BucketRound:
             settings.rule,
             self._contribution.reference,
             false_reducers=settings.false_reducers,
+            agreed_at=self._agreed_at,
             wait_s=settings.config.propose_after_s,
             poll_interval_s=settings.config.poll_interval_s,
             check_time=self._check_time,

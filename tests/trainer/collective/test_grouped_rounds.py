@@ -151,7 +151,7 @@ def test_sparse_contributions_go_through_groups(members_of):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_64_members_of_eight_processes_end_alike_although_processes_are_killed(tmp_path):
-    """64 members in eight groups of eight; the round's coordinator dies with the others of its process, at three steps."""
+    """64 members in eight groups of eight; a round's coordinator dies with all of its process, at three steps."""
     swarm = GroupSwarm(
         tmp_path, 8, 8, rule={"rule": "mean", "validation": "off"}, compression="int8", stall_timeout_s=8.0,
         gather_timeout_s=60.0, round_timeout_s=400.0,

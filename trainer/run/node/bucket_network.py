@@ -450,6 +450,11 @@ def _cdn_of(url: str) -> ReadableStore | None:
 def _form_of(config: RunConfig) -> Callable[[int], Form]:
     """Returns how vectors of some length travel in this run."""
     if config.strategy == "sparseloco":
+        if config.bucket.num_slices:
+            raise TrainerUsageError(
+                "bucket.num_slices: expected 0 with strategy sparseloco, whose rule needs the norm of whole vectors; a "
+                f"contribution has 0.17 bits a parameter there; found {config.bucket.num_slices}"
+            )
         return partial(SparseForm, averaging=config.sparseloco.averaging)
     codec, num_slices = codec_named(config.round_options.compression), config.bucket.num_slices
     if num_slices:

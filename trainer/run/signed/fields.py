@@ -68,14 +68,14 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "max_variance_ratio",
     },
     "collective": {
-        "fixed": "compression part_bytes powersgd_rank quorum",
-        "round": "min_members invite_after_s gather_timeout_s stall_timeout_s round_timeout_s max_passes "
-        "max_weight_ratio max_grace_s",
+        "fixed": "compression part_bytes powersgd_rank quorum max_group_members",
+        "round": "min_members max_members invite_after_s gather_timeout_s stall_timeout_s round_timeout_s "
+        "max_passes max_weight_ratio max_grace_s",
     },
     "bucket": {
         "own": "poll_interval_s watch_interval_s prices",
         "offered": "url access cdn",
-        "fixed": "members max_members quorum propose_after_s few_members_after_s snapshot_rounds keep_rounds",
+        "fixed": "members max_members num_slices quorum propose_after_s few_members_after_s snapshot_rounds keep_rounds",
     },
     "rpc": {
         "own": "host port public_address allowed_peers heartbeat_s stall_timeout_s connect_timeout_s request_timeout_s "

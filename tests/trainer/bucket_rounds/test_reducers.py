@@ -1,0 +1,133 @@
+"""Rounds in a bucket whose slices have reducers: what a member fetches, and reducers that are gone or lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, together
+from trainer.aggregation import RuleConfig
+from trainer.bucket_rounds.documents import payload_digest
+from trainer.bucket_rounds.forms import PART_VALUES, DenseForm
+from trainer.bucket_rounds.reducers import SlicedForm, SliceReduction, _Slice, require_sliceable
+from trainer.compression.vectors import codec_named
+from trainer.errors import TrainerUsageError
+
+NUM_SLICES = 6
+NUM_VALUES = 5 * PART_VALUES + 1000  # Six parts, the last a short one.
+
+
+def form_of(num_values: int, codec: str = "int8") -> SlicedForm:
+    return SlicedForm(DenseForm(codec_named(codec), num_values, num_threads=1), NUM_SLICES)
+
+
+def members(path: Path, count: int, rule: RuleConfig | None = None) -> list[Replica]:
+    config = replace(FAST, quorum=count)  # However busy this machine is, all are in it.
+    options = {"form_of": form_of, "rule": rule, "config": config, "gather_timeout_s": 60.0}
+    return [Replica(settings_of(folder(path), **options), NUM_VALUES) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def one_round(replicas: list[Replica]) -> None:
+    together({str(number): each.take_part_and_keep for number, each in enumerate(replicas)})
+
+
+def assert_alike(replicas: list[Replica]) -> None:
+    assert len({each.digest() for each in replicas}) == 1
+
+
+@pytest.mark.parametrize("num_values", [1, PART_VALUES, NUM_VALUES, 9 * PART_VALUES])
+def test_slices_are_whole_parts_and_cover_the_vector(num_values: int) -> None:
+    form = form_of(num_values)
+    places = [form.place(number) for number in range(form.num_slices)]
+    assert [places[0].start, places[-1].stop] == [0, num_values]
+    assert all(before.stop == after.start for before, after in pairwise(places))
+    payload = form.encode(torch.linspace(-1, 1, num_values))
+    assert b"".join(form.pieces(payload)) == bytes(payload)
+    assert len(form.digests_of(payload)) == form.max_payload_bytes
+    values = [form.of_slice(number).num_values for number in range(form.num_slices)]
+    assert sum(values) == num_values and all(values)
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum", "centered_clip"])
+def test_rules_over_whole_vectors_are_refused(rule: str) -> None:
+    with pytest.raises(TrainerUsageError, match="by coordinates"):
+        require_sliceable(RuleConfig(rule=rule))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_members_end_alike_with_what_everybody_would_have_reduced(tmp_path: Path) -> None:
+    replicas = members(tmp_path, 4, RuleConfig())
+    brought = {each.settings.own_id: each.work() for each in replicas}
+    for _ in range(2):
+        one_round(replicas)
+        assert_alike(replicas)
+    first = replicas[0].results[0]
+    dense = DenseForm(codec_named("int8"), NUM_VALUES, num_threads=1)
+    weights = dict(zip(first.report.members, first.report.weights, strict=True))
+    payloads = {member: dense.encode(vector) for member, vector in brought.items()}
+    whole = dense.aggregate(payloads, weights, RuleConfig(), torch.zeros(NUM_VALUES)).vector
+    assert float((first.vector - whole).abs().max()) < 0.02  # The result is encoded once more.
+    assert first.report.dropped == ()
+
+
+@pytest.mark.slow
+def test_a_reducer_that_says_what_is_false_is_named_and_all_end_with_the_truth(tmp_path, monkeypatch) -> None:
+    replicas = members(tmp_path, 5)
+    liar = replicas[2].settings.own_id
+    honest = SliceReduction._say
+
+    def lie(self: SliceReduction, each: _Slice, own: tuple[str, bytes]) -> None:
+        if self._identity.peer_id == liar:
+            false = bytes(len(own[1]))
+            own = (payload_digest(false), false)
+        honest(self, each, own)
+
+    monkeypatch.setattr(SliceReduction, "_say", lie)
+    one_round(replicas)
+    assert_alike(replicas)
+    expected = sum(Replica(each.settings, NUM_VALUES).work() for each in replicas) / 5  # type: ignore[operator]
+    assert float((replicas[0].results[0].vector - expected).abs().max()) < 0.05
+    named = [liar in dict(each.results[0].report.dropped) for each in replicas if each.settings.own_id != liar]
+    assert any(named)
+    one_round(replicas)
+    assert_alike(replicas)
+
+
+@pytest.mark.slow
+def test_reducers_that_are_gone_after_the_agreement_are_stood_in_for(tmp_path, monkeypatch) -> None:
+    replicas = members(tmp_path, 4)
+    gone = replicas[1].settings.own_id
+    honest = SliceReduction.run
+
+    def run(self: SliceReduction) -> object:
+        if self._identity.peer_id == gone:
+            raise KeyboardInterrupt  # As a process that ends here: it says nothing.
+        return honest(self)
+
+    monkeypatch.setattr(SliceReduction, "run", run)
+    calls = {str(number): each.take_part_and_keep for number, each in enumerate(replicas)}
+
+    def dies() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            replicas[1].take_part()
+
+    calls["1"] = dies
+    together(calls)
+    assert_alike([each for each in replicas if each.settings.own_id != gone])
+
+
+@pytest.mark.slow
+def test_what_a_member_fetches_does_not_grow_with_the_members(tmp_path: Path) -> None:
+    received = {}
+    for count in (4, 12):
+        replicas = members(tmp_path / str(count), count)
+        one_round(replicas)
+        assert_alike(replicas)
+        bytes_each = [each.results[0].report.received_bytes / NUM_VALUES for each in replicas]
+        received[count] = sum(bytes_each) / count
+    # Two slices of six for each of n members to reduce, shared among n; one more of n to check; and the result.
+    assert received[12] < 12 / 2 and received[12] - received[4] < 0.5 * (12 - 4)
