@@ -66,6 +66,11 @@ class CollectiveConfig:
     part_bytes: int = 1 << 20
     """Size of the parts that slices travel in."""
 
+    @property
+    def most_members(self) -> int:
+        """Members that a round has at most; with a quorum one group's, whose members know each other's lags."""
+        return min(self.max_members, self.max_group_members) if self.quorum else self.max_members
+
     def __post_init__(self) -> None:
         longest_s = self.round_timeout_s
         for field, is_valid, expected in (

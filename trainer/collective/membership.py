@@ -134,7 +134,7 @@ class MembershipGathering:
         """
         if self.over:
             raise self._late()
-        if len(self._joins) >= self._config.max_members and peer_id not in self._joins:
+        if len(self._joins) >= self._config.most_members and peer_id not in self._joins:
             self._replace_stranger(peer_id)
         if self._is_sent_away(request):
             raise self._other_change(request)
@@ -227,7 +227,7 @@ class MembershipGathering:
         strangers = sorted(self._joins.keys() - known)
         if peer_id not in known or not strangers:
             raise RefusedError(
-                "full", f"round {self.round_index} has {self._config.max_members} members already; join the next one"
+                "full", f"round {self.round_index} has {self._config.most_members} members already; join the next one"
             )
         del self._joins[strangers[0]]
 
