@@ -8,6 +8,7 @@ All of it is for the worker's compute thread, except `StagePeers` and what only 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -241,15 +242,25 @@ class JudgedCollective:
 
     ``distrust`` is told a key to have nothing to do with, and for how many seconds. With ``num_slices`` (SPARTA) values
     are contributed, from which the last average of the same slice is subtracted (4 bytes a parameter); 0: changes.
+
+    Of sparse contributions (``is_sparse``) the average is the other's wherever this replica sent nothing, and is there
+    compared with what this replica has not sent: in direction alone, since both are clipped to one norm.
     """
 
     def __init__(
-        self, collective: PhasedCollective, own_id: str, distrust: Callable[[str, float], None], *, num_slices: int = 0
+        self,
+        collective: PhasedCollective,
+        own_id: str,
+        distrust: Callable[[str, float], None],
+        *,
+        num_slices: int = 0,
+        is_sparse: bool = False,
     ) -> None:
         self._collective = collective
         self._own_id = own_id
         self._distrust = distrust
         self._num_slices = num_slices
+        self._is_sparse = is_sparse
         self._averages: dict[int, Tensor] = {}  # The last of each slice.
         self.requested = collective.requested
         self.close = collective.close
@@ -257,6 +268,9 @@ class JudgedCollective:
     def reduce(self, contribution: Contribution) -> RoundResult:
         """See `Collective`; raises `RoundFailedError` also if the other's part contradicts this replica's own."""
         result = self._collective.reduce(contribution)
+        if self._is_sparse:
+            self._judge_sparse(contribution, result)
+            return result
         if not self._num_slices:
             self._judge(result.report, contribution.vector, result.vector)
             return result
@@ -280,19 +294,33 @@ class JudgedCollective:
         self._judge(result.report, own[-1], result.vector)
         return result
 
+    def _judge_sparse(self, contribution: Contribution, result: RoundResult) -> None:
+        """The same for a contribution of which the greatest values were sent, and the rest is in the residual."""
+        if result.residual is None or self._share(result.report) is None:
+            return
+        own = contribution.vector if contribution.residual is None else contribution.vector + contribution.residual
+        is_other_s = (own == result.residual) & (result.vector != 0)
+        self._refuse_if(contradiction_of(own[is_other_s], result.vector[is_other_s], math.inf), result.report)
+
     def _judge(self, report: RoundReport, own: Tensor, average: Tensor) -> None:
         """Raises `RoundFailedError` if the average is refused."""
+        share = self._share(report)
+        if share is not None:
+            self._refuse_if(contradiction_of(own, (average - share * own) / (1 - share)), report)
+
+    def _share(self, report: RoundReport) -> float | None:
+        """This replica's share of an average of two; None: it is none, or the replica has done too little to judge."""
         if len(report.members) != 2 or self._own_id not in report.members or report.completeness < 1:
-            return
+            return None
         place = report.members.index(self._own_id)
         weights = report.weights or (1.0, 1.0)
         share = weights[place] / sum(weights) if sum(weights) else 0.0
-        if not _MIN_OWN_SHARE <= share < 1:
-            return
-        contradiction = contradiction_of(own, (average - share * own) / (1 - share))
+        return share if _MIN_OWN_SHARE <= share < 1 else None
+
+    def _refuse_if(self, contradiction: str | None, report: RoundReport) -> None:
         if contradiction is None:
             return
-        other = report.members[1 - place]
+        other = report.members[1 - report.members.index(self._own_id)]
         logger.error(
             "round %d: the contribution of %s contradicts this worker's own work (%s): the average is not taken, and "
             "there are no more rounds with it for %.0f s; one of the two is wrong, a third worker would show which",
@@ -307,7 +335,7 @@ class JudgedCollective:
         )
 
 
-def contradiction_of(own: Tensor, other: Tensor) -> str | None:
+def contradiction_of(own: Tensor, other: Tensor, max_ratio: float = _MAX_RATIO) -> str | None:
     """Why another's contribution cannot be that of an honest replica; None: it can."""
     own, other = own.double(), other.double()
     own_norm, other_norm = float(own.norm()), float(other.norm())
@@ -316,8 +344,8 @@ def contradiction_of(own: Tensor, other: Tensor) -> str | None:
     cosine = float(torch.dot(own, other)) / (own_norm * other_norm)
     if cosine < _MIN_COSINE:
         return f"cosine {cosine:.2f}, {_MIN_COSINE:g} or more expected"
-    if other_norm > _MAX_RATIO * own_norm:
-        return f"{other_norm / own_norm:.0f} times as large, at most {_MAX_RATIO:g} times expected"
+    if other_norm > max_ratio * own_norm:
+        return f"{other_norm / own_norm:.0f} times as large, at most {max_ratio:g} times expected"
     return None
 
 

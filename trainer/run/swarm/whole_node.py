@@ -134,7 +134,8 @@ class PartsReplica(Replica):
         if self._network is None:
             return self._collective
         group = self._network.group(stage)
-        return JudgedCollective(group.collective, self._network.peer_id, group.distrust)
+        is_sparse = self.config.strategy == "sparseloco"
+        return JudgedCollective(group.collective, self._network.peer_id, group.distrust, is_sparse=is_sparse)
 
     @property
     def sharing(self) -> PartsTrainer:

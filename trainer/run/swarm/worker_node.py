@@ -137,6 +137,7 @@ class WorkerNode:
             network.peer_id,
             network.distrust,
             num_slices=0 if self._has_common_state else sparta.num_slices,
+            is_sparse=config.strategy == "sparseloco",
         )
         self._synchroniser = ReplicaSynchroniser(
             config,

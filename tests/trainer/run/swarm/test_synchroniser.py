@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.replica_group import MeetingCollective, Quadratic, Regression, ReplicaGroup, run_replicas
+from tests.support.replica_group import MeetingCollective, Quadratic, Regression, ReplicaGroup, Scripted, run_replicas
+from trainer.aggregation import RuleConfig
+from trainer.aggregation.config import Averaging
+from trainer.aggregation.sparse import aggregate_sparse
+from trainer.compression.sparse import SparseCodec
+from trainer.errors import RoundFailedError
 from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 from trainer.outer.engine.collective import Collective, Contribution, RoundResult
 from trainer.outer.engine.strategy import OuterResult
@@ -212,3 +217,40 @@ def test_who_has_done_little_itself_or_was_alone_does_not_judge(weights: tuple[f
 
     run_replicas([bring(judged, 1.0), bring(MeetingCollective(group, 1), -3.0)])
     assert not distrusted
+
+
+@pytest.mark.parametrize("averaging", ["replicas", "senders"])
+@pytest.mark.parametrize(("direction", "is_wrong"), [(1.0, False), (0.0, False), (-1.0, True)])
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_of_sparse_contributions_the_others_is_compared_where_it_alone_sent(
+    averaging: Averaging, direction: float, is_wrong: bool, share: float
+) -> None:
+    """Two that learn the same, or each its own, send other values of 4,096; one is clipped to the other's norm."""
+    generator = torch.Generator().manual_seed(3)
+    codec = SparseCodec()
+    common, noise = (torch.randn(1 << 16, generator=generator) for _ in range(2))
+    vector, residual = 4 * common, 0.1 * torch.randn(1 << 16, generator=generator)
+    own, other = vector + residual, direction * common + noise
+    sent = [codec.decode_sparse(codec.encode(each), each.numel()) for each in (own, other)]
+    left = own.clone()
+    sent[0].subtract_from(left)
+    outcome = aggregate_sparse(sent, (share, 1 - share), RuleConfig(rule="mean", validation="off"), averaging)
+    assert outcome.clipped.keys() == {0}
+
+    class Answering(Scripted):
+        def reduce(self, contribution: Contribution) -> RoundResult:
+            found = super().reduce(contribution)
+            return replace(found, report=replace(found.report, weights=(share, 1 - share)))
+
+    inner = Answering(lambda _: outcome.vector)
+    inner.residual = left
+    distrusted = list[str]()
+    judged = JudgedCollective(inner, "a", lambda key, _: distrusted.append(key), is_sparse=True)  # type: ignore[arg-type]
+    brought = {"reference": torch.zeros(1), "age_s": 0.0, "state_digest": "", "residual": residual}
+    contribution = Contribution(round_index=0, num_batches=1, vector=vector, **brought)
+    if is_wrong:
+        with pytest.raises(RoundFailedError, match="contradicts this worker's own work"):
+            judged.reduce(contribution)
+    else:
+        judged.reduce(contribution)
+    assert distrusted == (["b"] if is_wrong else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.announcements import announcement
 from tests.support.pipeline_swarm import PipelineSwarm, steps_of
-from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, merged
+from tests.support.trainer_command import TrainerCommand, finished
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm, merged
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Identity
 from trainer.run.config import RunConfig, from_mapping
@@ -176,3 +178,62 @@ def test_a_swarm_and_whole_nodes_train_one_model(tmp_path: Path) -> None:
         # Beside its own work, a whole node's contribution weighs by its micro-batches.
         rounds = [event for event in swarm["whole-1"].events("round") if len(event.fields["members"]) == 3]
         assert all(weight == int(weight) for event in rounds for weight in event.fields["weights"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_signed_mixed_run_of_sparse_contributions_changes_for_all_alike(
+    tmp_path: Path, trainer: TrainerCommand
+) -> None:
+    def command(*arguments: str) -> str:
+        line = [sys.executable, "-m", "trainer", *arguments]
+        return finished(line, trainer.environment(), 0, 120.0).stdout
+
+    file, key = tmp_path / "run.yaml", tmp_path / "run.key"
+    shared = (
+        *("--stages", "2", "--whole-nodes", "--strategy", "sparseloco", "--inner-steps", "6", "--preset", "tiny"),
+        *("--seq-len", "32", "--batch-size", "2", "--set", "inner.accumulation_steps=4", "--lr", "1e-3"),
+        *("--set", "swarm.stage.target_tokens=256", "--set", "inner.warmup_steps=2", "--set", "data.plateau=off"),
+        *("--set", "swarm.join.first_peers_s=1.5", "--set", "discovery.announce_interval_s=0.5"),
+        *("--set", "discovery.poll_interval_s=0.2", "--set", "collective.invite_after_s=2"),
+        *("--set", "collective.min_members=2", "--set", "rule.validation=log"),
+    )
+    own = {
+        "state_dir": tmp_path / "home",
+        "checkpoint.directory": tmp_path / "checkpoints",
+        "swarm.checkpoint.directory": tmp_path / "stages",
+        "log.directory": tmp_path / "log",
+        "rpc.host": "127.0.0.1",
+        "rpc.public_address": "127.0.0.1",
+        "api.port": 0,
+        "device": "cpu",
+        "threads": 1,
+    }
+    options = [part for name, value in own.items() for part in ("--set", f"{name}={value}")]
+    with TrainingSwarm(tmp_path, trainer.store) as swarm:
+        # In the place of the swarm's own, which is not signed.
+        file.write_text(command("run", "init", "corpus-3", *shared, "--key", str(key)), encoding="utf-8")
+        command("run", "set", "inner.lr=1e-4", "--run", str(file), "--key", str(key), "--at-round", "2")
+        options += ["--store", str(trainer.store)]
+        swarm.begin("driver-1", options=["--pipeline", "swarm", "--json", *options])
+        for stage in STAGES:
+            swarm.begin(stage, options=options, program=("-m", "trainer", "worker", "--stage", stage))
+        swarm.begin("whole-1", options=options)
+        whole = swarm["whole-1"]
+        nodes = {stage: [swarm[stage], whole] for stage in STAGES}
+        swarm.wait(lambda: all(newest(nodes[stage], stage) >= 4 for stage in STAGES), "four rounds", 4 * WAIT_S)
+        assert swarm.stop("driver-1") == [TERMINATED]
+        assert swarm.stop(*STAGES, "whole-1") == [TERMINATED] * 3
+        for stage in STAGES:
+            assert check_one_state(nodes[stage], stage) >= 3
+        for node in swarm.nodes.values():
+            assert "Traceback" not in node.output()
+        for node in (*(swarm[stage] for stage in STAGES), whole):
+            [change] = node.events("run_change")
+            assert (change.number("at_round"), change.number("round_index")) == (2, 2), node.name
+        rates = [event.number("lr") for event in whole.events("step")]
+        assert max(rates) == pytest.approx(1e-3)
+        assert rates[-1] <= 1e-4
+        # A fiftieth of fp32's 32 bits a parameter, and the messages of a small model's round.
+        sizes = [event.number("sent_bytes") for event in whole.events("round") if len(event.fields["members"]) == 2]
+        assert max(sizes) < 4 * 1_250_000 / 8
