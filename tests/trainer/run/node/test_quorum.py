@@ -29,4 +29,4 @@ def test_more_tokens_count_in_the_same_time_than_with_a_barrier_and_all_end_alik
     assert barrier.differing == quorum.differing == 0
     assert quorum.num_rounds > barrier.num_rounds >= 2
     assert quorum.tokens_counted_per_s > 1.15 * barrier.tokens_counted_per_s, (barrier, quorum)
-    assert quorum.held_out["1"] < barrier.held_out["1"] + 0.05, (barrier, quorum)
+    assert quorum.held_out["1"] < barrier.held_out["1"] + 0.1, (barrier, quorum)
