@@ -246,17 +246,19 @@ class MembershipGathering:
             self._fail("few", "it cannot be agreed here; see the coordinator's log")
 
     async def _gather(self) -> None:
-        inviting = asyncio.create_task(self._invite_missing())
+        inviting, closes = asyncio.create_task(self._invite_missing()), False
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.gather_timeout_s):
-                    while not self.over and not self._is_complete():
+                    while not self.over and not self._is_complete() and not closes:
                         if self._has_quorum():
                             await self._let_attend()
-                            if self._has_majority():
-                                break
-                        # Expected peers change as discovery learns of them: looked at again from time to time.
-                        await self._changes.wait(self._look_again_s())
+                            closes = self._has_majority()
+                        if not closes:
+                            # Expected peers change as discovery learns of them: looked at again from time to time.
+                            await self._changes.wait(self._look_again_s())
+            if self._quorum is not None and not closes and not self.over:
+                await self._let_attend()
         finally:
             inviting.cancel()
             with suppress(asyncio.CancelledError):
@@ -287,7 +289,12 @@ class MembershipGathering:
             self._quorum.came(peer_id, self._lag(peer_id, request), time.monotonic())
 
     def _has_quorum(self) -> bool:
-        return self._quorum is not None and self._quorum.is_over(time.monotonic())
+        if self._quorum is None or not self._quorum.is_over(time.monotonic()):
+            return False
+        ready = {peer_id: join for peer_id, join in self._joins.items() if join.num_batches}
+        known = self._known()
+        alike = Counter(join.state_digest for peer_id, join in ready.items() if peer_id in known)
+        return max(alike.values(), default=0) >= self._quorum.needed  # Work on another state is none for this round.
 
     def _has_majority(self) -> bool:
         """Whether most nodes are there, with work or without: no two parts of a run go on without the other."""

@@ -147,7 +147,9 @@ class QuorumWatch:
 
     def __init__(self, quorum: float, max_grace_s: float, history: QuorumHistory, num_known: int) -> None:
         self._history = history
-        self._needed = members_needed(quorum, history.num_members or num_known)
+        needed = members_needed(quorum, history.num_members or num_known)
+        self.needed = min(needed, num_known) if quorum < 1 else needed
+        """Members with work that make a quorum."""
         self._longest_s = history.longest_window_s(max_grace_s)
         self._window_s = history.gaps.window_s(self._longest_s)
         self._came: set[str] = set()
@@ -168,13 +170,13 @@ class QuorumWatch:
             self._history.gaps.note(peer_id, now_s - self._quorum_at_s)
         elif lag and before_s is not None:  # Too late for the round before, by so much.
             self._history.gaps.note(peer_id, now_s - before_s + self._window_s)
-        if self._quorum_at_s is None and len(self._came) >= self._needed:
+        if self._quorum_at_s is None and len(self._came) >= self.needed:
             self._quorum_at_s = now_s
 
     def left(self, peer_id: str) -> None:
         """Takes down that a member has left; a quorum that it was needed for is none any more."""
         self._came.discard(peer_id)
-        if len(self._came) < self._needed:
+        if len(self._came) < self.needed:
             self._quorum_at_s = None
 
     def left_s(self, now_s: float) -> float | None:

@@ -229,6 +229,36 @@ def test_one_that_says_it_attends_and_does_not_costs_some_seconds_once() -> None
     asyncio.run(scenario())
 
 
+def test_work_on_another_state_makes_no_quorum() -> None:
+    async def scenario() -> None:
+        meeting = Meeting(2)
+        own = asyncio.create_task(meeting.gathering.join(FAST, REQUEST))
+        forked = REQUEST.model_copy(update={"state_digest": "c" * 64})
+        other = asyncio.create_task(meeting.gathering.join(EVEN, forked))
+        await asyncio.sleep(0.6)
+        assert not meeting.gathering.over
+        last = asyncio.create_task(meeting.gathering.join(SLOW, REQUEST))
+        assert (await own).peer_ids == tuple(sorted((FAST, SLOW)))
+        meeting.gathering.close()
+        await asyncio.gather(other, last, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_round_with_few_of_the_nodes_waits_for_more_whatever_its_quorum() -> None:
+    async def scenario() -> None:
+        meeting = Meeting(1, attends=False)
+        own = asyncio.create_task(meeting.gathering.join(FAST, REQUEST))
+        await asyncio.sleep(1.5)
+        assert not meeting.gathering.over, "one of three is no majority"
+        other = asyncio.create_task(meeting.gathering.join(EVEN, WITHOUT_WORK))
+        assert (await own).peer_ids == tuple(sorted((FAST, EVEN)))
+        meeting.gathering.close()
+        await asyncio.gather(other, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
 def test_strangers_and_members_without_work_make_no_quorum() -> None:
     async def scenario() -> None:
         meeting = Meeting(2)
