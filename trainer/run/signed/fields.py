@@ -75,7 +75,8 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
     "bucket": {
         "own": "poll_interval_s watch_interval_s prices",
         "offered": "url",
-        "fixed": "members max_members num_slices quorum propose_after_s few_members_after_s snapshot_rounds keep_rounds",
+        "fixed": "members max_members num_slices quorum propose_after_s few_members_after_s snapshot_rounds "
+        "keep_rounds",
     },
     "rpc": {
         "own": "host port public_address allowed_peers heartbeat_s stall_timeout_s connect_timeout_s request_timeout_s "
