@@ -241,10 +241,8 @@ class SimulatedRound:
             values = torch.empty(self.num_values)
             for number, parts in slices.items():
                 if peer_id not in speakers[number]:
-                    distance = {
-                        holder: (group_of[holder] - group_of[peer_id]) % len(plan.groups) for holder in speakers[number]
-                    }
-                    holder = min(distance, key=lambda each: (distance[each], each))
+                    column = {holder: group_of[holder] for holder in speakers[number]}
+                    holder = plan.fetch_order(peer_id, number, column)[0]
                     traffic.move(holder, peer_id, sum(len(payload) for payload in parts.values()) * scale)
                 for part, payload in parts.items():
                     start = part * self.part_values

@@ -248,8 +248,12 @@ class SliceReduction:
             if each.own is not None and not each.has_said:
                 self._say(each, each.own)
 
-    def _reduce(self, each: _Slice) -> None:
-        """Reduces a slice from the members' own bytes; whoever's are not there, or others, is left out by all."""
+    def _reduce(self, each: _Slice) -> tuple[str, bytes]:
+        """Reduces a slice from the members' own bytes; whoever's are not there, or others, is left out by all.
+
+        Returns:
+            Digest and encoded result.
+        """
         form, place = self._form.of_slice(each.number), self._form.place(each.number)
         members = [member.member for member in self._agreement.members]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket-slices") as pool:
@@ -268,6 +272,7 @@ class SliceReduction:
         }
         each.odd, each.rule, each.note = dict(made.odd), made.rule, made.note
         each.completeness = made.completeness * len(payloads) / len(members)
+        return each.own
 
     def _contributed(self, member: str, number: int, size_bytes: int) -> bytes | None:
         digests = bytes(self._digests[member])
@@ -364,13 +369,11 @@ class SliceReduction:
             return
         before = self._values[self._form.place(each.number)].clone()
         try:
-            self._reduce(each)
-            if each.own is None:
-                return
-            self._judge(each.number, each.own[0])
-            self._take(each, each.own[1])
+            own = self._reduce(each)
+            self._judge(each.number, own[0])
+            self._take(each, own[1])
             if not torch.equal(before, self._values[self._form.place(each.number)]):
-                self._say(each, each.own)
+                self._say(each, own)
         except GenesisError as error:
             logger.warning("round %d: slice %d is not checked: %s", self._agreement.round_index, each.number, error)
 

@@ -13,7 +13,14 @@ from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, toge
 from trainer.aggregation import RuleConfig
 from trainer.bucket_rounds.documents import payload_digest
 from trainer.bucket_rounds.forms import PART_VALUES, DenseForm
-from trainer.bucket_rounds.reducers import SlicedForm, SliceReduction, _Slice, require_sliceable
+from trainer.bucket_rounds.reducers import (
+    SlicedForm,
+    SliceReduction,
+    _Slice,
+    checked_by,
+    reducers_of,
+    require_sliceable,
+)
 from trainer.compression.vectors import codec_named
 from trainer.errors import TrainerUsageError
 
@@ -25,8 +32,8 @@ def form_of(num_values: int, codec: str = "int8") -> SlicedForm:
     return SlicedForm(DenseForm(codec_named(codec), num_values, num_threads=1), NUM_SLICES)
 
 
-def members(path: Path, count: int, rule: RuleConfig | None = None) -> list[Replica]:
-    config = replace(FAST, quorum=count)  # However busy this machine is, all are in it.
+def members(path: Path, count: int, rule: RuleConfig | None = None, wait_s: float = 0.5) -> list[Replica]:
+    config = replace(FAST, quorum=count, propose_after_s=wait_s)  # However busy this machine is, all are in it.
     options = {"form_of": form_of, "rule": rule, "config": config, "gather_timeout_s": 60.0}
     return [Replica(settings_of(folder(path), **options), NUM_VALUES) for _ in range(count)]  # type: ignore[arg-type]
 
@@ -124,10 +131,37 @@ def test_reducers_that_are_gone_after_the_agreement_are_stood_in_for(tmp_path, m
 def test_what_a_member_fetches_does_not_grow_with_the_members(tmp_path: Path) -> None:
     received = {}
     for count in (4, 12):
-        replicas = members(tmp_path / str(count), count)
+        replicas = members(tmp_path / str(count), count, wait_s=30.0)  # Nobody steps in for one who is slow.
         one_round(replicas)
         assert_alike(replicas)
         bytes_each = [each.results[0].report.received_bytes / NUM_VALUES for each in replicas]
         received[count] = sum(bytes_each) / count
     # Two slices of six for each of n members to reduce, shared among n; one more of n to check; and the result.
     assert received[12] < 12 / 2 and received[12] - received[4] < 0.5 * (12 - 4)
+
+
+@pytest.mark.slow
+def test_two_reducers_with_one_lie_are_named_by_whoever_checks_their_slice(tmp_path, monkeypatch) -> None:
+    replicas = members(tmp_path, 6)
+    honest = SliceReduction._say
+
+    def lie(self: SliceReduction, each: _Slice, own: tuple[str, bytes]) -> None:
+        if each.number == 0 and self._identity.peer_id in reducers_of(self._agreement, 0)[:2]:
+            own = (payload_digest(bytes(len(own[1]))), bytes(len(own[1])))
+        honest(self, each, own)
+
+    monkeypatch.setattr(SliceReduction, "_say", lie)
+    together({str(number): each.take_part for number, each in enumerate(replicas)})
+    agreement = replicas[0].agreements[0]
+    liars = reducers_of(agreement, 0)[:2]
+    for each in replicas:
+        own_id, result = each.settings.own_id, each.results[0]
+        if own_id in liars:
+            continue
+        if checked_by(agreement, own_id, NUM_SLICES) == 0:
+            assert set(liars) <= dict(result.report.dropped).keys()
+            assert bool(result.vector[:1000].any())
+        elif bool(result.vector[:1000].any()):  # It heard of one who checked before it had believed the two.
+            assert set(liars) <= dict(result.report.dropped).keys()
+    num_checks = [checked_by(agreement, f"{number:064x}", NUM_SLICES) for number in range(600)]
+    assert all(50 < num_checks.count(number) < 150 for number in range(NUM_SLICES))

@@ -78,6 +78,15 @@ class GroupPlan:
         """Returns the members that reduce a slice among the groups, with their groups; none of a group that is gone."""
         return {self.holder(group, number, left): group for group, left in sorted(survivors.items()) if left}
 
+    def fetch_order(self, peer_id: str, number: int, column: Mapping[str, int]) -> list[str]:
+        """Returns of whom a member fetches a slice: the holder in its own group, then the others.
+
+        Each member has another order of those, so that where a holder is gone no other one serves two groups.
+        """
+        others = self.seeded_order(f"fetch {number} {peer_id}", column)
+        members = self.groups[self.group_of(peer_id)]
+        return sorted(others, key=lambda holder: holder not in members)
+
     def seeded_order(self, purpose: str, peer_ids: Collection[str]) -> list[str]:
         """Returns ids in an order that follows from the round and a purpose."""
         salt = self.seed + purpose.encode() + b"\0"

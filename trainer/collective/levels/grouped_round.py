@@ -387,11 +387,8 @@ class GroupedRound:
     async def _fetch_slice(self, number: int, digest: str, survivors: Mapping[int, Collection[str]]) -> bool:
         """Fetches a slice from its holder in this group, or from those in others."""
         column = self._plan.column(number, survivors)
-        nearest = sorted(
-            column, key=lambda peer_id: ((column[peer_id] - self._group) % len(self._plan.groups), peer_id)
-        )
         parts = self._parts_of(number)
-        for holder in nearest * _FETCH_ROUNDS:
+        for holder in self._plan.fetch_order(self._own_id, number, column) * _FETCH_ROUNDS:
             if holder in self._liars or holder == self._own_id:
                 continue
             try:

@@ -175,9 +175,12 @@ class LevelService:
             raise ValueError(f"expected the agreement {notice.digest[:12]}, found another of {len(data)} bytes")
         try:
             parse_strict_json(bytes(data))
-            return GroupedAgreement.model_validate_json(bytes(data))
+            found = GroupedAgreement.model_validate_json(bytes(data))
         except ValidationError as error:
             raise ValueError(f"not an agreement: {error.error_count()} errors") from None
+        if len(found.members) <= self._settings().config.max_group_members:
+            raise ValueError(f"{len(found.members)} members are one group here, by collective.max_group_members")
+        return found
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 

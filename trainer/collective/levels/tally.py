@@ -74,6 +74,7 @@ class Tally:
         self._absent: set[str] = set()
         self._changes = Changes()
         self._running: asyncio.Task[None] | None = None
+        self._is_over = False
 
     async def say(self, peer_id: str, subject: int, word: str) -> TallyTable:
         """Takes a member's word and waits for the table; the first word of a member counts.
@@ -88,8 +89,8 @@ class Tally:
             self._changes.notify()
         if self._running is None:
             self._running = asyncio.create_task(self._run())
-        await self._changes.wait_for(lambda: self.table is not None)
-        if self.table is None:
+        await self._changes.wait_for(lambda: self.table is not None or self._is_over)
+        if self.table is None:  # Another takes the coordinator's place.
             raise RefusedError("unknown", "the tally has ended here without a table")
         return self.table
 
@@ -106,8 +107,7 @@ class Tally:
         finally:
             if probing is not None:
                 probing.cancel()
-            if self.table is None:
-                self.table = TallyTable(rows=(), failure="the coordinator's tally was broken off")
+            self._is_over = True
             self._changes.notify()
 
     async def _wait(self) -> None:
