@@ -14,6 +14,7 @@
     python scripts/bench_trainer.py outer          # what an outer step stalls training, overlap off and on, in copies
     python scripts/bench_trainer.py bucket         # the same for a round through a bucket, and what links make of it
     python scripts/bench_trainer.py quorum         # rounds closed by a quorum: simulated, and three nodes 1 : 2 : 4
+    python scripts/bench_trainer.py bucket-liars   # held-out loss with liars in rounds through a bucket
     python scripts/bench_trainer.py gpu            # MFU of 125M, 350M, 1B; what an outer step stalls
 
 Every figure is a ratio to something measured in the same run. Members are processes of their own, in network namespaces
@@ -30,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench_parts import parts_parser, run_parts
 from scripts.trainer_bench.bucket import add_options as add_bucket_options
 from scripts.trainer_bench.bucket import bench_bucket
+from scripts.trainer_bench.bucket_liars import add_options as add_liar_options
+from scripts.trainer_bench.bucket_liars import bench_bucket_liars
 from scripts.trainer_bench.gpu import bench_gpu
 from scripts.trainer_bench.liars import RULES, bench_liars
 from scripts.trainer_bench.links import bench_links
@@ -57,6 +60,7 @@ BENCHES = {
     "outer": bench_outer,
     "bucket": bench_bucket,
     "quorum": bench_quorum,
+    "bucket-liars": bench_bucket_liars,
     "gpu": bench_gpu,
 }
 
@@ -97,6 +101,7 @@ def main() -> None:
     parser.add_argument("--powersgd-steps", type=int, default=200, help="of each training; 0: none, for powersgd")
     add_bucket_options(parser)
     add_quorum_options(parser)
+    add_liar_options(parser)
     parser.add_argument("--sparse-repeats", type=int, default=5, help="of each timed call, for sparse")
     parser.add_argument("--sparse-wire-values", type=int, default=8 << 20, help="of a vector; 0: no rounds, for sparse")
     parser.add_argument("--sparse-preset", default="tiny", help="model that is trained, for sparse")

@@ -297,8 +297,9 @@ def as_text(report: dict[str, Any]) -> str:
                 off = compute_s / (compute_s + moved_s + off_s)
                 on = compute_s / (compute_s + max(0.0, moved_s - compute_s) + on_s)
                 lines.append(
-                    f"    {down_mbit:g}/{up_mbit:g} Mbit/s, {how}: {moved_s:.1f} s on the link beside {compute_s:.0f} s of "
-                    f"{_INNER_STEPS} steps: utilisation {off:.4f} with overlap off, {on:.4f} with it on (asked {asked})"
+                    f"    {down_mbit:g}/{up_mbit:g} Mbit/s, {how}: {moved_s:.1f} s on the link beside {compute_s:.0f} s"
+                    f" of {_INNER_STEPS} steps: utilisation {off:.4f} with overlap off, {on:.4f} with it on "
+                    f"(asked {asked})"
                 )
     return "\n".join(lines)
 

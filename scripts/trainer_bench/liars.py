@@ -89,20 +89,10 @@ def bench_liars(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def trained_loss(rule: RuleConfig, num_members: int, setting: Setting, lie: str = "", num_liars: int = 0) -> float:
     """Held-out loss of a run in nats a token; infinite, if it does not end with finite parameters."""
-    model = build_model(_SHAPE, setting.seed)
+    model = tiny_model(setting)
     layout = FlatLayout.of(synchronised_parameters(model))
-    config = InnerConfig(
-        lr=3e-3,
-        warmup_steps=setting.inner_steps,
-        decay_end_step=2 * setting.num_rounds * setting.inner_steps,
-        seq_len=_SEQ_LEN,
-        micro_batch_size=_ROWS,
-    )
-    replicas = [build_model(_SHAPE, setting.seed) for _ in range(num_members)]
-    loops = [
-        InnerLoop(replica, make_optimizer(replica, config), config, _batches(member, setting.seed), torch.device("cpu"))
-        for member, replica in enumerate(replicas)
-    ]
+    replicas = [tiny_model(setting) for _ in range(num_members)]
+    loops = [member_loop(replica, member, setting) for member, replica in enumerate(replicas)]
     anchor = layout.gather(synchronised_parameters(model))
     momentum, reference = torch.zeros_like(anchor), torch.zeros_like(anchor)
     generator = torch.Generator().manual_seed(setting.seed + 77)
@@ -123,7 +113,25 @@ def trained_loss(rule: RuleConfig, num_members: int, setting: Setting, lie: str 
         reference = _aggregated(rows, weights, rule, reference)
         OuterOptimizer().step(anchor, momentum, reference)
     layout.scatter(anchor, synchronised_parameters(model))
-    return _held_out_loss(model)
+    return held_out_loss(model)
+
+
+def tiny_model(setting: Setting) -> torch.nn.Module:
+    """Returns the model of all members, with its first weights."""
+    return build_model(_SHAPE, setting.seed)
+
+
+def member_loop(model: torch.nn.Module, member: int, setting: Setting) -> InnerLoop:
+    """Returns the training of one member, on a shard of its own."""
+    config = InnerConfig(
+        lr=3e-3,
+        warmup_steps=setting.inner_steps,
+        decay_end_step=2 * setting.num_rounds * setting.inner_steps,
+        seq_len=_SEQ_LEN,
+        micro_batch_size=_ROWS,
+    )
+    batches = _batches(member, setting.seed)
+    return InnerLoop(model, make_optimizer(model, config), config, batches, torch.device("cpu"))
 
 
 def held_out_ratio(lie: str, num_members: int, num_liars: int, setting: Setting) -> float:
@@ -164,7 +172,8 @@ def _batches(member: int, seed: int) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
 
 
-def _held_out_loss(model: torch.nn.Module) -> float:
+def held_out_loss(model: torch.nn.Module) -> float:
+    """Returns the loss on the shards that nobody trains on; infinite where it is not finite."""
     ids = torch.cat([_ids(NUM_SHARDS - number - 1) for number in range(_NUM_HELD_OUT)])
     starts = torch.arange(0, len(ids) - _SEQ_LEN - 1, 97)[:640]
     rows = ids[starts[:, None] + torch.arange(_SEQ_LEN + 1)]

@@ -18,6 +18,7 @@ import torch
 
 from genesis.store.folder import FolderStore
 from genesis.store.opening import open_store
+from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.s3_servers import Server, free_port, moto_s3, rclone_s3, speaking_to
 from tests.support.trainer_command import ROOT, WAIT_S, RunningTrainer, TrainerCommand, TrainerHere, differences
 from trainer.bucket_rounds.config import BucketConfig
@@ -293,3 +294,41 @@ def test_nodes_without_keys_train_by_addresses_that_the_authority_signs(
             assert place.agreed_rounds() == [0, 1, 2]
             assert place.snapshots()
             place.close()
+
+
+AWAY_S = 60.0
+"""For how long the store answers nothing but errors, or nothing at all."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", [Fault.ERROR_500, Fault.HANG])
+def test_a_store_that_is_away_for_a_minute_costs_time_only(
+    trainer: TrainerCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    is_away = threading.Event()
+    more = ("--set", "bucket.quorum=3", "--set", "collective.min_members=3", "--set", "collective.gather_timeout_s=900")
+    more += ("--set", "collective.invite_after_s=900", "--compression", "int8")
+    for name, value in without_keys().items():
+        monkeypatch.setenv(name, value)
+    train_together(trainer, tmp_path / "undisturbed", 3, *more)
+    other = TrainerCommand(trainer.store, tmp_path / "other")
+    with (
+        moto_s3("bucket") as server,
+        FaultProxy(server.port, rate=1.0, faults=(fault,), only=lambda _request: is_away.is_set()) as proxy,
+        ExitStack() as stack,
+    ):
+        for name, value in server.environment(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        nodes = [stack.enter_context(other.running(*arguments("s3://bucket/run-1", n, *more))) for n in range(3)]
+        nodes[0].wait_for("round", 1)
+        is_away.set()
+        time.sleep(AWAY_S)
+        is_away.clear()
+        for node in nodes:
+            assert node.wait(600.0) == 0, "".join(node.errors)
+        assert proxy.injected[fault] > 0
+    assert_alike(other, 3)
+    assert torch.equal(anchor_of(trainer, 0), anchor_of(other, 0))
+    rounds = [event for event in nodes[0].events if event["kind"] == "round"]
+    assert [(each["round_index"], len(each["members"])) for each in rounds] == [(0, 3), (1, 3), (2, 3)]

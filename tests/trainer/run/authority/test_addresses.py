@@ -1,0 +1,173 @@
+"""What an authority signs of its run's bucket, and for whom: its members' own names, few and small."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.authority import LOCAL, Authority, join_wire, running_authority
+from tests.support.bucket_rounds import FAST, Replica, settings_of, together
+from tests.support.rpc_node import RUN_ID, refused
+from tests.support.s3_servers import Server, moto_s3, point_boto3_at
+from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, MAX_RECORD_BYTES
+from trainer.bucket_rounds.place import agreement_key, contribution_key, snapshot_prefix, state_key, wish_key
+from trainer.collective.planning import coordinator_order
+from trainer.errors import RefusedError, TrainerUsageError
+from trainer.network.rpc import Identity
+from trainer.run.authority.addresses import AddressConfig, BucketAddresses, refusal_of
+from trainer.run.authority.messages import AddressReply, AddressRequest, WantedAddress, sign_address_request
+
+OWN, OTHER, DIGEST = "a" * 64, "b" * 64, "c" * 64
+SMALL = AddressConfig(max_contribution_bytes=1000, hourly_bytes=1e5, hourly_objects=20.0)
+
+
+def put(key: str, size_bytes: int = 10, *, if_absent: bool = True) -> WantedAddress:
+    return WantedAddress(kind="put", key=key, size_bytes=size_bytes, if_absent=if_absent)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        put(contribution_key(3, OWN, DIGEST), 1000),
+        put(state_key(3, OWN), MAX_RECORD_BYTES),
+        put(agreement_key(3, 0), MAX_AGREEMENT_BYTES),
+        put("run.json"),
+        put(wish_key(OWN), if_absent=False),
+        put(f"{snapshot_prefix(3, DIGEST)}data-000000", 64 << 20),
+        WantedAddress(kind="delete", key=wish_key(OWN)),
+        WantedAddress(kind="get", key=contribution_key(3, OTHER, DIGEST)),
+        WantedAddress(kind="list", key="rounds/0000000003/", after=state_key(3, OTHER)),
+        WantedAddress(kind="list", key="snapshots/"),
+    ],
+)
+def test_a_member_may_do_what_rounds_need(wanted: WantedAddress) -> None:
+    assert refusal_of(OWN, wanted, SMALL) == ""
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        put(contribution_key(3, OTHER, DIGEST)),
+        put(state_key(3, OTHER)),
+        put(wish_key(OTHER), if_absent=False),
+        put(contribution_key(3, OWN, DIGEST), 10_000),
+        put(contribution_key(3, OWN, DIGEST), if_absent=False),
+        put(agreement_key(3, 0), MAX_AGREEMENT_BYTES + 1),
+        put(state_key(3, OWN), MAX_RECORD_BYTES + 1),
+        put(f"{snapshot_prefix(3, DIGEST)}data-000000", (64 << 20) + 1),
+        put("manifest.json"),
+        put("rounds/0000000003/notes"),
+        put("../other-run/run.json"),
+        WantedAddress(kind="delete", key=contribution_key(3, OWN, DIGEST)),
+        WantedAddress(kind="delete", key=wish_key(OTHER)),
+        WantedAddress(kind="delete", key=agreement_key(3, 0)),
+        WantedAddress(kind="get", key="manifest.json"),
+        WantedAddress(kind="list", key=""),
+        WantedAddress(kind="list", key="rounds/0000000003/", after="snapshots/x"),
+    ],
+)
+def test_a_member_may_do_nothing_else(wanted: WantedAddress) -> None:
+    assert refusal_of(OWN, wanted, SMALL) != ""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with moto_s3("bucket") as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketAddresses]:
+    point_boto3_at(server, None, monkeypatch)
+    found = BucketAddresses(f"s3://bucket/run-{time.time_ns()}", RUN_ID, SMALL)
+    yield found
+    found.close()
+
+
+def test_a_member_puts_few_objects_and_few_bytes(bucket: BucketAddresses) -> None:
+    for number in range(4):
+        bucket.sign(OWN, [put(contribution_key(3, OWN, f"{number:064x}"))])
+        bucket.sign(OWN, [put(contribution_key(3, OWN, f"{number:064x}"))])  # Asked for again.
+    with refused("rate", "fewer or smaller"):
+        bucket.sign(OWN, [put(contribution_key(3, OWN, "d" * 64))])
+    bucket.sign(OTHER, [put(contribution_key(3, OTHER, DIGEST))])
+    with refused("rate", "fewer or smaller"):
+        bucket.sign(OTHER, [put("run.json", 1 << 20)])
+    with refused("rate", "fewer or smaller"):
+        for number in range(20):
+            bucket.sign(OWN, [put(state_key(number, OWN))])
+
+
+def test_a_snapshot_is_put_by_the_member_whose_turn_it_is(bucket: BucketAddresses) -> None:
+    store = bucket.place._store
+    bucket._run_name = "test"
+    members = [Replica(settings_of(store, config=replace(FAST, snapshot_rounds=1))) for _ in range(2)]
+    together({str(number): each.take_part for number, each in enumerate(members)})
+    assert members[0].agreements[0].has_snapshot
+    wanted, signed = put(f"{snapshot_prefix(0, DIGEST)}data-000000", 100), []
+    for each in members:
+        try:
+            bucket.sign(each.settings.own_id, [wanted])
+            signed.append(each.settings.own_id)
+        except RefusedError as error:
+            assert error.reason == "name"
+    assert signed == coordinator_order("test", 0, {each.settings.own_id for each in members})[:1]
+    with refused("name", "by no agreement"):
+        bucket.sign(members[0].settings.own_id, [put(f"{snapshot_prefix(7, DIGEST)}data-000000")])
+
+
+def asked(identity: Identity, sent_at: float, signer: Identity | None = None, **changes: Any) -> bytes:
+    content = {
+        "run_name": RUN_ID,
+        "peer_id": identity.peer_id,
+        "wanted": (WantedAddress(kind="list", key="rounds/"),),
+        "sent_at": sent_at,
+    }
+    return sign_address_request(AddressRequest(**(content | changes)), signer or identity)
+
+
+async def admitted(authority: Authority) -> Identity:
+    identity = Identity.create()
+    authority.register.allow(identity.peer_id, "node")
+    await authority.service.join(join_wire(identity, "", role="node"), LOCAL)
+    return identity
+
+
+async def test_addresses_are_for_members_alone(tmp_path: Path, bucket: BucketAddresses) -> None:
+    now = time.time()
+    async with running_authority(tmp_path, over_http=False, outbound_only=True, clock=lambda: now) as authority:
+        service = authority.service
+        with refused("role", "signs for a bucket"):
+            await service.addresses(asked(Identity.create(), now), LOCAL)
+        service.bucket = bucket
+        identity, revoked = await admitted(authority), await admitted(authority)
+        reply = await service.addresses(asked(identity, now), LOCAL)
+        assert isinstance(reply, AddressReply)
+        assert "X-Amz-Signature=" in reply.addresses[0].url
+        assert reply.addresses[0].life_s == SMALL.life_s
+        with refused("replayed", "came before"):
+            await service.addresses(asked(identity, now), LOCAL)
+        with refused("unknown", "join first"):
+            await service.addresses(asked(Identity.create(), now), LOCAL)
+        with refused("signature", "found another"):
+            await service.addresses(asked(identity, now + 1, signer=Identity.create()), LOCAL)
+        with refused("run", "another"):
+            await service.addresses(asked(identity, now + 1, run_name="another"), LOCAL)
+        with refused("clock", "apart"):
+            await service.addresses(asked(identity, now + 900), LOCAL)
+        authority.register.revoke(revoked.peer_id, now, 3600.0)
+        with refused("revoked", "has revoked"):
+            await service.addresses(asked(revoked, now), LOCAL)
+        now += 4 * 3600 + 1
+        with refused("unknown", "expired"):
+            await service.addresses(asked(identity, now), LOCAL)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(TrainerUsageError, match="30 s to a day"):
+        AddressConfig(life_s=5)
