@@ -55,6 +55,7 @@ class LiveSetting:
     inner_steps: int = 20
     lr: float = 3e-3
     seed: int = 0
+    measured_at: Sequence[float] = (0.25, 0.5, 0.75, 1.0)  # Shares of the time.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +187,7 @@ def _result(setting: LiveSetting, folder: Path, began_s: float, store: Path) -> 
         num_rounds=max(digests, default=-1) + 1,
         held_out={
             f"{share:g}": _held_out(folder, rounds, began_s + share * setting.seconds, store, setting.seed)
-            for share in (0.25, 0.5, 0.75, 1.0)
+            for share in setting.measured_at
         },
         num_left_out=sum(not each["ok"] for own in rounds for each in own),
         differing=sum(len(found) > 1 for found in digests.values()),
