@@ -83,7 +83,8 @@ class PeerCollective:
         )
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
-        self.behind = False  # Whether the last round failed because the others hold another state.
+        self.behind = False
+        """Whether the last round failed because the others hold another state, which has not been taken up since."""
         self.keeps_work = False
         """Whether this node's work can be in no result of the round that went on without it, and so counts later."""
         self._attended: tuple[RoundMember, Future[RoundResult]] | None = None
@@ -153,6 +154,7 @@ class PeerCollective:
 
     def move_to(self, next_round: int) -> None:
         """Notes that the node has taken a state and trains towards this round; -1 while it has none."""
+        self.behind = False
         self._loop.call_soon_threadsafe(self._service.move_to, next_round)
 
     def catch_up(self) -> None:

@@ -349,7 +349,7 @@ class Network(RoundGroup[S]):
                 if self._listener is not None:
                     self._listener.peers(self.announcements)
                 self._watchdog.look(len(self.announcements))
-                self._remembered.note(self._book.alike())
+                self._remembered.note(self.alike())
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s
                     await self._announce()

@@ -267,6 +267,7 @@ class Node:
             self.display.evaluation(found)
 
     def _after_rounds(self, outcomes: Iterable[OuterResult]) -> None:
+        # Where several parts' rounds failed together, the first has the states of all taken up.
         for outcome in outcomes:
             self._after_round(outcome)
 

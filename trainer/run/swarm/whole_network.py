@@ -165,6 +165,8 @@ class WholeNetwork(Network[Any]):
             if (found and not missing) or waited_s >= (max(wait_s, _FIRST_STATE_S) if missing else wait_s):
                 break
             time.sleep(_LOOK_S)
+        for name in found:  # Another state, though it may be of the same round.
+            self._published.pop(name, None)
         return found or None
 
     def _is_missed(self, stage: str) -> bool:
