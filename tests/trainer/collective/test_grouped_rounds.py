@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.group_actor import GroupSwarm
-from tests.support.grouped_members import GroupedMembers, digest_of, peer_id_of, vector_of
+from tests.support.grouped_members import GroupedMember, GroupedMembers, digest_of, peer_id_of, vector_of
 from tests.support.round_actor import RUN_ID
 from trainer.aggregation import RuleConfig
 from trainer.collective.levels import grouped_round
@@ -19,7 +20,7 @@ from trainer.collective.levels.messages import Stage, TallyTable
 from trainer.collective.planning import coordinator_order
 from trainer.errors import RoundFailedError
 from trainer.network.rpc import Reply
-from trainer.outer.engine.collective import RoundResult
+from trainer.outer.engine.collective import Contribution, RoundResult
 
 NUM_VALUES = 30_000
 
@@ -146,6 +147,36 @@ def test_sparse_contributions_go_through_groups(members_of):
     members = members_of(9, compression="sparse", rule=RuleConfig(rule="mean", validation="off"))
     result = one_result(members.round(0, 3 * 4096 * 9))
     assert 0 < float(result.vector.abs().max()) < 10
+
+
+@pytest.mark.slow
+def test_a_second_phase_goes_through_other_groups_of_the_same_members(members_of):
+    members = members_of(9)
+
+    def both(member: GroupedMember) -> RoundResult:
+        vector = vector_of(member.number, 0, NUM_VALUES)
+
+        def contribution(vector: torch.Tensor, state: str) -> Contribution:
+            return Contribution(
+                round_index=0,
+                vector=vector,
+                num_batches=25,
+                age_s=0.0,
+                reference=torch.zeros_like(vector),
+                state_digest=state,
+            )
+
+        return member.collective.reduce_in_phases(
+            contribution(vector, "ab" * 32),
+            lambda first: contribution(2 * vector[:9000] + first.vector[:9000], "cd" * 32),
+        )
+
+    for member in members.all:
+        member.collective.move_to(0)
+    with ThreadPoolExecutor(9) as pool:
+        found = dict(enumerate(pool.map(both, members.all)))
+    expected = 3 * mean_of(list(range(9)), 0)[:9000]
+    assert torch.allclose(one_result(found).vector, expected, atol=1e-4)
 
 
 @pytest.mark.long
