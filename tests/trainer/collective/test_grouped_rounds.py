@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.group_actor import GroupSwarm
-from tests.support.grouped_members import GroupedMembers, digest_of, peer_id_of, vector_of
+from tests.support.grouped_members import GroupedMember, GroupedMembers, digest_of, peer_id_of, vector_of
 from tests.support.round_actor import RUN_ID
 from trainer.aggregation import RuleConfig
 from trainer.collective.levels import grouped_round
@@ -19,7 +20,7 @@ from trainer.collective.levels.messages import Stage, TallyTable
 from trainer.collective.planning import coordinator_order
 from trainer.errors import RoundFailedError
 from trainer.network.rpc import Reply
-from trainer.outer.engine.collective import RoundResult
+from trainer.outer.engine.collective import Contribution, RoundResult
 
 NUM_VALUES = 30_000
 
@@ -148,18 +149,49 @@ def test_sparse_contributions_go_through_groups(members_of):
     assert 0 < float(result.vector.abs().max()) < 10
 
 
+@pytest.mark.slow
+def test_a_second_phase_goes_through_other_groups_of_the_same_members(members_of):
+    members = members_of(9)
+
+    def both(member: GroupedMember) -> RoundResult:
+        vector = vector_of(member.number, 0, NUM_VALUES)
+
+        def contribution(vector: torch.Tensor, state: str) -> Contribution:
+            return Contribution(
+                round_index=0,
+                vector=vector,
+                num_batches=25,
+                age_s=0.0,
+                reference=torch.zeros_like(vector),
+                state_digest=state,
+            )
+
+        return member.collective.reduce_in_phases(
+            contribution(vector, "ab" * 32),
+            lambda first: contribution(2 * vector[:9000] + first.vector[:9000], "cd" * 32),
+        )
+
+    for member in members.all:
+        member.collective.move_to(0)
+    with ThreadPoolExecutor(9) as pool:
+        found = dict(enumerate(pool.map(both, members.all)))
+    expected = 3 * mean_of(list(range(9)), 0)[:9000]
+    assert torch.allclose(one_result(found).vector, expected, atol=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2400)
-def test_64_members_of_eight_processes_end_alike_although_processes_are_killed(tmp_path):
-    """64 members in eight groups of eight; a round's coordinator dies with all of its process, at three steps."""
+@pytest.mark.parametrize("steps", [["_reduce_columns", ""], ["_reduce_in_group", ""], ["_fetch_missing", ""]])
+def test_64_members_of_eight_processes_end_alike_although_processes_are_killed(tmp_path, steps):
+    """64 members in eight groups of eight; a round's coordinator dies with all of its process, at one step."""
     swarm = GroupSwarm(
-        tmp_path, 8, 8, rule={"rule": "mean", "validation": "off"}, compression="int8", stall_timeout_s=15.0,
+        tmp_path, 8, 8, rule={"rule": "mean", "validation": "off"}, compression="int8", stall_timeout_s=40.0,
         gather_timeout_s=200.0, round_timeout_s=1600.0,
     )  # fmt: skip
     try:
         living = list(range(8))
         place_of = {swarm.peer_ids[number]: place for place in living for number in swarm.numbers[place]}
-        for round_index, step in enumerate(["", "_reduce_columns", "_reduce_in_group", "_fetch_missing", ""]):
+        for round_index, step in enumerate(steps):
             known = [swarm.peer_ids[number] for place in living for number in swarm.numbers[place]]
             first = coordinator_order(RUN_ID, round_index, known)[0]
             die_at = {place_of[first]: step} if step else {}
