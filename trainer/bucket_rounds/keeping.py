@@ -18,7 +18,7 @@ from genesis.errors import GenesisError
 from genesis.populate.crashpoint import crash_point
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, StateRecord, Wish, credential_field
 from trainer.bucket_rounds.history import History, kept_evidence
-from trainer.bucket_rounds.place import parse_name, snapshot_prefix, state_key, wish_key
+from trainer.bucket_rounds.place import contribution_key, snapshot_prefix, state_key, wish_key
 from trainer.bucket_rounds.round import BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import place_in_order
 from trainer.bucket_rounds.snapshots import put_snapshot
@@ -101,13 +101,19 @@ class Keeping:
             if whole.get(round_index) != digest and round_index < newest:
                 for key in sorted(keys, key=lambda it: not it.endswith("/descriptor")):  # Without it, it is not whole.
                     place.delete(key)
-        old = place.removable(min(newest, newest_round + 1 - config.keep_rounds), has_slices=config.num_slices > 0)
-        named = [(key, parse_name(key)) for key in old]
-        numbers = {name.round_index for _, name in named if name is not None}
-        new = numbers - self._cleaned
-        kept = kept_evidence(self.history, place.rounds(), new) if new else set()
-        for key, name in named:
-            if name is not None and name.round_index in new and (name.round_index, name.kind) not in kept:
+        oldest, rounds = min(newest, newest_round + 1 - config.keep_rounds), place.rounds()
+        new = {number for number in rounds if number < oldest} - self._cleaned
+        kept = kept_evidence(self.history, rounds, new)
+        for number in sorted(new):
+            contributions, states = rounds[number].contributions, rounds[number].states
+            if (number, "contribution") not in kept:
+                for each in contributions:
+                    place.delete(contribution_key(number, each.member, each.payload_sha256))
+            if (number, "state") not in kept:
+                for member in states:
+                    place.delete(state_key(number, member))
+        if config.num_slices:
+            for key in place.slices_before(oldest):
                 place.delete(key)
         self._cleaned.update(new)
 

@@ -62,7 +62,7 @@ _PREFIX = re.compile(
 
 
 NameKind = Literal["run", "agreement", "contribution", "state", "slice", "result", "reduced", "snapshot", "wish"]
-_REMOVABLE: Final[frozenset[NameKind]] = frozenset({"contribution", "state", "slice", "result", "reduced"})
+_OF_SLICES: Final[frozenset[NameKind]] = frozenset({"slice", "result", "reduced"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,16 +357,14 @@ class Place:
         found = (_REDUCED.fullmatch(info.key) for info in listed)
         return [(int(match[2]), match[3]) for match in found if match is not None]
 
-    def removable(self, before_round: int, *, has_slices: bool = False) -> list[str]:
-        """Returns the names of contributions, state records, slices and words on them of rounds before that one."""
-        listed = [info.key for info in self._rounds()]
-        if has_slices:
-            listed += [info.key for prefix in (SLICES, REDUCED) for info in self._listed(prefix, MAX_LISTED * 100)]
+    def slices_before(self, before_round: int) -> list[str]:
+        """Returns the names of slices, of what they come to, and of words on them, of rounds before that one."""
+        listed = [info.key for prefix in (SLICES, REDUCED) for info in self._listed(prefix, MAX_LISTED * 100)]
         found = ((key, parse_name(key)) for key in listed)
         return [
             key
             for key, name in found
-            if name is not None and name.kind in _REMOVABLE and name.round_index < before_round
+            if name is not None and name.kind in _OF_SLICES and name.round_index < before_round
         ]
 
     def _gathered(self, listed: Iterator[ObjectInfo]) -> dict[int, RoundListing]:

@@ -162,8 +162,9 @@ def test_contributions_that_were_removed_make_a_member_fetch_the_state(tmp_path:
     one_round(replicas)
     for _ in range(2):
         one_round(replicas[:2])
-    for key in replicas[0].settings.place.removable(2):
-        folder(tmp_path).delete(key)
+    for number, listing in replicas[0].settings.place.rounds().items():
+        for each in listing.contributions if number < 2 else ():
+            folder(tmp_path).delete(contribution_key(number, each.member, each.payload_sha256))
     with pytest.raises(StateBehindError):
         replicas[2].take_part()
 
