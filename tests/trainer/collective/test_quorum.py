@@ -66,6 +66,8 @@ def test_everybody_counts_the_rounds_that_a_member_came_to_without_work() -> Non
     assert lags.observed(3) == {FAST: 0, EVEN: 0, SLOW: 3}
     lags.committed(agreed(3))
     assert lags.observed(4)[SLOW] == 0
+    lags.committed(agreed(4, slow=0.0))
+    assert lags.observed(6) == {}, "who missed round 5 does not know who brought work there"
     fragments = RoundLags(cycle=2)
     fragments.committed(agreed(0, slow=0.0))
     fragments.committed(agreed(1))
