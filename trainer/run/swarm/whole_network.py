@@ -90,7 +90,6 @@ class WholeNetwork(Network[Any]):
         self._first_peers_s = config.swarm.join.first_peers_s
         self._peers = SwarmPeers(config, shape, lambda: self.announcements)
         self._published: dict[str, int] = {}
-        """By stage, the round of the state that was handed out last."""
         self._is_joining = True
 
     def start(self, listener: Listener) -> None:
@@ -166,7 +165,7 @@ class WholeNetwork(Network[Any]):
             if (found and not missing) or waited_s >= (max(wait_s, _FIRST_STATE_S) if missing else wait_s):
                 break
             time.sleep(_LOOK_S)
-        for name in found:  # It may be another state of the same round, which `publish` could not tell from that.
+        for name in found:  # Another state, though it may be of the same round.
             self._published.pop(name, None)
         return found or None
 
