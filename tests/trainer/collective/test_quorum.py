@@ -278,7 +278,7 @@ def test_strangers_and_members_without_work_make_no_quorum() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("quorum", [-1, 1.5, math.nan, math.inf])
+@pytest.mark.parametrize("quorum", [-1, 1.5, 49, math.nan, math.inf])
 def test_a_quorum_that_is_none_is_refused(quorum: float) -> None:
     with pytest.raises(TrainerUsageError, match=r"collective\.quorum: expected a share"):
         CollectiveConfig(quorum=quorum)
