@@ -287,7 +287,7 @@ def kept_evidence(
     """
     kept = set()
     for number in numbers:
-        if len(rounds[number].agreements) > 1:
+        if len(rounds.get(number, RoundListing()).agreements) > 1:  # Of slices alone anybody can put a round.
             kept.add((number, "state"))
         own, before = history.accepted(number), history.accepted(number - 1) if number else None
         if own is not None and before is not None and not is_majority(set(own.keys) & set(before.keys), before.keys):

@@ -28,8 +28,9 @@ from typing import Final, Literal, TypeVar
 
 from genesis.errors import GenesisError, ObjectNotFoundError, PreconditionFailedError
 from genesis.store.base import CachePolicy, ObjectInfo, ReadableStore, Store
+from manifests.serialisation import sha256_hex
 from trainer.bucket_rounds.config import PRICES, PriceList
-from trainer.errors import TrainerError, TrainerUsageError
+from trainer.errors import MalformedAnswerError, TrainerError, TrainerUsageError
 from trainer.network.rpc.token_buckets import TokenBuckets
 
 logger = logging.getLogger(__name__)
@@ -302,12 +303,30 @@ class Place:
 
     def get_dated(self, key: str, max_bytes: int) -> tuple[bytes, float] | None:
         """As `get_bounded`, with the time at which it was put, Unix time by the store's clock."""
+        info = self._bounded(key, max_bytes)
+        body = None if info is None else self.get(key, max_bytes)
+        return None if info is None or body is None else (body, _unix(info))
+
+    def get_digested(self, key: str, max_bytes: int, sha256: str) -> tuple[bytes, float] | None:
+        """As `get_dated`, of an object whose SHA-256 is known: a CDN's copy will do, and other bytes are none."""
+
+        def checked(body: bytes) -> bytes:
+            if sha256_hex(body) != sha256:
+                raise MalformedAnswerError(f"expected bytes of SHA-256 {sha256[:12]}, found others")
+            return body
+
+        info = self._bounded(key, max_bytes)
+        try:
+            body = None if info is None else self.get_verified(key, max_bytes, checked)
+        except MalformedAnswerError as error:
+            logger.info("%s: %s", key[:160], error)
+            return None
+        return None if info is None or body is None else (body, _unix(info))
+
+    def _bounded(self, key: str, max_bytes: int) -> ObjectInfo | None:
         self._count(num_reads=1)
         info = self._store.head(key)
-        if info is None or info.size_bytes > max_bytes:
-            return None
-        body = self.get(key, max_bytes)
-        return None if body is None else (body, _unix(info))
+        return None if info is None or info.size_bytes > max_bytes else info
 
     def size_bytes(self, key: str) -> int | None:
         """Returns the size of an object; None: there is none."""

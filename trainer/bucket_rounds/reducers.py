@@ -279,10 +279,9 @@ class SliceReduction:
         if len(digests) != self._form.max_payload_bytes:
             return None
         digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)].hex()
-        found = self._place.get_dated(slice_key(self._agreement.round_index, member, number, digest), size_bytes)
-        if found is None or found[1] > self._agreed_at or sha256_hex(found[0]) != digest:
-            return None
-        return found[0]
+        key = slice_key(self._agreement.round_index, member, number, digest)
+        found = self._place.get_digested(key, size_bytes, digest)
+        return None if found is None or found[1] > self._agreed_at else found[0]
 
     def _say(self, each: _Slice, own: tuple[str, bytes]) -> None:
         digest, encoded = own

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainer.compression import MAX_RANK, CodecName
 from trainer.errors import TrainerUsageError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from trainer.compression.vectors import Codec
     from trainer.network.rpc import CallEndpoint, Peer
 
-
-MAX_QUORUM: Final = 1 << 20
 
 MAX_ROUND_MEMBERS = 48  # An agreement of so many, with certificates, just fits a message.
 MAX_GROUPED_MEMBERS = MAX_ROUND_MEMBERS**2
@@ -100,8 +98,9 @@ class CollectiveConfig:
             ("max_weight_ratio", self.max_weight_ratio >= 1, "1 or more"),
             (
                 "quorum",
-                0 <= self.quorum < 1 or (1 <= self.quorum <= MAX_QUORUM and self.quorum == int(self.quorum)),
-                f"a share from 0 (off) to under 1, or a whole number of members up to {MAX_QUORUM}",
+                0 <= self.quorum < 1 or (1 <= self.quorum <= self.most_members and self.quorum == int(self.quorum)),
+                f"a share from 0 (off) to under 1, or a whole number of members up to {self.most_members}, which is as "
+                "many as a round with a quorum has (collective.max_members, collective.max_group_members)",
             ),
             ("max_grace_s", 0 <= self.max_grace_s < math.inf, "a number of seconds, 0 or more"),
             ("part_bytes", 4096 <= self.part_bytes <= 1 << 20, f"4096 to {1 << 20}, the most a message carries"),

@@ -15,7 +15,7 @@ Everything is bounded: a list has a few times `MAX_ROUND_MEMBERS` entries, a str
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen
 from pydantic import (
@@ -72,26 +72,26 @@ class _Message(BaseModel):
         return sha256_hex(canonical_json(self.model_dump(mode="json")))
 
 
-class _OfChangingRun(_Message):
-    """A message that names the run's newest change in force; releases without changes read it where there is none."""
+class _Extended(_Message):
+    """A message with fields that earlier releases do not know, which are left out where they say nothing."""
+
+    NEWER_FIELDS: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_silent_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = dump(self)
+        return {name: value for name, value in fields.items() if value or name not in self.NEWER_FIELDS}
+
+
+class _OfChangingRun(_Extended):
+    """A message that names the run's newest change in force."""
+
+    NEWER_FIELDS = frozenset({"change", "change_digest"})
 
     change: Count = 0
     """Number of the newest change of the run that is in force in this round; members of others do not reduce."""
     change_digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     """Its digest, which names all changes before it: an owner may have signed two of one number."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_change(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = dump(self)
-        if fields.get("work", self) is None:
-            fields.pop("work")
-        if not self.change:
-            fields.pop("change", None)
-        if not self.change_digest:
-            fields.pop("change_digest", None)
-        if fields.get("roster", self) is None:
-            del fields["roster"]
-        return fields
 
 
 def short(text: str) -> str:
@@ -159,6 +159,8 @@ class ClaimedWork(_Message):
 class JoinRequest(_OfChangingRun):
     """A node is ready for an outer step."""
 
+    NEWER_FIELDS = _OfChangingRun.NEWER_FIELDS | {"work"}
+
     round_index: Count
     terms: Terms
     state_digest: Digest
@@ -184,8 +186,10 @@ class JoinRequest(_OfChangingRun):
         return 0 if self.work is None else self.work.lag
 
 
-class Member(_Message):
+class Member(_Extended):
     """One who takes part, and its weight."""
+
+    NEWER_FIELDS = frozenset({"lag"})
 
     peer_id: PeerIdField
     address: Address
@@ -193,13 +197,6 @@ class Member(_Message):
     weight: Annotated[float, Ge(0)]
     progress: Share = 1.0
     lag: Lag = 0  # Rounds that its work missed, for which it weighs less; only where rounds have a quorum.
-
-    @model_serializer(mode="wrap")
-    def _without_no_lag(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = dump(self)
-        if not self.lag:
-            fields.pop("lag", None)
-        return fields
 
     @property
     def peer(self) -> Peer:
@@ -221,6 +218,8 @@ class RosterNotice(_Message):
 
 class Agreement(_OfChangingRun):
     """Who takes part in a round, and how; every member acknowledges its digest before a tensor moves."""
+
+    NEWER_FIELDS = _OfChangingRun.NEWER_FIELDS | {"roster"}
 
     round_index: Count
     attempt: Count

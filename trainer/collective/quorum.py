@@ -70,24 +70,27 @@ def check_lags(agreement: Agreement, observed: Mapping[str, int]) -> None:
 class RoundLags:
     """How many rounds over the same parameters each member has attended without work since its work was in one.
 
-    ``cycle`` rounds are over different parameters each. Bounded: the members of as many agreements.
+    ``cycle`` rounds are over different parameters each. Bounded: the members of as many agreements. A node that was
+    not in the last round over some parameters knows no lags there: others may have come with their work meanwhile.
     """
 
     def __init__(self, cycle: int = 1) -> None:
         self._cycle = cycle
-        self._by_slot: dict[int, dict[str, int]] = {}
+        self._by_round: dict[int, dict[str, int]] = {}
 
     def observed(self, round_index: int) -> Mapping[str, int]:
-        """Returns the lags of the members of the last round over the parameters of this one."""
-        return self._by_slot.get(round_index % self._cycle, {})
+        """Returns the lags of the members of the round before this one over the same parameters, if it was seen."""
+        return self._by_round.get(round_index - self._cycle, {})
 
     def committed(self, agreement: Agreement) -> None:
         """Takes a committed round into account; who was no member of it is forgotten."""
-        before = self.observed(agreement.round_index)
-        self._by_slot[agreement.round_index % self._cycle] = {
+        before, newest = self.observed(agreement.round_index), agreement.round_index
+        self._by_round[newest] = {
             member.peer_id: 0 if member.weight > 0 else before.get(member.peer_id, 0) + 1
             for member in agreement.members
         }
+        kept = range(newest - self._cycle + 1, newest + 1)
+        self._by_round = {number: lags for number, lags in self._by_round.items() if number in kept}
 
 
 class ArrivalGaps:
@@ -193,6 +196,7 @@ class AttendanceCall:
 
     def __init__(self) -> None:
         self._called = threading.Event()
+        self._guard = threading.Lock()  # Over both of what says that there is a call, and to which round.
         self._round_index = -1
         self._is_open = False  # Whether there is such a thread now.
         self._comes_until_s = 0.0
@@ -219,14 +223,16 @@ class AttendanceCall:
     def call(self, round_index: int) -> bool:
         """Asks for attendance; returns whether the node comes, to attend or with its own work."""
         if self._is_open:
-            self._round_index = max(self._round_index, round_index)
-            self._called.set()
+            with self._guard:
+                self._round_index = max(self._round_index, round_index)
+                self._called.set()
         return self._is_open or time.monotonic() < self._comes_until_s
 
     def wait(self, timeout_s: float) -> int | None:
         """Waits for a call, and returns its round; None: there was none."""
         if not self._called.wait(timeout_s):
             return None
-        self._called.clear()
-        found, self._round_index = self._round_index, -1
+        with self._guard:
+            self._called.clear()
+            found, self._round_index = self._round_index, -1
         return found if found >= 0 else None

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from genesis.errors import ObjectNotFoundError, StoreUnavailableError
-from genesis.store.base import StoredObject
+from genesis.store.base import CachePolicy, StoredObject
+from manifests.serialisation import sha256_hex
 from tests.support.bucket_rounds import Interposed, Replica, folder, settings_of, together
 from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.snapshots import fetch_snapshot, put_snapshot
@@ -96,3 +97,20 @@ def test_what_a_cdn_serves_costs_the_bucket_nothing(tmp_path: Path) -> None:
     assert place.get_verified("a", 10, bytes) == b"12345"
     assert (place.cost.num_reads, place.cost.received_bytes, place.cost.cdn_bytes) == (0, 0, 5)
     assert "from the CDN" in place.cost.text("s3")
+
+
+def test_what_is_named_by_its_digest_is_read_at_a_cdn_and_dated_by_the_bucket(tmp_path: Path) -> None:
+    bucket, cdn = folder(tmp_path / "bucket"), folder(tmp_path / "cdn")
+    place, digest = Place(bucket, "s3", cdn), sha256_hex(b"12345")
+    assert place.get_digested("a", 10, digest) is None
+    for store in (bucket, cdn):
+        store.put("a", b"12345", cache=CachePolicy.IMMUTABLE)
+    found = place.get_digested("a", 10, digest)
+    assert found is not None and found[0] == b"12345" and found[1] > 0
+    assert (place.cost.received_bytes, place.cost.cdn_bytes) == (0, 5)
+    assert place.get_digested("a", 4, digest) is None
+    cdn.put("a", b"other", cache=CachePolicy.IMMUTABLE)
+    again = place.get_digested("a", 10, digest)
+    assert again is not None and again[0] == b"12345"
+    bucket.put("a", b"other", cache=CachePolicy.IMMUTABLE)
+    assert place.get_digested("a", 10, digest) is None

@@ -18,7 +18,7 @@ from trainer.bucket_rounds.documents import (
     contribution_body,
     payload_digest,
 )
-from trainer.bucket_rounds.history import History
+from trainer.bucket_rounds.history import History, kept_evidence
 from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.round import BucketSettings
 from trainer.bucket_rounds.rules import weights_of
@@ -184,3 +184,7 @@ def test_an_agreement_that_comes_too_early_costs_no_read_of_what_it_lists(tmp_pa
     rounds(replicas, 1)
     assert {each.agreements[-1].attempt for each in replicas} == {1}
     assert {each.settings.own_id for each in replicas} <= set(replicas[0].agreements[-1].keys)
+
+
+def test_slices_of_a_round_that_never_was_are_no_evidence(tmp_path: Path) -> None:
+    assert kept_evidence(history_of(Replica(settings_of(folder(tmp_path)))), {}, {7}) == set()

@@ -66,6 +66,8 @@ def test_everybody_counts_the_rounds_that_a_member_came_to_without_work() -> Non
     assert lags.observed(3) == {FAST: 0, EVEN: 0, SLOW: 3}
     lags.committed(agreed(3))
     assert lags.observed(4)[SLOW] == 0
+    lags.committed(agreed(4, slow=0.0))
+    assert lags.observed(6) == {}, "who missed round 5 does not know who brought work there"
     fragments = RoundLags(cycle=2)
     fragments.committed(agreed(0, slow=0.0))
     fragments.committed(agreed(1))
@@ -276,7 +278,7 @@ def test_strangers_and_members_without_work_make_no_quorum() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("quorum", [-1, 1.5, math.nan, math.inf])
+@pytest.mark.parametrize("quorum", [-1, 1.5, 49, math.nan, math.inf])
 def test_a_quorum_that_is_none_is_refused(quorum: float) -> None:
     with pytest.raises(TrainerUsageError, match=r"collective\.quorum: expected a share"):
         CollectiveConfig(quorum=quorum)

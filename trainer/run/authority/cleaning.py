@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 CLEAN_EVERY_S: Final = 60.0
 _MAX_RUN_BYTES: Final = 1 << 20
+_KEPT: Final = ("num_slices", "snapshot_rounds", "keep_rounds")
+"""Options of a bucket that decide what is removed, as a run's description names them."""
 
 
 @contextmanager
@@ -69,15 +71,16 @@ def cleaning(
 
 def keeping_of(place: Place, run_name: str, identity: Identity) -> Keeping | None:
     """Returns what keeps the bucket of a run in order; None: no member has described the run in it yet."""
-    rules = _rules_in(place, run_name)
-    if rules is None:
+    found = _described_in(place, run_name)
+    if found is None:
         return None
+    rules, config = found
     settings = BucketSettings(
         identity=identity,
         place=place,
         rules=rules,
         rule=RuleConfig(),
-        config=BucketConfig(members=rules.members),
+        config=config,
         form_of=lambda num_values: DenseForm(codec_named("fp32"), num_values),
         round_timeout_s=60.0,
         invite_after_s=60.0,
@@ -86,7 +89,8 @@ def keeping_of(place: Place, run_name: str, identity: Identity) -> Keeping | Non
     return Keeping(settings, StoreClock())
 
 
-def _rules_in(place: Place, run_name: str) -> RoundRules | None:
+def _described_in(place: Place, run_name: str) -> tuple[RoundRules, BucketConfig] | None:
+    """Returns a run's rules, and the options by which old rounds are removed; see `bucket_network.described`."""
     body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
     if body is None:
         return None
@@ -96,6 +100,7 @@ def _rules_in(place: Place, run_name: str) -> RoundRules | None:
         rules = RoundRules(**given | {"members": tuple(map(str, given["members"]))})
         if found["run_id"] != run_name or rules.run_id != run_name:
             raise ValueError(f"it is of run {found['run_id']!r}")
-        return rules
+        options = {name: int(found["rounds"][name]) for name in _KEPT if name in found["rounds"]}
+        return rules, BucketConfig(members=rules.members, **options)
     except (ValueError, KeyError, TypeError) as error:
         raise TrainerError(f"expected the description of run {run_name} at {RUN_KEY} in {place.url}: {error}") from None

@@ -92,8 +92,11 @@ def authority_command(
     from trainer.run.node.stopping import StopRequest
 
     identity = load_or_create_identity(key)
-    name, stages, bucket_url = _run_served(run, identity.peer_id, stages) if run else (_run_name(run_name), stages, "")
-    bucket = _bucket(rounds or bucket_url, name, address_life_s, member_gb)
+    if run:
+        name, stages, rounds = _run_served(run, identity.peer_id, stages, rounds)
+    else:
+        name = _run_name(run_name)
+    bucket = _bucket(rounds, name, address_life_s, member_gb)
     digests = tuple(own_digest() if each == "own" else each for each in package_digest or ())
     config = AuthorityConfig(
         stages=tuple(stage_names(stages)) if stages else (),
@@ -256,7 +259,7 @@ def _bucket(url: str, run_name: str, life_s: int, member_gb: float) -> BucketAdd
     return bucket
 
 
-def _run_served(source: str, key: str, stages: int) -> tuple[str, int, str]:
+def _run_served(source: str, key: str, stages: int, rounds: str) -> tuple[str, int, str]:
     """Returns name and number of stages of a signed run, and the bucket of which its authority signs addresses."""
     from trainer.run.signed.files import check_config
     from trainer.run.signed.sources import fetch_run
@@ -273,7 +276,12 @@ def _run_served(source: str, key: str, stages: int) -> tuple[str, int, str]:
         )
     config = check_config(fetched.file, fetched.where)
     stages = stages or (config.swarm.num_stages if fetched.file.is_of_stages(config) else 0)
-    return fetched.file.name, stages, config.bucket.url if config.bucket.access == "signed" else ""
+    if config.bucket.access == "signed" and not (rounds or config.bucket.url):
+        raise TrainerUsageError(
+            f"--rounds: expected the bucket of the run, since its nodes have their requests signed here "
+            f"(bucket.access signed), and {fetched.where} does not name it; found none"
+        )
+    return fetched.file.name, stages, rounds or (config.bucket.url if config.bucket.access == "signed" else "")
 
 
 def _role(name: str) -> Role:

@@ -356,7 +356,7 @@ class BucketNetwork:
 
     def _compare_run(self) -> None:
         place, config = self._settings.place, self._config
-        rounds = {**asdict(self._settings.rules), "members": list(self._settings.rules.members)}
+        rounds = described(self._settings)
         own = BucketRun(run_id=config.run_id, terms=self._terms.model_dump(mode="json"), rounds=rounds)
         wire = canonical_json(own.model_dump(mode="json"))
         body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
@@ -386,6 +386,22 @@ class BucketNetwork:
                     f"expected rounds with {name} {found.rounds.get(name)}, as the nodes in {place.url} have it, "
                     f"found {own.rounds.get(name)}"
                 )
+
+
+def described(settings: BucketSettings) -> dict[str, JsonValue]:
+    """Returns what a run's description says of its rounds, which all nodes have alike.
+
+    What is to be kept of rounds it says where the run's authority removes them, which knows no other options. Nodes of
+    earlier releases know neither that nor slices, and are in no such run.
+    """
+    bucket = settings.config
+    kept = {"snapshot_rounds": bucket.snapshot_rounds, "keep_rounds": bucket.keep_rounds}
+    return {
+        **asdict(settings.rules),
+        "members": list(settings.rules.members),
+        **({"num_slices": bucket.num_slices} if bucket.num_slices else {}),
+        **(kept if bucket.access == "signed" else {}),
+    }
 
 
 def settings_of(

@@ -159,11 +159,14 @@ class PartsReplica(Replica):
         """See `Replica.outer_step_of`."""
         return self.parts.trainers[part].outer_step
 
-    def adopt(self, shared: Mapping[str, SharedState]) -> None:  # type: ignore[override]  # Of this node's own network.
+    def adopt(  # type: ignore[override]  # The states are those of this node's own network.
+        self, shared: Mapping[str, SharedState], *, keep_work: bool = False
+    ) -> None:
         """Takes up the others' states of some stages; the schedule goes on from the stage that is least far.
 
-        AdamW's moments stay: they nearly fit.
+        AdamW's moments stay: they nearly fit. Work is never kept: no round of a stage closes by a quorum.
         """
+        del keep_work
         self.parts.adopt(shared)
         if self.parts.num_inner_steps > self.inner.step_index:
             self.inner.set_step(self.parts.num_inner_steps)

@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 
+from manifests.serialisation import canonical_json
 from tests.support.authority import LOCAL, Authority, join_wire, running_authority
-from tests.support.bucket_rounds import FAST, Replica, settings_of, together
+from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, together
 from tests.support.rpc_node import RUN_ID, refused
 from tests.support.s3_servers import Server, moto_s3, point_boto3_at
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, MAX_RECORD_BYTES
-from trainer.bucket_rounds.place import agreement_key, contribution_key, snapshot_prefix, state_key, wish_key
+from trainer.bucket_rounds.place import RUN_KEY, agreement_key, contribution_key, snapshot_prefix, state_key, wish_key
 from trainer.collective.planning import coordinator_order
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Identity
 from trainer.run.authority.addresses import AddressConfig, BucketAddresses, refusal_of
+from trainer.run.authority.cleaning import keeping_of
 from trainer.run.authority.messages import AddressReply, AddressRequest, WantedAddress, sign_address_request
+from trainer.run.node.bucket_network import described
 
 OWN, OTHER, DIGEST = "a" * 64, "b" * 64, "c" * 64
 SMALL = AddressConfig(max_contribution_bytes=1000, hourly_bytes=1e5, hourly_objects=20.0)
@@ -171,3 +174,18 @@ async def test_addresses_are_for_members_alone(tmp_path: Path, bucket: BucketAdd
 def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(TrainerUsageError, match="30 s to a day"):
         AddressConfig(life_s=5)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_slices": 6, "snapshot_rounds": 40, "keep_rounds": 9}])
+def test_the_authority_removes_by_the_runs_own_options(tmp_path: Path, options: dict[str, int]) -> None:
+    config = replace(FAST, access="signed", url="", **options)  # type: ignore[arg-type]
+    settings, authority = settings_of(folder(tmp_path), config=config), Identity.create()
+    assert keeping_of(settings.place, "test", authority) is None
+    content = {"run_id": "test", "rounds": described(settings)}
+    settings.place.put_once(RUN_KEY, canonical_json(content))
+    keeping = keeping_of(settings.place, "test", authority)
+    assert keeping is not None
+    kept = keeping.settings.config
+    assert (kept.num_slices, kept.snapshot_rounds, kept.keep_rounds) == (
+        *(config.num_slices, config.snapshot_rounds, config.keep_rounds),
+    )

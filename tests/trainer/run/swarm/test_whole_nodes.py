@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +22,10 @@ from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Identity
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.peer_book import PeerBook
+from trainer.run.node.replica import Replica
 from trainer.run.swarm.shape import WHOLE, shape_of
 from trainer.run.swarm.stage_part import seen_as_part
+from trainer.run.swarm.whole_node import PartsReplica
 
 IDENTITY = Identity.create()
 SMALL: dict[str, Any] = {"model": {"preset": "tiny"}, "inner": {"micro_batch_size": 2}}
@@ -94,6 +98,15 @@ def test_what_does_not_go_with_whole_nodes_is_refused(options: dict[str, Any], s
     from_mapping(RunConfig, right)
     with pytest.raises(TrainerUsageError, match=said):
         from_mapping(RunConfig, merged(right, options))
+
+
+def test_a_whole_node_takes_up_the_state_of_one_stage_as_any_node_is_told_to() -> None:
+    config = from_mapping(RunConfig, merged({**OPTIONS, **SMALL}, {"swarm": {"vocab_rows": 1024}, "node_id": "w"}))
+    replica = PartsReplica(config, shape_of(config), None, torch.device("cpu"), iter(()), lambda _loss: None)
+    own: Replica = replica  # How `trainer.run.node.training.Node` sees it.
+    other = replace(replica.parts.trainers["tail"].shared_state(), outer_step=3)
+    own.adopt({"tail": other}, keep_work=False)  # type: ignore[arg-type]
+    assert [own.outer_step_of(stage) for stage in STAGES] == [0, 3]
 
 
 @given(stages=st.sets(st.sampled_from(STAGES)), is_alike=st.booleans(), step=st.integers(0, 99))
