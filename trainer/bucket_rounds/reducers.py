@@ -6,7 +6,7 @@
 
 Who reduces a slice follows from the agreement: two members at first, in an order that no member can choose, since the
 agreement's digest has everybody's contribution in it; one more after each ``propose_after_s`` in which two have not
-come to one word. Whatever they say follows from what lies in the bucket for everybody, so that it needs no trust: a
+come to one word, and only theirs count. Whatever they say follows from what lies in the bucket for everybody, so that it needs no trust: a
 member reduces one more slice than it is asked to, chosen by its own key (a spot check), and each slice of which two
 words are heard; and it believes itself. Whoever has said something else is named, and is no reducer for this node any
 more. Two reducers of one slice that tell the same lie are found out by the n/s members (of n, with s slices) whose
@@ -226,9 +226,10 @@ class SliceReduction:
         while not all(each.is_settled for each in self._slices):
             self._check_time()
             try:
+                num_waits = int((time.monotonic() - began_s) / self._wait_s)
                 self._hear()
-                self._settle()
-                self._reduce_due(int((time.monotonic() - began_s) / self._wait_s))
+                self._settle(num_waits)
+                self._reduce_due(num_waits)
             except GenesisError as error:
                 logger.warning("round %d: %s; trying again", self._agreement.round_index, error)
             if not all(each.is_settled for each in self._slices):
@@ -241,9 +242,8 @@ class SliceReduction:
     def _reduce_due(self, num_waits: int) -> None:
         """Reduces the slices that are this node's to reduce after so many waits, and says what they come to."""
         for each in self._slices:
-            order = reducers_of(self._agreement, each.number, self._false)
-            place = order.index(self._identity.peer_id) if self._identity.peer_id in order else len(order)
-            if not each.is_settled and each.own is None and place < NUM_REDUCERS + num_waits:
+            is_due = self._identity.peer_id in self._due(each, num_waits)
+            if is_due and not each.is_settled and each.own is None:
                 self._reduce(each)
             if each.own is not None and not each.has_said:
                 self._say(each, each.own)
@@ -320,8 +320,12 @@ class SliceReduction:
             if (word.member, word.number, word.agreement) == (member, number, self._agreement.digest):
                 self._words[number][member] = word.result_sha256
 
-    def _settle(self) -> None:
-        """Takes slices on which two reducers agree and nobody differs; reduces those that are disputed."""
+    def _settle(self, num_waits: int) -> None:
+        """Takes slices on which two reducers agree and nobody differs; reduces those that are disputed.
+
+        Others' words dispute, but no two who are not to reduce a slice can have their own said of it; and what two
+        have said and nobody can read, this node reduces itself.
+        """
         for each in self._slices:
             words = {member: said for member, said in self._words[each.number].items() if member not in self._false}
             if not each.is_settled and each.own is None and len(set(words.values())) > 1:
@@ -331,14 +335,28 @@ class SliceReduction:
                 self._judge(each.number, each.own[0])
                 if not each.is_settled:
                     self._take(each, each.own[1])
-            elif not each.is_settled and len(words) >= NUM_REDUCERS:
-                digest = next(iter(words.values()))
-                form = self._form.of_slice(each.number)
-                body = self._place.get_bounded(
-                    result_key(self._agreement.round_index, each.number, digest), form.max_payload_bytes
-                )
-                if body is not None and sha256_hex(body) == digest:
-                    self._take(each, body)
+            elif not each.is_settled and len(self._due(each, num_waits) & words.keys()) >= NUM_REDUCERS:
+                if not self._takes_result(each, next(iter(words.values()))):
+                    logger.warning("round %d: slice %d is not as two say", self._agreement.round_index, each.number)
+                    own = self._reduce(each)
+                    self._judge(each.number, own[0])
+                    self._take(each, own[1])
+
+    def _due(self, each: _Slice, num_waits: int) -> set[str]:
+        """Who is to reduce a slice after so many waits."""
+        return set(reducers_of(self._agreement, each.number, self._false)[: NUM_REDUCERS + num_waits])
+
+    def _takes_result(self, each: _Slice, digest: str) -> bool:
+        """Takes the result with a digest from the bucket; returns whether it is there, and one."""
+        most_bytes = self._form.of_slice(each.number).max_payload_bytes
+        body = self._place.get_bounded(result_key(self._agreement.round_index, each.number, digest), most_bytes)
+        if body is None or sha256_hex(body) != digest:
+            return False
+        try:
+            self._take(each, body)
+        except CodecError as error:
+            logger.warning("round %d: slice %d: %s", self._agreement.round_index, each.number, error)
+        return each.is_settled
 
     def _take(self, each: _Slice, encoded: bytes) -> None:
         form, place = self._form.of_slice(each.number), self._form.place(each.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,18 +12,21 @@ import torch
 
 from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, together
 from trainer.aggregation import RuleConfig
-from trainer.bucket_rounds.documents import payload_digest
+from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, payload_digest
 from trainer.bucket_rounds.forms import PART_VALUES, DenseForm
+from trainer.bucket_rounds.place import Place, reduced_key, result_key, slice_key
 from trainer.bucket_rounds.reducers import (
     SlicedForm,
     SliceReduction,
+    SliceWord,
     _Slice,
     checked_by,
     reducers_of,
     require_sliceable,
 )
 from trainer.compression.vectors import codec_named
-from trainer.errors import TrainerUsageError
+from trainer.errors import RoundFailedError, TrainerUsageError
+from trainer.network.rpc import Identity
 
 NUM_SLICES = 6
 NUM_VALUES = 5 * PART_VALUES + 1000  # Six parts, the last a short one.
@@ -165,3 +169,69 @@ def test_two_reducers_with_one_lie_are_named_by_whoever_checks_their_slice(tmp_p
             assert set(liars) <= dict(result.report.dropped).keys()
     num_checks = [checked_by(agreement, f"{number:064x}", NUM_SLICES) for number in range(600)]
     assert all(50 < num_checks.count(number) < 150 for number in range(NUM_SLICES))
+
+
+class OneSlice:
+    """A round of one slice with five members, as it lies in a folder; ``reduction`` is of one who is not to reduce."""
+
+    def __init__(self, path: Path, wait_s: float) -> None:
+        self.place = Place(folder(path))
+        self.identities = {each.peer_id: each for each in (Identity.create() for _ in range(5))}
+        self.form = SlicedForm(DenseForm(codec_named("fp32"), 8, num_threads=1), 1)
+        payload = self.form.encode(torch.ones(8))
+        claims = Claims(num_batches=1, age_s=0.0, progress=1.0, vocabulary_rows=0)
+        listed = [
+            AgreedMember(member=key, payload_sha256="0" * 64, claims=claims, weight=1.0)
+            for key in sorted(self.identities)
+        ]
+        for key in self.identities:
+            self.place.put_once(slice_key(0, key, 0, payload_digest(payload)), payload)
+        self.agreement = Agreement(
+            run_id="test", member=listed[0].member, round_index=0, attempt=0, follows="", state_digest="",
+            form=self.form.name, num_values=8, members=tuple(listed),
+        ).signed(self.identities[listed[0].member])  # fmt: skip
+        *self.reducers, own, self.fourth, self.fifth = reducers_of(self.agreement, 0)
+        deadline_s = time.monotonic() + 20
+
+        def check_time() -> None:
+            if time.monotonic() > deadline_s:
+                raise RoundFailedError("no result in time")
+
+        self.reduction = SliceReduction(
+            self.place, self.identities[own], self.form, self.agreement,
+            dict.fromkeys(self.identities, self.form.digests_of(payload)),
+            RuleConfig(rule="mean", validation="off"), torch.zeros(8), false_reducers=set(),
+            agreed_at=time.time() + 10, wait_s=wait_s, poll_interval_s=0.01, check_time=check_time,
+        )  # fmt: skip
+
+    def say(self, member: str, digest: str) -> None:
+        word = SliceWord(
+            run_id="test", member=member, round_index=0, agreement=self.agreement.digest, number=0, result_sha256=digest
+        ).signed(self.identities[member])
+        self.place.put_once(reduced_key(0, 0, member), word.wire())
+
+
+def test_two_who_are_not_to_reduce_a_slice_have_no_say_in_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(SliceReduction, "_spot_check", lambda _self: None)  # Its spot check is of another slice.
+    one = OneSlice(tmp_path, wait_s=0.1)
+    lie = bytes(one.form.encode(torch.full((8,), 7.0)))
+    one.place.put_once(result_key(0, 0, payload_digest(lie)), lie)
+    one.say(one.fourth, payload_digest(lie))
+    one.say(one.fifth, payload_digest(lie))
+    result = one.reduction.run()
+    assert torch.equal(result.vector, torch.ones(8))
+    assert {one.fourth, one.fifth} <= dict(result.dropped).keys()
+
+
+@pytest.mark.parametrize("is_squatted", [True, False])
+def test_a_result_that_nobody_can_read_holds_no_round_up(tmp_path: Path, is_squatted: bool) -> None:
+    """Bytes of another digest under the true one's name, which anybody can put there first; or what does not decode."""
+    one = OneSlice(tmp_path, wait_s=1e6)
+    false = bytes(12)
+    said = payload_digest(one.form.encode(torch.ones(8)) if is_squatted else false)
+    one.place.put_once(result_key(0, 0, said), false)
+    for member in one.reducers:
+        one.say(member, said)
+    result = one.reduction.run()
+    assert torch.equal(result.vector, torch.ones(8))
+    assert dict(result.dropped).keys() == (set() if is_squatted else set(one.reducers))
