@@ -159,7 +159,7 @@ def test_a_round_needs_all_slices_and_most_groups():
 )
 def test_a_table_of_groups_names_most_groups_each_with_most_of_its_members(rows) -> None:
     plan = GroupPlan.of("run", 0, "0" * 64, [f"{number:064x}" for number in range(9)])
-    with pytest.raises(ValueError, match="expected|invalid literal"):
+    with pytest.raises(ValueError, match=r"expected|invalid literal"):
         plan.survivors_told(rows)
 
 

@@ -27,7 +27,7 @@ from trainer.aggregation import RuleConfig, finite_rows
 from trainer.collective.arithmetic import Arithmetic, Payload
 from trainer.collective.config import RoundSettings
 from trainer.collective.levels import messages
-from trainer.collective.levels.group_plan import column_rule, survivors_in, survivors_mask
+from trainer.collective.levels.group_plan import column_rule, survivors_mask
 from trainer.collective.levels.level_arithmetic import (
     DIGEST_BYTES,
     ColumnArithmetic,
