@@ -6,12 +6,12 @@
 
 Who reduces a slice follows from the agreement: two members at first, in an order that no member can choose, since the
 agreement's digest has everybody's contribution in it; one more after each ``propose_after_s`` in which two have not
-come to one word, and only theirs count. Whatever they say follows from what lies in the bucket for everybody, so that it needs no trust: a
-member reduces one more slice than it is asked to, chosen by its own key (a spot check), and each slice of which two
-words are heard; and it believes itself. Whoever has said something else is named, and is no reducer for this node any
-more. Two reducers of one slice that tell the same lie are found out by the n/s members (of n, with s slices) whose
-spot check it is. Whoever believed the two then holds another state than those, which the records of states tell, as
-after any round (`trainer.bucket_rounds.keeping`): such a lie costs a round, and is not silent.
+come to one word, and only theirs count. Whatever they say follows from what lies in the bucket for everybody, so that
+it needs no trust: a member reduces one more slice than it is asked to, chosen by its own key (a spot check), and each
+slice of which two words are heard; and it believes itself. Whoever has said something else is named, and is no reducer
+for this node any more. Two reducers of one slice that tell the same lie are found out by the n/s members (of n, with s
+slices) whose spot check it is. Whoever believed the two then holds another state than those, which the records of
+states tell, as after any round (`trainer.bucket_rounds.keeping`): such a lie costs a round, and is not silent.
 
 A slice counts if it was put no later than the agreement, by the store's times, and reducers look a moment after that:
 so nobody can show a slice to one reducer and not to another.
@@ -336,15 +336,20 @@ class SliceReduction:
                 if not each.is_settled:
                     self._take(each, each.own[1])
             elif not each.is_settled and len(self._due(each, num_waits) & words.keys()) >= NUM_REDUCERS:
-                if not self._takes_result(each, next(iter(words.values()))):
-                    logger.warning("round %d: slice %d is not as two say", self._agreement.round_index, each.number)
-                    own = self._reduce(each)
-                    self._judge(each.number, own[0])
-                    self._take(each, own[1])
+                self._take_said(each, next(iter(words.values())))
 
     def _due(self, each: _Slice, num_waits: int) -> set[str]:
         """Who is to reduce a slice after so many waits."""
         return set(reducers_of(self._agreement, each.number, self._false)[: NUM_REDUCERS + num_waits])
+
+    def _take_said(self, each: _Slice, digest: str) -> None:
+        """Takes what two reducers say; where that is not to be had, this node reduces the slice."""
+        if self._takes_result(each, digest):
+            return
+        logger.warning("round %d: slice %d is not as two say", self._agreement.round_index, each.number)
+        own = self._reduce(each)
+        self._judge(each.number, own[0])
+        self._take(each, own[1])
 
     def _takes_result(self, each: _Slice, digest: str) -> bool:
         """Takes the result with a digest from the bucket; returns whether it is there, and one."""

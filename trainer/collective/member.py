@@ -48,7 +48,7 @@ from trainer.collective.planning import (
     following_agreement,
     most_part_values,
 )
-from trainer.collective.quorum import check_lags
+from trainer.collective.quorum import check_lags, check_workers
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.collective.service import KnownRound, RoundService
 from trainer.compression.sparse import SparseCodec
@@ -353,8 +353,7 @@ class RoundMember:
                 weighing=self._settings.weighing,
                 block_values=self._settings.codec.block_values,
             )
-            if self._config.quorum:
-                check_lags(agreement, self._service.history.lags.observed(agreement.round_index))
+            self._check_quorum(agreement, is_replaced=self._known is not None)
             known = self._known = self._service.acknowledged(agreement)
             # Others may come to the levels of a round in groups, as to a second phase, before this node.
             known.expects_phase = self._expects_phase or isinstance(agreement, GroupedAgreement)
@@ -363,6 +362,15 @@ class RoundMember:
                 return agreement
             known.abandoned, known.expects_phase = True, False
             sent = other
+
+    def _check_quorum(self, agreement: Agreement, *, is_replaced: bool) -> None:
+        """Raises RefusedError for lags that are not as this node saw them, and for too little work to attend."""
+        history, quorum = self._service.history, self._config.quorum
+        check_lags(agreement, history.lags.observed(agreement.round_index) if quorum else None)
+        attends = bool(quorum) and not self._contribution.num_batches
+        if attends and not history.may_close_with_few(self._config.gather_timeout_s, time.monotonic()):
+            known = {*self._settings.directory.peers(), self._own_id}
+            check_workers(agreement, quorum, history.num_members, known, is_replaced=is_replaced)
 
     async def _wait_until_begun(self, coordinator: Peer, known: KnownRound) -> Agreement | None:
         """Returns None once the round has begun, or the agreement that replaces this one.

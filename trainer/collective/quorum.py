@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from statistics import median_low
 from typing import TYPE_CHECKING, Final
@@ -55,8 +55,16 @@ def unaged_weights(agreement: Agreement) -> list[float]:
     return [member.weight / freshness(member.lag) for member in agreement.members]
 
 
-def check_lags(agreement: Agreement, observed: Mapping[str, int]) -> None:
-    """Raises RefusedError (``agreement``) for an agreement that has a member fresher than this node saw it to be."""
+def check_lags(agreement: Agreement, observed: Mapping[str, int] | None) -> None:
+    """Raises RefusedError (``agreement``) for an agreement that has a member fresher than this node saw it to be.
+
+    ``observed`` None: rounds have no quorum, so no work is late, and none may be weighed down as if it were.
+    """
+    late = [member.peer_id[:8] for member in agreement.members if observed is None and member.lag]
+    if late:
+        text = f"round {agreement.round_index}: expected no lags, since rounds wait for all, found one of {late[0]}"
+        raise RefusedError("agreement", text)
+    observed = observed or {}
     for member in agreement.members:
         least = min(observed.get(member.peer_id, 0), MAX_LAG)
         if member.weight > 0 and member.lag < least:
@@ -65,6 +73,28 @@ def check_lags(agreement: Agreement, observed: Mapping[str, int]) -> None:
                 f"round {agreement.round_index}: expected the work of {member.peer_id[:8]} to have missed {least} "
                 f"rounds or more, found {member.lag}; it would weigh more than it may",
             )
+
+
+def check_workers(
+    agreement: Agreement, quorum: float, num_before: int, known: Collection[str], *, is_replaced: bool
+) -> None:
+    """Raises RefusedError (``agreement``) where too few known nodes' work is there for a node to attend the round.
+
+    Or whoever coordinates could call everybody as soon as a round is over, and have its own work alone be the result.
+    ``num_before`` members were in the round before. Of an agreement in the place of one with enough work
+    (``is_replaced``), half of it and that of two is enough: some of them may have gone.
+    """
+    needed = members_needed(quorum, num_before)
+    needed = min(needed, len(known)) if quorum < 1 else needed
+    if is_replaced:
+        needed = max(min(2, needed), -(-needed // 2))
+    working = sum(member.weight > 0 and member.peer_id in known for member in agreement.members)
+    if working < needed:
+        raise RefusedError(
+            "agreement",
+            f"round {agreement.round_index}: expected the work of {needed} known nodes before others attend, "
+            f"found that of {working}",
+        )
 
 
 class RoundLags:
@@ -138,6 +168,11 @@ class QuorumHistory:
     def last_agreed_at_s(self) -> float | None:
         """When the last committed round was; None: there was none."""
         return self._agreed_at_s[-1] if self._agreed_at_s else None
+
+    def may_close_with_few(self, gather_timeout_s: float, now_s: float) -> bool:
+        """Whether a gathering since the last committed round may have come to its end without a quorum."""
+        before_s = self.last_agreed_at_s
+        return before_s is None or now_s - before_s >= gather_timeout_s - _ON_THE_WAY_S
 
     def longest_window_s(self, max_grace_s: float) -> float:
         """Returns what a grace window may last: the option, or an eighth of the usual time between rounds if less."""

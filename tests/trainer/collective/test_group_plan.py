@@ -141,3 +141,28 @@ def test_a_round_needs_all_slices_and_most_groups():
     words[2] = dict.fromkeys(voters[2], "")
     assert "only 1 of 3 groups" in table_of(Stage.GROUPS, words, voters).failure
     assert table_of(Stage.HELD, {}, {0: ids(3)}).failure
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (),
+        ((0, "7.aa"),),  # One group for all.
+        ((-1, "7.aa"), (0, "7.aa"), (1, "7.aa")),  # A group twice, under a number that indexing takes.
+        ((0, "7.aa"), (0, "7.aa"), (1, "7.aa")),
+        ((1, "7.aa"), (0, "7.aa")),
+        ((0, "7.aa"), (3, "7.aa")),
+        ((0, "7.aa"), (1, "1.aa")),  # One member for its group.
+        ((0, "7.aa"), (1, "")),
+        ((0, "7.aa"), (1, "f.aa")),
+    ],
+)
+def test_a_table_of_groups_names_most_groups_each_with_most_of_its_members(rows) -> None:
+    plan = GroupPlan.of("run", 0, "0" * 64, [f"{number:064x}" for number in range(9)])
+    with pytest.raises(ValueError, match=r"expected|invalid literal"):
+        plan.survivors_told(rows)
+
+
+def test_who_is_left_follows_from_a_table() -> None:
+    plan = GroupPlan.of("run", 0, "0" * 64, [f"{number:064x}" for number in range(9)])
+    assert plan.survivors_told(((0, "7.aa"), (2, "3.aa"))) == {0: plan.groups[0], 2: plan.groups[2][:2]}

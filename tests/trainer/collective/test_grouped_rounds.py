@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,12 +15,12 @@ from tests.support.grouped_members import GroupedMember, GroupedMembers, digest_
 from tests.support.round_actor import RUN_ID
 from trainer.aggregation import RuleConfig
 from trainer.collective.levels import grouped_round
-from trainer.collective.levels.level_arithmetic import ColumnArithmetic
+from trainer.collective.levels.level_arithmetic import ColumnArithmetic, slice_digest
 from trainer.collective.levels.level_service import LevelService
-from trainer.collective.levels.messages import Stage, TallyTable
+from trainer.collective.levels.messages import Stage, TallyRequest, TallyTable
 from trainer.collective.planning import coordinator_order
-from trainer.errors import RoundFailedError
-from trainer.network.rpc import Reply
+from trainer.errors import RefusedError, RoundFailedError
+from trainer.network.rpc import Reply, Request
 from trainer.outer.engine.collective import Contribution, RoundResult
 
 NUM_VALUES = 30_000
@@ -109,6 +110,75 @@ def test_a_coordinator_that_tells_groups_two_stories_is_found_out(members_of, mo
     results = [result for result in found.values() if isinstance(result, RoundResult)]
     assert len({digest_of(result.vector) for result in results}) <= 1  # Nobody ends with another result.
     assert any(isinstance(result, RoundFailedError) for result in found.values())
+
+
+@pytest.mark.slow
+def test_a_coordinator_cannot_choose_a_slice_for_everybody(members_of, monkeypatch):
+    """It names zeros as what its own column has come to, serves them, and tells all who took them that all hold it."""
+    tally, send_parts, sent = LevelService.tally, LevelService.send_parts, set[str]()
+
+    def own_parts(state: Any) -> range:
+        plan, liar = state.plan, state.agreement.coordinator
+        return plan.slice_parts(plan.groups[plan.group_of(liar)].index(liar), state.agreement.num_parts)
+
+    def is_liar(self: LevelService, state: Any) -> bool:
+        return self._settings().own_id == state.agreement.coordinator
+
+    async def tell(self: LevelService, request: Any) -> Reply[TallyTable]:
+        state = self._states.get(request.body.agreement)
+        if state is not None and request.body.stage is Stage.HELD and is_liar(self, state):
+            return Reply(TallyTable(rows=((0, request.body.word),)))
+        reply = await tally(self, request)
+        state = self._states[request.body.agreement]
+        if request.body.stage is not Stage.SLICES or not is_liar(self, state):
+            return reply
+        parts = own_parts(state)
+        zeros = {part: bytes(len(state.parts["result"][part])) for part in parts}
+        lied = state.plan.groups[state.plan.group_of(state.agreement.coordinator)].index(state.agreement.coordinator)
+        rows = tuple((at, slice_digest(zeros, parts) if at == lied else word) for at, word in reply.body.rows)
+        return Reply(reply.body.model_copy(update={"rows": rows}))
+
+    async def send(self: LevelService, request: Any, stream: Any) -> None:
+        state = self._states.get(request.body.agreement)
+        if state is not None and request.body.kind == "result" and is_liar(self, state):
+            sent.add(request.sender)
+            held = state.parts["result"]
+            state.parts["result"] = held | {part: bytes(len(held[part])) for part in own_parts(state)}
+        await send_parts(self, request, stream)
+
+    monkeypatch.setattr(LevelService, "tally", tell)
+    monkeypatch.setattr(LevelService, "send_parts", send)
+    members = members_of(9, round_timeout_s=40.0)
+    found = members.round(0, NUM_VALUES)
+    assert sent and not any(isinstance(result, RoundResult) for result in found.values())
+
+
+@pytest.mark.slow
+def test_only_few_take_a_tally_so_that_nobody_has_everybody_ask_everybody(members_of):
+    members = members_of(9)
+    one_result(members.round(0, NUM_VALUES))
+    levels = {each.endpoint.peer_id: (each, each.collective._service.levels) for each in members.all}
+    (digest, state), *_ = levels[peer_id_of(0)][1]._states.items()
+    assert state.coordinators[0] == state.agreement.coordinator and len(state.coordinators) == 8
+    (other,) = set(levels) - set(state.coordinators)
+    member, service = levels[other]
+    body = TallyRequest(agreement=digest, stage=Stage.HELD, subject=-1, word="")
+    with pytest.raises(RefusedError, match="takes no tally"):
+        member.loop.run(service.tally(Request(peer_id_of(0), body)), 10)
+
+
+@pytest.mark.slow
+def test_leaders_that_are_silent_cost_their_group_no_round(members_of, monkeypatch):
+    honest = LevelService.roster
+    coordinator = coordinator_order(RUN_ID, 0, [peer_id_of(number) for number in range(16)])[0]
+
+    async def answer(self: LevelService, request: Any) -> Any:
+        if self._settings().own_id != coordinator:
+            await asyncio.sleep(60)
+        return await honest(self, request)
+
+    monkeypatch.setattr(LevelService, "roster", answer)
+    assert len(one_result(members_of(16).round(0, NUM_VALUES)).report.members) == 16
 
 
 @pytest.mark.slow

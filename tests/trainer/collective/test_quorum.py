@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from trainer.collective.quorum import (
     QuorumWatch,
     RoundLags,
     check_lags,
+    check_workers,
     freshness,
     members_needed,
 )
@@ -82,6 +84,36 @@ def test_an_agreement_that_has_late_work_fresher_than_it_is_is_refused() -> None
         check_lags(agreed(1), lags.observed(1))
     older = [each.model_copy(update={"lag": 1 if each.peer_id == SLOW else 0}) for each in agreed(1).members]
     check_lags(agreed(1).model_copy(update={"members": tuple(older)}), lags.observed(1))
+
+
+def test_where_rounds_have_no_quorum_nobody_is_weighed_down_by_a_lag() -> None:
+    check_lags(agreed(1), None)
+    late = tuple(each.model_copy(update={"lag": 15 if each.peer_id == SLOW else 0}) for each in agreed(1).members)
+    with pytest.raises(RefusedError, match="expected no lags"):
+        check_lags(agreed(1).model_copy(update={"members": late}), None)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "weights", "known", "is_replaced", "problem"),
+    [
+        (2, {"slow": 0.0}, {FAST, EVEN, SLOW}, False, ""),
+        (2, {"slow": 0.0, "even": 0.0}, {FAST, EVEN, SLOW}, False, "work of 2 known nodes"),
+        (2, {"slow": 0.0}, {FAST, SLOW}, False, "found that of 1"),  # A key that nobody knows is nobody's work.
+        (0.6, {"slow": 0.0}, {FAST, EVEN, SLOW}, False, ""),
+        (3, {"slow": 0.0}, {FAST, EVEN, SLOW}, True, ""),  # One of three has gone since.
+        (3, {"slow": 0.0, "even": 0.0}, {FAST, EVEN, SLOW}, True, "work of 2 known nodes"),
+    ],
+)
+def test_nobody_attends_a_round_for_the_work_of_too_few(quorum, weights, known, is_replaced, problem) -> None:
+    with pytest.raises(RefusedError, match=problem) if problem else nullcontext():
+        check_workers(agreed(1, **weights), quorum, 3, known, is_replaced=is_replaced)
+
+
+def test_after_the_longest_gathering_a_round_closes_with_whoever_is_there() -> None:
+    history = QuorumHistory()
+    assert history.may_close_with_few(60.0, 0.0), "nothing is known of rounds before"
+    history.committed(agreed(0), 100.0)
+    assert [history.may_close_with_few(60.0, now_s) for now_s in (110.0, 161.0)] == [False, True]
 
 
 def test_a_member_without_lag_travels_as_in_releases_that_know_none() -> None:

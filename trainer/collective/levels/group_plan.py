@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from trainer.aggregation import RuleConfig
 from trainer.aggregation.deciding import trim_count
 from trainer.collective.config import LEAST_GROUPED_MEMBERS, MAX_GROUPED_MEMBERS, MAX_ROUND_MEMBERS
+from trainer.collective.planning import is_majority
 from trainer.errors import TrainerUsageError
 
 NUM_LEADERS = 3  # Of a group: they pass the agreement on to the others.
@@ -86,6 +87,24 @@ class GroupPlan:
         others = self.seeded_order(f"fetch {number} {peer_id}", column)
         members = self.groups[self.group_of(peer_id)]
         return sorted(others, key=lambda holder: holder not in members)
+
+    def survivors_told(self, rows: Sequence[tuple[int, str]]) -> dict[int, tuple[str, ...]]:
+        """Returns who is left of each group by the words of a table, each of which begins with a `survivors_mask`.
+
+        Raises:
+            ValueError: it does not name most groups, each once and with a majority of its members: no tally of honest
+                members comes to that, and a coordinator must not be able to have a few decide for all.
+        """
+        numbers = [number for number, _ in rows]
+        if numbers != sorted(set(numbers)) or not set(numbers) <= set(range(len(self.groups))):
+            raise ValueError(f"expected groups 0 to {len(self.groups) - 1} in order, found {numbers[:8]}")
+        if 2 * len(numbers) <= len(self.groups):
+            raise ValueError(f"expected most of {len(self.groups)} groups, found {len(numbers)}")
+        survivors = {number: survivors_in(self.groups[number], word.partition(".")[0]) for number, word in rows}
+        for number, left in survivors.items():
+            if not is_majority(left, sorted(self.groups[number])):
+                raise ValueError(f"expected most of group {number}, found {len(left)} members of it")
+        return survivors
 
     def seeded_order(self, purpose: str, peer_ids: Collection[str]) -> list[str]:
         """Returns ids in an order that follows from the round and a purpose."""

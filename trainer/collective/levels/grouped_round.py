@@ -27,7 +27,7 @@ from trainer.aggregation import RuleConfig, finite_rows
 from trainer.collective.arithmetic import Arithmetic, Payload
 from trainer.collective.config import RoundSettings
 from trainer.collective.levels import messages
-from trainer.collective.levels.group_plan import column_rule, survivors_in, survivors_mask
+from trainer.collective.levels.group_plan import column_rule, survivors_mask
 from trainer.collective.levels.level_arithmetic import (
     DIGEST_BYTES,
     ColumnArithmetic,
@@ -60,8 +60,8 @@ GoThroughLevel: TypeAlias = Callable[
 """Goes through the round of a group or column; RoundFailedError if it has no result."""
 
 _WITNESSES = 3  # Of a group that are asked what it holds: two that agree are believed.
-_COMPARED = 5  # Members of other groups with whom the table of the result is compared.
-_COORDINATORS = 8  # That are tried one after the other.
+_COMPARED = 5  # Members of other groups with whom the table of the result is compared at once.
+_COMPARISONS = 4  # Until one of them holds it too.
 _TRIES = 3
 _RETRY_S = 0.3
 _FETCHES_AT_ONCE = 8
@@ -167,7 +167,7 @@ class GroupedRound:
             result, self._group_commit = await self._go_through(
                 agreement, self._contribution, None if self._is_sparse else make, self._settings.rule
             )
-        except RoundFailedError as error:
+        except (RoundFailedError, RpcError, CodecError) as error:
             logger.warning("round %d: group %d: %s", self._agreement.round_index, self._group, error)
             return None
         if self._is_sparse:
@@ -199,10 +199,8 @@ class GroupedRound:
         if word and words.get(self._group, word) != word:
             raise self._failed("the coordinator's table says something else of this group than the group")
         try:
-            survivors = {
-                group: survivors_in(self._plan.groups[group], told.partition(".")[0]) for group, told in words.items()
-            }
-        except (ValueError, IndexError) as error:
+            survivors = self._plan.survivors_told(table.rows)
+        except ValueError as error:
             raise self._failed(f"the coordinator's table of groups: {error}") from error
         return survivors, table.fingerprint()
 
@@ -387,13 +385,16 @@ class GroupedRound:
     async def _fetch_slice(self, number: int, digest: str, survivors: Mapping[int, Collection[str]]) -> bool:
         """Fetches a slice from its holder in this group, or from those in others."""
         column = self._plan.column(number, survivors)
-        parts = self._parts_of(number)
+        parts, is_asked = self._parts_of(number), False
         for holder in self._plan.fetch_order(self._own_id, number, column) * _FETCH_ROUNDS:
             if holder in self._liars or holder == self._own_id:
                 continue
             try:
                 found = await self._fetch(holder, "result", parts)
                 if slice_digest(found, parts) != digest:
+                    if not is_asked:
+                        await self._check_told(number, digest, column)
+                        is_asked = True
                     self._liars[holder] = f"served another slice {number} than was agreed"
                     continue
                 await asyncio.to_thread(self._decode, found)
@@ -401,6 +402,19 @@ class GroupedRound:
             except (RpcError, CodecError, TimeoutError) as error:
                 logger.info("round %d: slice %d from %s: %s", self._agreement.round_index, number, holder[:8], error)
         return False
+
+    async def _check_told(self, number: int, digest: str, column: Collection[str]) -> None:
+        """Asks a column what its slice is, where a holder serves another than the coordinator has named.
+
+        Raises:
+            RoundFailedError: most of those that answer have told another: it is the coordinator that lies.
+        """
+        ballots = await asyncio.gather(
+            *(ask_ballot(self._settings, self._state, Stage.SLICES, number, peer_id) for peer_id in sorted(column))
+        )
+        words = [ballot.word for ballot in ballots if ballot is not None and ballot.word]
+        if 2 * words.count(digest) <= len(words):
+            raise self._failed(f"slice {number}: the coordinator names another result than its column has told")
 
     def _decode(self, parts: Mapping[int, Payload]) -> None:
         for part, payload in parts.items():
@@ -453,20 +467,27 @@ class GroupedRound:
     async def _compare(self, table: TallyTable) -> None:
         """Compares the result's digests with members of other groups: a coordinator may have told two stories.
 
-        Two members or more that hold another, and most of those asked, show this node that it is the one deceived.
+        Two members or more that hold another, and most of those asked, show this node that it is the one deceived; so
+        does it where members answer and nobody of them holds this one, which most members hold where all is well.
         """
         group = set(self._plan.groups[self._group])
         others = [peer_id for peer_id in self._agreement.peer_ids if peer_id not in group]
-        chosen = self._plan.seeded_order(f"compare {self._own_id}", others)[:_COMPARED]
-        ballots = await asyncio.gather(
-            *(ask_ballot(self._settings, self._state, Stage.HELD, 0, peer_id) for peer_id in chosen)
-        )
-        words = [ballot.word for ballot in ballots if ballot is not None and ballot.word]
-        num_other = sum(word != table.fingerprint() for word in words)
-        if num_other > 1 and 2 * num_other > len(words):
+        order = self._plan.seeded_order(f"compare {self._own_id}", others)[: _COMPARED * _COMPARISONS]
+        words: list[str] = []
+        while order and table.fingerprint() not in words:
+            chosen, order = order[:_COMPARED], order[_COMPARED:]
+            ballots = await asyncio.gather(
+                *(ask_ballot(self._settings, self._state, Stage.HELD, 0, peer_id) for peer_id in chosen)
+            )
+            words += [ballot.word or "" for ballot in ballots if ballot is not None]
+        num_other = sum(bool(word) and word != table.fingerprint() for word in words)
+        if (num_other > 1 and 2 * num_other > len([word for word in words if word])) or (
+            words and table.fingerprint() not in words
+        ):
             raise StateBehindError(
                 f"round {self._agreement.round_index}: {num_other} of {len(words)} members of other groups hold "
-                "another result: the coordinator has told groups two stories; nothing is applied"
+                f"another result, {words.count(table.fingerprint())} this one: the coordinator has told groups two "
+                "stories; nothing is applied"
             )
 
     async def _tally(self, stage: Stage, subject: int, word: str) -> TallyTable:
@@ -478,7 +499,7 @@ class GroupedRound:
         body = messages.TallyRequest(agreement=self._agreement.fingerprint(), stage=stage, subject=subject, word=word)
         if subject >= 0:
             self._state.ballots[stage, subject] = word
-        for coordinator in self._coordinators():
+        for coordinator in self._state.coordinators:
             table = await self._tally_at(coordinator, body)
             if table is None:
                 continue
@@ -486,11 +507,6 @@ class GroupedRound:
                 raise self._failed(table.failure)
             return table
         raise self._failed("no coordinator is left")
-
-    def _coordinators(self) -> list[str]:
-        first = self._agreement.coordinator
-        others = [peer_id for peer_id in self._agreement.peer_ids if peer_id != first]
-        return [first, *self._plan.seeded_order("coordinators", others)][:_COORDINATORS]
 
     async def _tally_at(self, coordinator: str, body: messages.TallyRequest) -> TallyTable | None:
         """Returns a coordinator's table; None if it is gone. One that is there is asked again: others ask it too."""

@@ -6,9 +6,10 @@ are answered, and only about that round; what waits is bounded in time.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 _KEPT = 2
 _KEPT_AGREEMENTS = 4  # A coordinator makes a new one for each attempt.
 _MEMBERS: Final[tuple[Role, ...]] = ("node", "worker")
+_COORDINATORS = 8
+_NEXT_SOURCE_AFTER = 1 / 8  # Of the silence after which a peer counts as dead.
 _ROSTER_S = 30.0
 _STATES_MAX_S = 600.0
 
@@ -52,6 +55,14 @@ class GroupedState:
     parts: dict[str, dict[int, Payload]] = field(default_factory=lambda: {"group": {}, "result": {}})
     members: dict[str, Member] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
+
+    @property
+    def coordinators(self) -> list[str]:
+        """Who takes a tally, one after the other: the coordinator, and few in its place."""
+        first = self.agreement.coordinator
+        others = [peer_id for peer_id in self.agreement.peer_ids if peer_id != first]
+        named = [first] if first in self.members else []  # An agreement may name anybody.
+        return [*named, *self.plan.seeded_order("coordinators", others)][:_COORDINATORS]
 
     def set_voters(self, stage: Stage, voters: Voters) -> None:
         """Notes who has a word in a tally, which this node may have to coordinate."""
@@ -126,15 +137,35 @@ class LevelService:
             return agreement
         if notice.digest in self._rosters:
             return self._rosters[notice.digest].agreement
-        for peer in (*(source.peer for source in notice.sources), coordinator):
-            try:
-                found = await self._fetch_roster(peer, notice)
-            except (RpcError, ValueError) as error:
-                logger.info("round %d: no agreement from %s: %s", agreement.round_index, peer.address, error)
-                continue
-            self._keep_roster(notice.digest, found)
-            return found
-        raise MalformedAnswerError(f"round {agreement.round_index}: its agreement is nowhere to be had")
+        found = await self._first_roster([*(source.peer for source in notice.sources), coordinator], notice)
+        self._keep_roster(notice.digest, found)
+        return found
+
+    async def _first_roster(self, peers: Sequence[Peer], notice: RosterNotice) -> GroupedAgreement:
+        """Asks one source after the other, a moment apart, and takes the first that has it.
+
+        None has to fail first: a leader that is silent would have all of its group late, and left out.
+        """
+        waiting, asked = list(peers), dict[asyncio.Task[GroupedAgreement], Peer]()
+        silence_s = self._settings().config.stall_timeout_s
+        try:
+            while waiting or asked:
+                if waiting:
+                    peer = waiting.pop(0)
+                    asked[asyncio.create_task(self._fetch_roster(peer, notice))] = peer
+                limit_s = silence_s * _NEXT_SOURCE_AFTER if waiting else None
+                done, _ = await asyncio.wait(asked, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    peer = asked.pop(task)
+                    try:
+                        return task.result()
+                    except (RpcError, ValueError, TimeoutError) as error:
+                        logger.info("agreement %s: not from %s: %s", notice.digest[:12], peer.address, error)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise MalformedAnswerError(f"the agreement {notice.digest[:12]} is nowhere to be had")
 
     async def roster(self, request: Request[messages.RosterRequest]) -> Reply[messages.RosterPage]:
         """Returns a page of an agreement; a leader that is about to have it lets its group wait."""
@@ -159,6 +190,7 @@ class LevelService:
         data = bytearray()
         endpoint, silence_s = self._settings().endpoint, self._settings().config.stall_timeout_s
         while len(data) < notice.size_bytes:
+            expected_bytes = min(messages.ROSTER_PAGE_BYTES, notice.size_bytes - len(data))
             body = messages.RosterRequest(agreement=notice.digest, offset=len(data))
             reply = await endpoint.call(
                 peer,
@@ -168,8 +200,8 @@ class LevelService:
                 timeout_s=min(_ROSTER_S, 2 * silence_s),
                 stall_timeout_s=silence_s,
             )
-            if not reply.payload:
-                raise ValueError("an empty page")
+            if len(reply.payload) != expected_bytes:
+                raise ValueError(f"expected a page of {expected_bytes} bytes, found {len(reply.payload)}")
             data += reply.payload
         if sha256_hex(bytes(data)) != notice.digest:
             raise ValueError(f"expected the agreement {notice.digest[:12]}, found another of {len(data)} bytes")
@@ -209,6 +241,8 @@ class LevelService:
         """Takes a member's word, as the coordinator or in its place, and returns what all have come to."""
         body = request.body
         state = await self._state_of(request.sender, body.agreement)
+        if self._settings().own_id not in state.coordinators:  # Or one could have everybody ask everybody.
+            raise RefusedError("unknown", "this node takes no tally of that round")
         await state.changes.wait_for(lambda: body.stage in state.voters, _STATES_MAX_S)
         if body.stage not in state.voters:
             raise RefusedError("unknown", "this node has not come to that tally")
