@@ -313,8 +313,12 @@ class SparseForm:
         """See `Form`; chunks are encoded by themselves, so that parts of a vector make up the whole's bytes."""
         if vector.device.type != "cpu":
             return SPARSE.encode(vector)
-        pieces = vector.split(_SPARSE_PART_VALUES)
-        return b"".join(in_threads(lambda part: SPARSE.encode(pieces[part]), len(pieces), self.num_threads))
+        size = _SPARSE_PART_VALUES
+
+        def encode(part: int) -> memoryview:
+            return SPARSE.encode(vector[part * size : (part + 1) * size])
+
+        return b"".join(in_threads(encode, -(-self.num_values // size), self.num_threads))
 
     def left_out(self, vector: Tensor, payload: Payload) -> Tensor | None:
         """See `Form`."""
