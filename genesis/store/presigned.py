@@ -78,7 +78,8 @@ class AddressSource(Protocol):
 class PresignedStore:
     """The part of a bucket that a source signs addresses for; see the module's docstring for what it guarantees.
 
-    ``url`` names it, for people.
+    ``url`` names it, for people. ``is_signed`` says of an object that was listed whether the source signs reads of it:
+    one that it refuses would cost those that are asked for together with it.
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class PresignedStore:
         *,
         policy: RetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        is_signed: Callable[[str], bool] = lambda _key: True,
     ) -> None:
         self._url = url
         self._source = source
+        self._is_signed = is_signed
         self._policy = policy or RetryPolicy()
         self._retrier = Retrier(self._policy)
         self._meter = Meter()
@@ -322,7 +325,7 @@ class PresignedStore:
     def _note_listed(self, keys: Sequence[str]) -> None:
         with self._guard:
             for key in keys[-_MOST_LISTED:]:
-                if BucketRequest("get", key) not in self._kept:
+                if self._is_signed(key) and BucketRequest("get", key) not in self._kept:
                     self._listed[key] = None
                     self._listed.move_to_end(key)
             while len(self._listed) > _MOST_LISTED:

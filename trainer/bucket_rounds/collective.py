@@ -15,7 +15,7 @@ from typing import Final
 
 from genesis.errors import GenesisError
 from trainer.bucket_rounds.documents import Agreement
-from trainer.bucket_rounds.history import accepted_agreement
+from trainer.bucket_rounds.history import History
 from trainer.bucket_rounds.round import BucketRound, BucketSettings, StoreClock
 from trainer.errors import RoundFailedError, StateBehindError, TrainerError
 from trainer.outer.engine.collective import Contribution, RoundResult
@@ -125,7 +125,7 @@ class BucketCollective:
         deadline_s = time.monotonic() + settings.round_timeout_s
         while not settings.stopping():
             try:
-                return accepted_agreement(settings.place, settings.rules, round_index - 1, settings.refusal)
+                return History(settings.place, settings.rules, settings.refusal).accepted(round_index - 1)
             except GenesisError as error:
                 if time.monotonic() > deadline_s:
                     raise RoundFailedError(f"round {round_index}: {error}") from error

@@ -295,28 +295,6 @@ def kept_evidence(
     return kept
 
 
-def agreements_of(place: Place, rules: RoundRules, round_index: int) -> list[Agreement]:
-    """Returns the agreements for a round that are well formed, by attempt; raises what the store does."""
-    return History(place, rules).attempts(round_index)
-
-
-def accepted_agreement(
-    place: Place, rules: RoundRules, round_index: int, refusal: Refusal = nobody_refused
-) -> Agreement | None:
-    """See `History.accepted`."""
-    return History(place, rules, refusal).accepted(round_index)
-
-
-def vouched_state(place: Place, agreement: Agreement, refusal: Refusal = nobody_refused) -> StateRecord | None:
-    """See `History.vouched_state`."""
-    return History(place, RoundRules(run_id=agreement.run_id), refusal).vouched_state(agreement)
-
-
-def newest_agreement(place: Place, rules: RoundRules, refusal: Refusal = nobody_refused) -> Agreement | None:
-    """See `History.newest`."""
-    return History(place, rules, refusal).newest()
-
-
 def _listed(agreement: Agreement, listing: RoundListing) -> list[ListedContribution]:
     """Returns what an agreement lists as it lies in the bucket; raises RefusedError where that is not all there."""
     there = {(each.member, each.payload_sha256): each for each in listing.contributions}

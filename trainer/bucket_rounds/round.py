@@ -37,7 +37,7 @@ from trainer.bucket_rounds.documents import (
     split_contribution,
 )
 from trainer.bucket_rounds.forms import Aggregated, Form, Payload
-from trainer.bucket_rounds.history import Refusal, agreements_of, nobody_refused
+from trainer.bucket_rounds.history import History, Refusal, nobody_refused
 from trainer.bucket_rounds.place import (
     ListedContribution,
     Place,
@@ -327,7 +327,7 @@ class BucketRound:
     def _waits_for(self, missing: set[tuple[str, str]], attempt: int, agreement: Agreement) -> bool:
         """Returns False while what an agreement lists may still come; raises as `_is_valid`."""
         round_index = self._facts.round_index
-        later = agreements_of(self._place, self._settings.rules, round_index + 1)
+        later = History(self._place, self._settings.rules).attempts(round_index + 1)
         if any(each.follows == agreement.digest for each in later):
             raise StateBehindError(
                 f"round {round_index} is over, and {len(missing)} contributions to it were removed; this node was away "

@@ -103,6 +103,16 @@ def test_an_address_is_good_for_its_request_alone(source: Source) -> None:
     assert S3Store(source.presigner.url).get("rounds/a").body == b"12345"
 
 
+def test_what_is_not_signed_costs_nothing_that_is(source: Source) -> None:
+    store = PresignedStore("the bucket", source, is_signed=lambda key: "stray" not in key)
+    for name in ("a", "b", "stray"):
+        store.put(f"rounds/{name}", b"x", cache=CachePolicy.IMMUTABLE, if_absent=True)
+    source.asked.clear()
+    assert len(list(store.list("rounds/"))) == 3
+    store.get("rounds/a")
+    assert {each.key for each in source.asked[-1]} == {"rounds/a", "rounds/b"}
+
+
 def test_addresses_come_together_and_are_renewed_before_they_expire(source: Source) -> None:
     now_s = 0.0
     store = PresignedStore("the bucket", source, clock=lambda: now_s)

@@ -36,7 +36,7 @@ from trainer.bucket_rounds.documents import (
     payload_digest,
 )
 from trainer.bucket_rounds.forms import SparseForm
-from trainer.bucket_rounds.history import accepted_agreement, newest_agreement, vouched_state
+from trainer.bucket_rounds.history import History
 from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.round import BucketSettings
 from trainer.bucket_rounds.rules import weights_of
@@ -231,7 +231,7 @@ def assert_killed_run(path: Path, seed: int) -> None:
     assert agreements_in(path) == {f"{number:010d}": 1 for number in range(5)}
     place, rules = Place(folder(path)), replicas[0].settings.rules
     for round_index in range(5):
-        agreement = accepted_agreement(place, rules, round_index)
+        agreement = History(place, rules).accepted(round_index)
         assert agreement is not None
         assert len(set(agreement.keys)) == len(agreement.keys)
         for info in place.round(round_index).contributions:
@@ -383,7 +383,7 @@ def test_a_void_agreement_costs_an_attempt_and_its_proposer_the_round(tmp_path: 
     liar = honest[3].settings
     put_contribution_of(honest[3])
     mine = next(each for each in Place(store).round(1).contributions if each.member == liar.own_id)
-    before = accepted_agreement(Place(store), liar.rules, 0)
+    before = History(Place(store), liar.rules).accepted(0)
     assert before is not None
     own = {
         "member": liar.own_id,
@@ -419,7 +419,7 @@ def test_a_void_agreement_costs_an_attempt_and_its_proposer_the_round(tmp_path: 
     truthful = honest[:3]
     one_round(truthful)
     assert_alike(truthful)
-    accepted = accepted_agreement(Place(store), liar.rules, 1)
+    accepted = History(Place(store), liar.rules).accepted(1)
     assert accepted is not None
     assert accepted.attempt == 1
     assert accepted.member != liar.own_id or kind in ("garbage", "too large", "not a member")
@@ -458,16 +458,16 @@ def test_most_members_vouch_for_the_newest_state(tmp_path: Path) -> None:
     for _ in range(2):
         one_round(replicas)
     place, rules = Place(folder(tmp_path)), replicas[0].settings.rules
-    newest = newest_agreement(place, rules)
+    newest = History(place, rules).newest()
     assert newest is not None
     assert newest.round_index == 1
-    record = vouched_state(place, newest)
+    record = History(place, rules).vouched_state(newest)
     assert record is not None
     assert record.state_digest == replicas[0].digest()
     # One of three lies, and a second does not answer: nobody is believed.
     folder(tmp_path).delete(state_key(1, replicas[0].settings.own_id))
     folder(tmp_path).delete(state_key(1, replicas[1].settings.own_id))
-    assert vouched_state(place, newest) is None
+    assert History(place, rules).vouched_state(newest) is None
 
 
 def put_round_of(store: Store, stranger: BucketSettings, follows: Agreement) -> Agreement:
@@ -500,21 +500,22 @@ def test_a_stranger_with_credentials_for_the_bucket_has_no_state_of_its_own_beli
     one_round(replicas)
     place, stranger = Place(folder(tmp_path)), settings_of(folder(tmp_path))
     allowed = [each.settings.own_id for each in replicas]
-    newest = newest_agreement(place, replicas[0].settings.rules)
+    rules = replicas[0].settings.rules
+    newest = History(place, rules).newest()
     assert newest is not None
     forged = put_round_of(folder(tmp_path), stranger, newest)
     if admits == "names":
-        rules = replace(replicas[0].settings.rules, members=tuple(sorted(allowed)))
-        assert accepted_agreement(place, rules, forged.round_index) is None
-        assert newest_agreement(place, rules) == newest
+        rules = replace(rules, members=tuple(sorted(allowed)))
+        assert History(place, rules).accepted(forged.round_index) is None
+        assert History(place, rules).newest() == newest
     else:
 
         def refusal(document: ContributionHeader | StateRecord, _put_at: float) -> str:
             return "" if document.member in allowed else "no credential"
 
-        assert vouched_state(place, forged) is not None
-        assert vouched_state(place, forged, refusal) is None
-        assert vouched_state(place, newest, refusal) is not None
+        assert History(place, rules).vouched_state(forged) is not None
+        assert History(place, rules, refusal).vouched_state(forged) is None
+        assert History(place, rules, refusal).vouched_state(newest) is not None
 
 
 def test_of_two_agreements_for_a_round_the_one_counts_that_most_members_went_by(
@@ -524,13 +525,13 @@ def test_of_two_agreements_for_a_round_the_one_counts_that_most_members_went_by(
     replicas = members(tmp_path, 3)
     one_round(replicas)
     place, rules = Place(folder(tmp_path)), replicas[0].settings.rules
-    first = accepted_agreement(place, rules, 0)
+    first = History(place, rules).accepted(0)
     assert first is not None
     stranger = settings_of(folder(tmp_path))
     forged = put_round_of(folder(tmp_path), stranger, first)
     one_round(replicas)
     put_round_of(folder(tmp_path), stranger, forged)  # It follows its own, as if a round had judged that.
-    accepted = accepted_agreement(place, rules, 1)
+    accepted = History(place, rules).accepted(1)
     assert accepted is not None
     assert set(accepted.keys) == {each.settings.own_id for each in replicas}
 
@@ -539,13 +540,13 @@ def test_agreements_beyond_a_gap_are_not_the_runs(tmp_path: Path) -> None:
     replicas = members(tmp_path, 2)
     one_round(replicas)
     stranger = settings_of(folder(tmp_path))
-    first = accepted_agreement(Place(folder(tmp_path)), stranger.rules, 0)
+    first = History(Place(folder(tmp_path)), stranger.rules).accepted(0)
     assert first is not None
     far = first.model_copy(update={"round_index": 900})
     folder(tmp_path).put(agreement_key(900, 0), far.signed(stranger.identity).wire(), cache=CachePolicy.NONE)
     unlinked = first.model_copy(update={"round_index": 1, "follows": "b" * 64})
     folder(tmp_path).put(agreement_key(1, 0), unlinked.signed(stranger.identity).wire(), cache=CachePolicy.NONE)
-    newest = newest_agreement(Place(folder(tmp_path)), stranger.rules)
+    newest = History(Place(folder(tmp_path)), stranger.rules).newest()
     assert newest is not None
     assert newest.digest == first.digest
 
@@ -559,7 +560,7 @@ def test_garbage_where_the_next_rounds_agreement_belongs_ends_no_round(tmp_path:
     store.put(agreement_key(2, 0), b"garbage", cache=CachePolicy.NONE)
     liar = replicas[2]
     put_contribution_of(liar)
-    before = accepted_agreement(Place(store), liar.settings.rules, 0)
+    before = History(Place(store), liar.settings.rules).accepted(0)
     assert before is not None
     absent = before.model_copy(
         update={

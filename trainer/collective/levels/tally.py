@@ -29,7 +29,7 @@ AskBallot = Callable[[str, int], Awaitable[BallotReply | None]]
 
 def agreed_word(words: Mapping[str, str], voters: Sequence[str]) -> str | None:
     """Returns the word that more than half of a subject's voters have said; None: none yet."""
-    counts = Counter(word for peer_id, word in words.items() if peer_id in set(voters))
+    counts = _counts(words, voters)
     if not counts:
         return None
     word, count = min(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -40,10 +40,14 @@ def is_closed(words: Mapping[str, str], voters: Sequence[str], absent: frozenset
     """Returns whether more words cannot change what a subject comes to; ``absent`` voters will not say any."""
     if agreed_word(words, voters) is not None:
         return True
-    spoken = [word for peer_id, word in words.items() if peer_id in set(voters)]
-    most = max(Counter(spoken).values(), default=0)
+    most = max(_counts(words, voters).values(), default=0)
     open_voters = len(set(voters) - words.keys() - absent)
     return 2 * (most + open_voters) <= len(voters)
+
+
+def _counts(words: Mapping[str, str], voters: Sequence[str]) -> Counter[str]:
+    """Returns how many of the voters have said each word."""
+    return Counter(words[peer_id] for peer_id in set(voters) & words.keys())
 
 
 def table_of(stage: Stage, words: Mapping[int, Mapping[str, str]], voters: Voters) -> TallyTable:

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MOST_MISSED: Final = 5
 """Rounds over the same parameters after which the work of a node that could not attend them is dropped (spec P-40)."""
 _LOOK_EVERY_S: Final = 1.0
+_PAUSE_S: Final = 0.5
+"""After a call in vain: each has this node ask every coordinator before it, and costs who calls one message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +133,7 @@ class Attendance:
                 continue
             except RoundFailedError as error:
                 logger.info("round %d was not attended: %s", work.state.round_index, error)
+                ends.wait(_PAUSE_S)
                 continue
             except TrainerError as error:
                 logger.warning("round %d was not attended: %s", work.state.round_index, error)

@@ -318,7 +318,8 @@ class DiLoCoTrainer:
             return None
         goes_on = attendance.is_under_way  # Asked first: one that ends now may have found something.
         followed = self._follow(attendance.take())
-        if not goes_on and (followed is None or not (followed.committed and self._may_grow())):
+        if not goes_on and (followed is None or (followed.committed and not self._may_grow())):
+            # After a failure the caller decides first from which state the node goes on.
             attendance.begin(self._work_of(PendingWork()), self.changes)
         return followed
 

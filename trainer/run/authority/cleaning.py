@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 from genesis.errors import GenesisError
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 CLEAN_EVERY_S: Final = 60.0
 _MAX_RUN_BYTES: Final = 1 << 20
-_KEPT: Final = ("num_slices", "snapshot_rounds", "keep_rounds")
-"""Options of a bucket that decide what is removed, as a run's description names them."""
 
 
 @contextmanager
@@ -100,7 +98,13 @@ def _described_in(place: Place, run_name: str) -> tuple[RoundRules, BucketConfig
         rules = RoundRules(**given | {"members": tuple(map(str, given["members"]))})
         if found["run_id"] != run_name or rules.run_id != run_name:
             raise ValueError(f"it is of run {found['run_id']!r}")
-        options = {name: int(found["rounds"][name]) for name in _KEPT if name in found["rounds"]}
-        return rules, BucketConfig(members=rules.members, **options)
+        kept = {**asdict(BucketConfig()), **found["rounds"]}
+        config = BucketConfig(
+            members=rules.members,
+            num_slices=int(kept["num_slices"]),
+            snapshot_rounds=int(kept["snapshot_rounds"]),
+            keep_rounds=int(kept["keep_rounds"]),
+        )
+        return rules, config
     except (ValueError, KeyError, TypeError) as error:
         raise TrainerError(f"expected the description of run {run_name} at {RUN_KEY} in {place.url}: {error}") from None

@@ -8,13 +8,17 @@ an error of access. Addresses are bearer secrets for some minutes, so the author
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from genesis.errors import StoreAccessError, StoreUnavailableError
 from genesis.store.limits import RetryPolicy
 from genesis.store.presigned import PresignedStore
 from genesis.store.s3_presigning import BucketRequest, SignedAddress
+from trainer.bucket_rounds.place import parse_name
 from trainer.errors import RefusedError, TrainerError, TrainerUsageError
 from trainer.network.rpc.dialing import is_private_host
 from trainer.run.authority.messages import WantedAddress
@@ -36,14 +40,11 @@ class AuthoritySource:
 
     def addresses(self, requests: Sequence[BucketRequest]) -> list[SignedAddress]:
         """See `genesis.store.presigned.AddressSource`."""
-        wanted = tuple(
-            WantedAddress(
-                kind=each.kind, key=each.key, after=each.after, size_bytes=each.size_bytes, if_absent=each.if_absent
-            )
-            for each in requests
-        )
         try:
+            wanted = tuple(WantedAddress(**asdict(each)) for each in requests)
             reply = self._loop.run(self._admission.addresses(wanted), _ASK_S)
+        except ValidationError:
+            raise StoreAccessError(f"{requests[0].key[:160]}: expected the name of an object of a run") from None
         except RefusedError as error:
             text = f"the run's authority signs no address ({error.reason}): {error}"
             if error.reason in TEMPORARY or error.reason == "replayed":
@@ -64,4 +65,5 @@ def open_signed_bucket(config: RunConfig, admission: AdmissionClient, loop: Loop
                 f"way can use it, found {url}"
             )
     where = config.bucket.url or "the run's bucket"
-    return PresignedStore(where, AuthoritySource(admission, loop), policy=RetryPolicy())
+    source = AuthoritySource(admission, loop)
+    return PresignedStore(where, source, policy=RetryPolicy(), is_signed=lambda key: parse_name(key) is not None)
