@@ -37,6 +37,10 @@ def _die_at(place: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("trainer.network").setLevel(logging.WARNING)
     settings = json.loads(sys.stdin.readline())
     members = GroupedMembers(settings["numbers"], rule=RuleConfig(**settings["rule"]), **settings["options"])
     say({member.number: [member.endpoint.peer_id, member.endpoint.address] for member in members.all})

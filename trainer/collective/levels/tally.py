@@ -1,21 +1,21 @@
 """What many members have come to, in few words: the coordinator's side of a round in groups.
 
-For each subject (a group, a slice) its voters say one word each. A word counts once more than half of all voters of the
-subject have said it, the dead among them included: so no leader of a group can speak for it, no two words can both
-count, and whoever takes the coordinator's place and hears the same members finds the same table. A tally is over when
-every subject is decided or cannot be any more; once half of the subjects are, it waits for the others three times as
-long as it took until then, and four times the silence after which a peer counts as dead at least.
+For each subject (a group, a slice) its voters say one word each. A word counts once a majority of all its voters have said
+it (`is_majority`), the dead among them included: so no leader of a group can speak for it, no two words can both count,
+and whoever takes the coordinator's place and hears the same members finds the same table. A tally is over when every
+subject is decided or cannot be any more; once half of the subjects are, it waits for the others three times as long as
+it took until then, and four times the silence after which a peer counts as dead at least.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from trainer.collective.config import Changes, CollectiveConfig
 from trainer.collective.levels.messages import BallotReply, Stage, TallyTable
+from trainer.collective.planning import is_majority
 from trainer.errors import RefusedError
 
 _LOOK_EVERY_S = 0.25
@@ -27,27 +27,27 @@ AskBallot = Callable[[str, int], Awaitable[BallotReply | None]]
 """Asks a member for its word on a subject; None: no answer."""
 
 
-def agreed_word(words: Mapping[str, str], voters: Sequence[str]) -> str | None:
-    """Returns the word that more than half of a subject's voters have said; None: none yet."""
-    counts = _counts(words, voters)
-    if not counts:
-        return None
-    word, count = min(counts.items(), key=lambda item: (-item[1], item[0]))
-    return word if 2 * count > len(voters) else None
+def agreed_word(words: Mapping[str, str], voters: Collection[str]) -> str | None:
+    """Returns the word of a majority of a subject's voters (`is_majority`); None: none yet."""
+    order = sorted(voters)
+    by_word = _by_word(words, voters)
+    return next((word for word, members in by_word.items() if is_majority(members, order)), None)
 
 
-def is_closed(words: Mapping[str, str], voters: Sequence[str], absent: frozenset[str] = frozenset()) -> bool:
+def is_closed(words: Mapping[str, str], voters: Collection[str], absent: frozenset[str] = frozenset()) -> bool:
     """Returns whether more words cannot change what a subject comes to; ``absent`` voters will not say any."""
     if agreed_word(words, voters) is not None:
         return True
-    most = max(_counts(words, voters).values(), default=0)
-    open_voters = len(set(voters) - words.keys() - absent)
-    return 2 * (most + open_voters) <= len(voters)
+    order, still_open = sorted(voters), set(voters) - words.keys() - absent
+    most = [*_by_word(words, voters).values(), set[str]()]
+    return not any(is_majority(members | still_open, order) for members in most)
 
 
-def _counts(words: Mapping[str, str], voters: Sequence[str]) -> Counter[str]:
-    """Returns how many of the voters have said each word."""
-    return Counter(words[peer_id] for peer_id in set(voters) & words.keys())
+def _by_word(words: Mapping[str, str], voters: Collection[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for peer_id in words.keys() & set(voters):
+        found.setdefault(words[peer_id], set()).add(peer_id)
+    return found
 
 
 def table_of(stage: Stage, words: Mapping[int, Mapping[str, str]], voters: Voters) -> TallyTable:
