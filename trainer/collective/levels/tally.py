@@ -1,6 +1,6 @@
 """What many members have come to, in few words: the coordinator's side of a round in groups.
 
-For each subject (a group, a slice) its voters say one word each. A word counts once a majority of all its voters have said
+For each subject (a group, a slice) its voters say one word each. A word counts once a majority of all voters have said
 it (`is_majority`), the dead among them included: so no leader of a group can speak for it, no two words can both count,
 and whoever takes the coordinator's place and hears the same members finds the same table. A tally is over when every
 subject is decided or cannot be any more; once half of the subjects are, it waits for the others three times as long as
