@@ -134,6 +134,26 @@ class History:
         found = (self._agreement(round_index, attempt, listed[attempt].size_bytes) for attempt in sorted(listed))
         return [each for each, _ in zip(found, range(_MOST_ATTEMPTS), strict=False) if each is not None]
 
+    def standing(self, round_index: int) -> Agreement | None:
+        """Returns the agreement that the members of the newest round go by, as far as names and times say; None: none.
+
+        No contribution is read, so one that lists what is none is taken for good; others may still come.
+        """
+        before = self.accepted(round_index - 1) if round_index else None
+        listing = self._place.round(round_index)
+        excluded: set[str] = set()
+        for agreement in self.attempts(round_index, listing):
+            facts = RoundFacts(round_index, agreement.state_digest, agreement.form, agreement.num_values, before)
+            put_at = listing.agreements[agreement.attempt].put_at
+            try:
+                check_outline(agreement, facts, agreement.attempt, self._rules)
+                check_times(agreement, _listed(agreement, listing), facts, put_at, self._rules, excluded)
+            except RefusedError:
+                excluded.add(agreement.member)
+                continue
+            return agreement
+        return None
+
     def vouched_state(self, agreement: Agreement) -> StateRecord | None:
         """Returns a record of what most members of a round hold after it; None: too few say, or they differ.
 

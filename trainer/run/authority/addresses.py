@@ -13,33 +13,35 @@ revoked goes on with the addresses that it has for so long; what it puts meanwhi
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
 
 from genesis.store.opening import open_store
 from genesis.store.s3_presigning import BucketRequest, S3Presigner, SignedAddress
-from trainer.bucket_rounds.config import MAX_SLICES
+from trainer.bucket_rounds.config import MAX_SLICES, BucketConfig
 from trainer.bucket_rounds.documents import (
     MAX_AGREEMENT_BYTES,
     MAX_HEADER_BYTES,
     MAX_RECORD_BYTES,
-    Agreement,
 )
+from trainer.bucket_rounds.history import History
 from trainer.bucket_rounds.place import (
+    RUN_KEY,
     ObjectName,
     Place,
-    agreement_key,
     is_listed_prefix,
     parse_name,
 )
+from trainer.bucket_rounds.rules import RoundRules
 from trainer.bucket_rounds.snapshots import PART_CHUNKS
 from trainer.collective.planning import coordinator_order
-from trainer.errors import MalformedAnswerError, RefusedError, TrainerUsageError
+from trainer.errors import RefusedError, TrainerError, TrainerUsageError
 from trainer.network.rpc.messages import PeerId, Reason
 from trainer.network.rpc.token_buckets import TokenBuckets, remember
 from trainer.network.transfer.descriptor import CHUNK_BYTES, MAX_DESCRIPTOR_BYTES
@@ -54,8 +56,10 @@ _MOST_NAMES: Final = {"contribution": 4, "agreement": 16, "slice": 4 * MAX_SLICE
 _ROUNDS_KEPT: Final = 1 << 15  # Of all members together.
 _HOUR_S: Final = 3600.0
 _TURNS_KEPT: Final = 64
-_TURN_AGE_S: Final = 30.0
-_MOST_ATTEMPTS: Final = 16
+_TURN_LIFE_S: Final = 600.0
+_LOOK_READS: Final = 16.0
+"""Of a member's budget, for each look at whose turn it is; that there is no agreement yet is not remembered, or one who
+asked too early would have the next one refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +144,7 @@ class BucketAddresses:
         why = refusal_of(peer_id, wanted, self._config)
         name = parse_name(wanted.key)
         if not why and wanted.kind == "put" and name is not None and name.kind == "snapshot":
-            is_turn = peer_id in self._writers(name.round_index)
+            is_turn = peer_id in self._writers(peer_id, name.round_index)
             why = "" if is_turn else "by no agreement is it this member's turn to store the state after that round"
         if why:
             raise RefusedError("name", f"{wanted.kind} {wanted.key[:160]}: {why}")
@@ -168,24 +172,22 @@ class BucketAddresses:
         remember(self._named, place, names, _ROUNDS_KEPT)
         return True
 
-    def _writers(self, round_index: int) -> frozenset[PeerId]:
-        """Returns who may store the state after a round, by the agreements for it in the bucket."""
+    def _writers(self, peer_id: PeerId, round_index: int) -> frozenset[PeerId]:
+        """Returns who may store the state after a round, by the agreement that counts; others lie beside it."""
         with self._guard:
             found_at, writers = self._turns.get(round_index, (float("-inf"), frozenset()))
-            if writers or self._clock() - found_at < _TURN_AGE_S:
+            if self._clock() - found_at < _TURN_LIFE_S:
                 return writers
-        found = set()
-        for attempt in sorted(self.place.round(round_index).agreements)[:_MOST_ATTEMPTS]:
-            body = self.place.get_bounded(agreement_key(round_index, attempt), MAX_AGREEMENT_BYTES)
-            try:
-                agreement = Agreement.parse(body or b"", self._run_name)
-            except MalformedAnswerError:
-                continue
-            if agreement.has_snapshot and agreement.round_index == round_index:
-                found.add(coordinator_order(self._run_name, round_index, agreement.keys)[0])
+            if not self._reads.take(peer_id, _LOOK_READS):
+                raise RefusedError(Reason.RATE, "expected fewer snapshots")
+        described = described_in(self.place, self._run_name)
+        agreement = None if described is None else History(self.place, described[0]).standing(round_index)
+        if agreement is None:
+            return frozenset()
+        found = frozenset(coordinator_order(self._run_name, round_index, agreement.keys)[: int(agreement.has_snapshot)])
         with self._guard:
-            remember(self._turns, round_index, (self._clock(), frozenset(found)), _TURNS_KEPT)
-        return frozenset(found)
+            remember(self._turns, round_index, (self._clock(), found), _TURNS_KEPT)
+        return found
 
 
 def refusal_of(peer_id: PeerId, wanted: WantedAddress, config: AddressConfig) -> str:
@@ -220,3 +222,29 @@ def _most_bytes(name: ObjectName, config: AddressConfig) -> int:
         parts = {"descriptor": MAX_DESCRIPTOR_BYTES, "pages": _MAX_PAGES_BYTES}
         return parts.get(name.part, PART_CHUNKS * CHUNK_BYTES)
     return {"agreement": MAX_AGREEMENT_BYTES, "run": _MAX_RUN_BYTES}.get(name.kind, MAX_RECORD_BYTES)
+
+
+def described_in(place: Place, run_name: str) -> tuple[RoundRules, BucketConfig] | None:
+    """Returns a run's rules and what of its options removes old rounds, as its description in the bucket has them.
+
+    None: there is no description. Raises TrainerError where it is of another run, or none.
+    """
+    body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
+    if body is None:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(body)
+        given = {field.name: found["rounds"][field.name] for field in fields(RoundRules)}
+        rules = RoundRules(**given | {"members": tuple(map(str, given["members"]))})
+        if found["run_id"] != run_name or rules.run_id != run_name:
+            raise ValueError(f"it is of run {found['run_id']!r}")
+        kept = {**asdict(BucketConfig()), **found["rounds"]}
+        config = BucketConfig(
+            members=rules.members,
+            num_slices=int(kept["num_slices"]),
+            snapshot_rounds=int(kept["snapshot_rounds"]),
+            keep_rounds=int(kept["keep_rounds"]),
+        )
+        return rules, config
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainerError(f"expected the description of run {run_name} at {RUN_KEY} in {place.url}: {error}") from None

@@ -8,33 +8,28 @@ compare with their own.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
-from typing import Any, Final
+from typing import Final
 
 from genesis.errors import GenesisError
 from trainer.aggregation import RuleConfig
-from trainer.bucket_rounds.config import BucketConfig
 from trainer.bucket_rounds.forms import DenseForm
 from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.keeping import Keeping
-from trainer.bucket_rounds.place import RUN_KEY, Place
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.round import BucketSettings, StoreClock
-from trainer.bucket_rounds.rules import RoundRules
 from trainer.compression.vectors import codec_named
 from trainer.errors import TrainerError
 from trainer.network.rpc import Identity
 from trainer.network.rpc.admission import Admission
-from trainer.run.authority.addresses import BucketAddresses
+from trainer.run.authority.addresses import BucketAddresses, described_in
 
 logger = logging.getLogger(__name__)
 
 CLEAN_EVERY_S: Final = 60.0
-_MAX_RUN_BYTES: Final = 1 << 20
 
 
 @contextmanager
@@ -69,7 +64,7 @@ def cleaning(
 
 def keeping_of(place: Place, run_name: str, identity: Identity) -> Keeping | None:
     """Returns what keeps the bucket of a run in order; None: no member has described the run in it yet."""
-    found = _described_in(place, run_name)
+    found = described_in(place, run_name)
     if found is None:
         return None
     rules, config = found
@@ -85,26 +80,3 @@ def keeping_of(place: Place, run_name: str, identity: Identity) -> Keeping | Non
         refusal=refusal_by(rules.members, Admission(run_name, (identity.peer_id,))),
     )
     return Keeping(settings, StoreClock())
-
-
-def _described_in(place: Place, run_name: str) -> tuple[RoundRules, BucketConfig] | None:
-    """Returns a run's rules, and the options by which old rounds are removed; see `bucket_network.described`."""
-    body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
-    if body is None:
-        return None
-    try:
-        found: dict[str, Any] = json.loads(body)
-        given = {field.name: found["rounds"][field.name] for field in fields(RoundRules)}
-        rules = RoundRules(**given | {"members": tuple(map(str, given["members"]))})
-        if found["run_id"] != run_name or rules.run_id != run_name:
-            raise ValueError(f"it is of run {found['run_id']!r}")
-        kept = {**asdict(BucketConfig()), **found["rounds"]}
-        config = BucketConfig(
-            members=rules.members,
-            num_slices=int(kept["num_slices"]),
-            snapshot_rounds=int(kept["snapshot_rounds"]),
-            keep_rounds=int(kept["keep_rounds"]),
-        )
-        return rules, config
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainerError(f"expected the description of run {run_name} at {RUN_KEY} in {place.url}: {error}") from None

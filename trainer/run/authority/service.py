@@ -158,6 +158,7 @@ class AuthorityService:
             request = signed.request
             self._check_addressed(request.run_name, request.sent_at)
             check_address_request_signature(signed)
+            # First of all a member: keys that are none must not push members' last requests out of what is remembered.
             await asyncio.to_thread(self.register.check_member, request.peer_id, "node", self.clock())
             bucket.take_new(request.peer_id, request.sent_at)
             found = await asyncio.to_thread(bucket.sign, request.peer_id, request.wanted)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, toge
 from tests.support.rpc_node import RUN_ID, refused
 from tests.support.s3_servers import Server, moto_s3, point_boto3_at
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, MAX_RECORD_BYTES
+from trainer.bucket_rounds.history import History
 from trainer.bucket_rounds.place import RUN_KEY, agreement_key, contribution_key, snapshot_prefix, state_key, wish_key
+from trainer.bucket_rounds.rules import weights_of
 from trainer.collective.planning import coordinator_order
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Identity
@@ -106,19 +109,35 @@ def test_a_member_puts_few_objects_and_few_bytes(bucket: BucketAddresses) -> Non
             bucket.sign(OWN, [put(state_key(number, OWN))])
 
 
+def may_store(bucket: BucketAddresses, member: str) -> bool:
+    try:
+        bucket.sign(member, [put(f"{snapshot_prefix(0, DIGEST)}data-000000", 100)])
+    except RefusedError as error:
+        assert error.reason == "name"
+        return False
+    return True
+
+
 def test_a_snapshot_is_put_by_the_member_whose_turn_it_is(bucket: BucketAddresses) -> None:
     store = bucket.place._store
     bucket._run_name = "test"
     members = [Replica(settings_of(store, config=replace(FAST, snapshot_rounds=1))) for _ in range(2)]
+    described = {"run_id": "test", "rounds": asdict(members[0].settings.rules)}
+    bucket.place.put_once("run.json", json.dumps(described).encode())
+    assert not may_store(bucket, members[0].settings.own_id)  # Who asks too early spoils nobody's turn.
     together({str(number): each.take_part for number, each in enumerate(members)})
-    assert members[0].agreements[0].has_snapshot
-    wanted, signed = put(f"{snapshot_prefix(0, DIGEST)}data-000000", 100), []
-    for each in members:
-        try:
-            bucket.sign(each.settings.own_id, [wanted])
-            signed.append(each.settings.own_id)
-        except RefusedError as error:
-            assert error.reason == "name"
+    agreement = members[0].agreements[0]
+    assert agreement.has_snapshot
+    # Each puts an agreement of itself alone beside the one that counts, by which it would be its turn.
+    for attempt, each in enumerate(members, 1):
+        own = next(it for it in agreement.members if it.member == each.settings.own_id)
+        (weight,) = weights_of([own.claims], each.settings.rules)
+        alone = agreement.model_copy(
+            update={"attempt": attempt, "members": (own.model_copy(update={"weight": weight}),)}
+        )
+        bucket.place.put_once(agreement_key(0, attempt), alone.signed(each.settings.identity).wire())
+    assert len(History(bucket.place, members[0].settings.rules).attempts(0)) == 3
+    signed = [each.settings.own_id for each in members if may_store(bucket, each.settings.own_id)]
     assert signed == coordinator_order("test", 0, {each.settings.own_id for each in members})[:1]
     with refused("name", "by no agreement"):
         bucket.sign(members[0].settings.own_id, [put(f"{snapshot_prefix(7, DIGEST)}data-000000")])
