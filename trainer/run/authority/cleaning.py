@@ -88,7 +88,7 @@ def keeping_of(place: Place, run_name: str, identity: Identity) -> Keeping | Non
 
 
 def _described_in(place: Place, run_name: str) -> tuple[RoundRules, BucketConfig] | None:
-    """Returns a run's rules, and the options by which old rounds are removed; see `bucket_network.described`."""
+    """Returns a run's rules, and the options by which old rounds are removed; see `bucket_settings.described`."""
     body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
     if body is None:
         return None

@@ -30,7 +30,7 @@ from trainer.network.rpc.credential import Credential, Role
 from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node.admission import admission_client
-from trainer.run.node.bucket_network import settings_of
+from trainer.run.node.bucket_settings import settings_of
 
 ROUNDS = (
     *("--inner-steps", "10", "--max-steps", "30", "--set", "collective.gather_timeout_s=60"),
