@@ -20,7 +20,7 @@ from genesis.store.opening import open_readable, open_store
 from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
 from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.place import Place
-from trainer.bucket_rounds.reducers import SlicedForm, require_sliceable
+from trainer.bucket_rounds.reducers import SlicedForm
 from trainer.bucket_rounds.round import BucketSettings
 from trainer.bucket_rounds.rules import RoundRules
 from trainer.compression.vectors import codec_named
@@ -113,14 +113,8 @@ def _cdn_of(url: str) -> ReadableStore | None:
 def _form_of(config: RunConfig) -> Callable[[int], Form]:
     """Returns how vectors of some length travel in this run."""
     if config.strategy == "sparseloco":
-        if config.bucket.num_slices:
-            raise TrainerUsageError(
-                "bucket.num_slices: expected 0 with strategy sparseloco, whose rule needs the norm of whole vectors; a "
-                f"contribution has 0.17 bits a parameter there; found {config.bucket.num_slices}"
-            )
         return partial(SparseForm, averaging=config.sparseloco.averaging)
     codec, num_slices = codec_named(config.round_options.compression), config.bucket.num_slices
     if num_slices:
-        require_sliceable(config.rule)
         return lambda num_values: SlicedForm(DenseForm(codec, num_values), num_slices)
     return partial(DenseForm, codec)

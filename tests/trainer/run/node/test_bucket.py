@@ -120,6 +120,8 @@ def test_a_gateway_without_conditional_writes_is_refused(
         (("--set", "rule.validation=off"), "leave validation on"),
         (("--set", "collective.powersgd_rank=4"), "powersgd_rank 0"),
         (("--set", "bucket.members=[abc]"), "64 hexadecimal digits"),
+        (("--set", "bucket.num_slices=4", "--set", "rule.rule=krum"), "a rule by coordinates"),
+        (("--set", "bucket.num_slices=4", "--strategy", "sparseloco"), "0 with strategy sparseloco"),
         (("--rounds", "https://bucket.example.org/run"), "can only be read"),
     ],
 )
