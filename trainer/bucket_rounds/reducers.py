@@ -146,6 +146,10 @@ class SlicedForm:
         """Returns the digests of the slices, 32 bytes each, which stand for the vector."""
         return b"".join(hashlib.sha256(piece).digest() for piece in self.pieces(payload))
 
+    def digest_of(self, digests: Payload, number: int) -> str:
+        """Returns the digest of one slice of those that `digests_of` has put together."""
+        return bytes(digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]).hex()
+
 
 def reducers_of(agreement: Agreement, number: int, false_reducers: Collection[str] = ()) -> list[str]:
     """Returns who reduces a slice, in order; those known to have said something false come last."""
@@ -275,10 +279,10 @@ class SliceReduction:
         return each.own
 
     def _contributed(self, member: str, number: int, size_bytes: int) -> bytes | None:
-        digests = bytes(self._digests[member])
+        digests = self._digests[member]
         if len(digests) != self._form.max_payload_bytes:
             return None
-        digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)].hex()
+        digest = self._form.digest_of(digests, number)
         key = slice_key(self._agreement.round_index, member, number, digest)
         found = self._place.get_digested(key, size_bytes, digest)
         return None if found is None or found[1] > self._agreed_at else found[0]

@@ -593,8 +593,8 @@ class BucketRound:
         contribution.wait_until_filled()
         vector = self._whole_vector()
         payload = self._read[own.member, own.payload_sha256].payload
-        if isinstance(self._form, SlicedForm):  # After a restart it is encoded again, from the same vector.
-            payload = self._own_slices or self._form.encode(vector)
+        if payload is not None and isinstance(self._form, SlicedForm):
+            payload = self._own_slices or self._put_before(self._form, payload)
         if payload is None:
             return None
         left = vector.clone() if vector is contribution.vector else vector
@@ -603,6 +603,22 @@ class BucketRound:
         except CodecError as error:
             logger.warning("round %d: %s", agreement.round_index, error)
             return None
+
+    def _put_before(self, form: SlicedForm, digests: Payload) -> Payload | None:
+        """Returns this node's slices, which an earlier life of it has put; None: they are not to be had any more."""
+        round_index, own_id, found = self._facts.round_index, self._settings.own_id, bytearray()
+        try:
+            for number in range(form.num_slices):
+                digest = form.digest_of(digests, number)
+                key = slice_key(round_index, own_id, number, digest)
+                piece = self._place.get_digested(key, form.of_slice(number).max_payload_bytes, digest)
+                if piece is None:
+                    return None
+                found += piece[0]
+        except GenesisError as error:
+            logger.warning("round %d: what its slices left out of this node's work: %s", round_index, error)
+            return None
+        return found
 
     def _not_listed(self, agreement: Agreement) -> tuple[tuple[str, str], ...]:
         listed = set(agreement.keys)

@@ -19,8 +19,17 @@ from trainer.bucket_rounds.documents import (
     payload_digest,
 )
 from trainer.bucket_rounds.history import History, kept_evidence
-from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
-from trainer.bucket_rounds.round import BucketSettings
+from trainer.bucket_rounds.keeping import Keeping
+from trainer.bucket_rounds.place import (
+    Place,
+    agreement_key,
+    contribution_key,
+    reduced_key,
+    result_key,
+    slice_key,
+    state_key,
+)
+from trainer.bucket_rounds.round import BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import weights_of
 from trainer.bucket_rounds.snapshots import put_snapshot
 from trainer.network.rpc import Identity
@@ -188,3 +197,22 @@ def test_an_agreement_that_comes_too_early_costs_no_read_of_what_it_lists(tmp_pa
 
 def test_slices_of_a_round_that_never_was_are_no_evidence(tmp_path: Path) -> None:
     assert kept_evidence(history_of(Replica(settings_of(folder(tmp_path)))), {}, {7}) == set()
+
+
+def test_slices_and_words_on_them_are_removed_with_their_round(tmp_path: Path) -> None:
+    replicas = run_of(tmp_path, snapshot_rounds=1, keep_rounds=1, num_slices=2)  # Of dense vectors here.
+    place = replicas[0].settings.place
+    keys = [
+        key
+        for number in (0, 9)
+        for key in (
+            slice_key(number, "a" * 64, 0, "b" * 64),
+            result_key(number, 1, "c" * 64),
+            reduced_key(number, 1, "a" * 64),
+        )
+    ]
+    for key in keys:
+        place.put_once(key, b"x")
+    rounds(replicas, 3)
+    Keeping(replicas[0].settings, StoreClock()).clean(2)
+    assert [place.size_bytes(key) for key in keys] == [None] * 3 + [1] * 3

@@ -18,6 +18,7 @@ from genesis.errors import StoreUnavailableError
 from genesis.store.base import CachePolicy, Store
 from tests.support.bucket_rounds import (
     FAST,
+    NUM_VALUES,
     Interposed,
     KilledError,
     Killing,
@@ -35,11 +36,13 @@ from trainer.bucket_rounds.documents import (
     contribution_body,
     payload_digest,
 )
-from trainer.bucket_rounds.forms import SparseForm
+from trainer.bucket_rounds.forms import DenseForm, SparseForm
 from trainer.bucket_rounds.history import History
 from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
-from trainer.bucket_rounds.round import BucketSettings
+from trainer.bucket_rounds.reducers import SlicedForm
+from trainer.bucket_rounds.round import BucketRound, BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import weights_of
+from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Identity
 
@@ -575,3 +578,16 @@ def test_garbage_where_the_next_rounds_agreement_belongs_ends_no_round(tmp_path:
     store.put(agreement_key(1, 0), absent.signed(liar.settings.identity).wire(), cache=CachePolicy.NONE)
     one_round(replicas[:2])
     assert_alike(replicas[:2])
+
+
+def test_what_is_left_of_work_in_slices_is_measured_from_what_an_earlier_life_put(tmp_path: Path) -> None:
+    config = replace(FAST, quorum=1)
+    settings = settings_of(
+        folder(tmp_path),
+        config=config,
+        form_of=lambda num_values: SlicedForm(DenseForm(codec_named("fp32"), num_values, num_threads=1), 4),
+    )
+    assert BucketRound(settings, Replica(settings).contribution(), None, StoreClock())._contribute()
+    result = Replica(settings, lie=lambda vector: vector + 1).take_part()
+    assert result.residual is not None
+    torch.testing.assert_close(result.residual, torch.ones(NUM_VALUES))

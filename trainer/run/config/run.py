@@ -528,11 +528,23 @@ class RunConfig:
                 "--rounds: expected collective.powersgd_rank 0, since its second factor depends on the first round's "
                 f"result, found {self.powersgd_rank}"
             )
+        if self.bucket.num_slices:
+            self._check_slices()
         if self.rule.validation == "off" and not self.bucket.members and not self.admission.is_required:
             raise TrainerUsageError(
                 "--rounds: expected rule.validation log or enforce where anybody who can write to the bucket may take "
                 "part, found off; name the nodes (bucket.members), or leave validation on"
             )
+
+    def _check_slices(self) -> None:
+        from trainer.bucket_rounds.reducers import require_sliceable  # It brings torch, which other options do without.
+
+        if self.strategy == "sparseloco":
+            raise TrainerUsageError(
+                "bucket.num_slices: expected 0 with strategy sparseloco, whose rule needs the norm of whole vectors; a "
+                f"contribution has 0.17 bits a parameter there; found {self.bucket.num_slices}"
+            )
+        require_sliceable(self.rule)
 
     @property
     def is_private(self) -> bool:

@@ -26,7 +26,7 @@ from trainer.network.rpc import Identity
 from trainer.run.authority.addresses import AddressConfig, BucketAddresses, refusal_of
 from trainer.run.authority.cleaning import keeping_of
 from trainer.run.authority.messages import AddressReply, AddressRequest, WantedAddress, sign_address_request
-from trainer.run.node.bucket_network import described
+from trainer.run.node.bucket_settings import described
 
 OWN, OTHER, DIGEST = "a" * 64, "b" * 64, "c" * 64
 SMALL = AddressConfig(max_contribution_bytes=1000, hourly_bytes=1e5, hourly_objects=20.0)

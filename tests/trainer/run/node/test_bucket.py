@@ -30,7 +30,7 @@ from trainer.network.rpc.credential import Credential, Role
 from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node.admission import admission_client
-from trainer.run.node.bucket_network import settings_of
+from trainer.run.node.bucket_settings import settings_of
 
 ROUNDS = (
     *("--inner-steps", "10", "--max-steps", "30", "--set", "collective.gather_timeout_s=60"),
@@ -120,6 +120,8 @@ def test_a_gateway_without_conditional_writes_is_refused(
         (("--set", "rule.validation=off"), "leave validation on"),
         (("--set", "collective.powersgd_rank=4"), "powersgd_rank 0"),
         (("--set", "bucket.members=[abc]"), "64 hexadecimal digits"),
+        (("--set", "bucket.num_slices=4", "--set", "rule.rule=krum"), "a rule by coordinates"),
+        (("--set", "bucket.num_slices=4", "--strategy", "sparseloco"), "0 with strategy sparseloco"),
         (("--rounds", "https://bucket.example.org/run"), "can only be read"),
         (("--set", "bucket.access=signed"), "expected s3://bucket/prefix or no bucket.url"),
         (("--rounds", "s3://bucket/run-1", "--set", "bucket.access=signed"), "a run with an authority"),
