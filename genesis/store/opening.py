@@ -17,6 +17,7 @@ from genesis.store.folder import FolderStore
 from genesis.store.limits import RetryPolicy, Throttle
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?=://)")
+_MISSPELT = re.compile(r"(?i:s3|https?|file):(?!//)")  # Else a folder of that name would be made.
 
 
 def open_store(url: str | Path, *, policy: RetryPolicy | None = None) -> Store:
@@ -86,6 +87,8 @@ def _folder(url: str | Path) -> Path:
         raise UsageError(
             "expected a store's address, found an empty string; give a folder's path or s3://bucket/prefix"
         )
+    if isinstance(url, str) and _MISSPELT.match(url):
+        raise UsageError(f"expected {url.partition(':')[0]}:// and the rest of the address, found {url[:160]}")
     if isinstance(url, Path) or not _scheme(url):
         return Path(url).expanduser()
     parts = urlsplit(url)

@@ -93,6 +93,8 @@ _MOST_OF_NEW: Final = 2  # Of a member that was not in the round before.
 _ABSENT_AFTER_S: Final = 15.0
 """So long after an agreement was seen, what it lists and is not there counts as never put."""
 _LEAVE_AFTER_S: Final = 10.0
+_TELL_AFTER_S: Final = 5.0  # For whom a round waits, in the log, and then again each minute.
+_TELL_EVERY_S: Final = 60.0
 _NOBODY_AFTER: Final = 4  # Times `gather_timeout_s`, for a node that has nothing to contribute.
 
 
@@ -194,6 +196,7 @@ class BucketRound:
         self._own_header: ContributionHeader | None = None  # Of what this node itself has put in this round.
         self._waited: dict[int, float] = {}  # Since when what an attempt lists has been missing.
         self._began_s = time.monotonic()
+        self._tells_after_s = _TELL_AFTER_S
         self._asked_to_stop_s: float | None = None
         self._vector: Tensor | None = None
         self.agreement: Agreement | None = None
@@ -226,8 +229,9 @@ class BucketRound:
             phases=(agreed_s - self._began_s, now_s - agreed_s, 0.0),
         )
         logger.info(
-            "round %d: %d members, closed by %s after %.1f s; %s",
-            *(agreement.round_index, len(agreement.members), agreement.member[:8], agreed_s - self._began_s),
+            "round %d: %d member%s, closed by %s after %.1f s; %s",
+            *(agreement.round_index, len(agreement.members), "s" * (len(agreement.members) != 1)),
+            *(agreement.member[:8], agreed_s - self._began_s),
             cost.text(self._place.prices),
         )
         return RoundResult(
@@ -251,9 +255,25 @@ class BucketRound:
                     return agreement
                 if self._attempt not in listing.agreements and self._goes_on(listing):
                     continue
+                self._tell()
             except GenesisError as error:
                 logger.warning("round %d: %s; trying again", self._facts.round_index, error)
             time.sleep(self._settings.config.poll_interval_s)
+
+    def _tell(self) -> None:
+        """Says now and then for whom the round waits, since training stands still meanwhile."""
+        waited_s = time.monotonic() - self._began_s
+        if waited_s < self._tells_after_s:
+            return
+        self._tells_after_s = waited_s + _TELL_EVERY_S
+        there = {member for (member, _), read in self._read.items() if read.payload is not None}
+        before = () if self._facts.before is None else self._facts.before.keys
+        missing = sorted(member[:8] for member in {*before, *self._awaited()} - there)
+        logger.info(
+            "round %d waits for others since %.0f s: the work of %d is there, %s",
+            *(self._facts.round_index, waited_s, len(there)),
+            f"that of {', '.join(missing[:8])} is not" if missing else "nobody else is known to come",
+        )
 
     def _goes_on(self, listing: RoundListing) -> bool:
         """Contributes, fetches, closes the round; returns whether there is something new to look at now."""

@@ -174,6 +174,7 @@ def test_open_readable(url):
         ("gs://bucket/x", "s3://bucket/prefix"),
         ("https://host/x", "can only be read"),
         ("file://otherhost/x", "names no other host"),
+        ("s3:/bucket/x", "expected s3:// and the rest"),
         ("s3://", "s3://bucket/prefix"),
         ("s3://bucket/../x", "s3://bucket/prefix"),
         ("s3://bucket/a?b=c", "s3://bucket/prefix"),

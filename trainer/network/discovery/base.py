@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -49,6 +50,12 @@ _TIMEOUT_S = 5.0
 _RETRY_S = 3.0
 """After a refusal that says nothing about the node: it is busy, or its host was dialled too often of late."""
 _REPEAT_WARNING_S = 60.0
+_OBJECTIONS = {
+    "private": "private addresses are called in runs that have some only (discovery.allow_private)",
+    "own": "that is this node's own address",
+    "port": "ports below 1024 are not called",
+    "name": "that is no address of a host",
+}
 
 
 class Discovery(ABC):
@@ -87,6 +94,7 @@ class Discovery(ABC):
         self._stages: frozenset[str] | None = None
         self._has_candidates = asyncio.Event()
         self._verifying: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._tells_at_s = -math.inf
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -233,7 +241,9 @@ class Discovery(ABC):
             is_counted = dialing.counts(node.address)
             if is_counted and num_dials.setdefault(host, dialing.num_dials(host)) < 1.0:
                 continue
-            if not dialing.objection(node.address):
+            if reason := dialing.objection(node.address):
+                self._tell_uncalled(node, _OBJECTIONS.get(reason, reason))
+            else:
                 num_dials[host] = num_dials.get(host, 0.0) - is_counted
                 self._verifying[key] = asyncio.create_task(self._verify(node))
                 self._verifying[key].add_done_callback(functools.partial(self._verified, key))
@@ -254,7 +264,16 @@ class Discovery(ABC):
                 self._table.retry_later(node.peer_id, _RETRY_S)
                 return
             logger.debug("%s (%s…) at %s is not reached: %s", node.node_id, node.peer_id[:12], node.address, error)
+            self._tell_uncalled(node, "nothing of this run answers there")
             self._table.unreachable(node.peer_id, node.address)
+
+    def _tell_uncalled(self, node: Announcement, why: str) -> None:
+        """Says that a node is out of the run as seen from here; once a minute at most, whoever announces what."""
+        now_s = time.monotonic()
+        if now_s >= self._tells_at_s:
+            self._tells_at_s = now_s + _REPEAT_WARNING_S
+            where = ascii(node.address[:80])
+            logger.info("peer %s announces %s and is in no round with this node: %s", node.peer_id[:12], where, why)
 
 
 def _is_temporary(error: Exception) -> bool:

@@ -44,7 +44,10 @@ class RelayConfig:
         if len(self.through) > MAX_RELAYS:
             raise TrainerUsageError(f"relay.through: expected {MAX_RELAYS} relays at most, found {len(self.through)}")
         for address in self.through:
-            split_address(address)
+            try:
+                split_address(address)
+            except TrainerUsageError as error:
+                raise TrainerUsageError(f"relay.through: {error}") from None
         if not 0 < self.wait_s < float("inf"):
             raise TrainerUsageError(f"relay.wait_s: expected a positive number of seconds, found {self.wait_s}")
         for name in ("port", "first_port"):

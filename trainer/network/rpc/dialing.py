@@ -6,7 +6,8 @@ connection that an endpoint opens is judged here, by the address it goes to and 
 a stranger could have all nodes of a run connect to services of their own machines, or at once to a victim:
 
 - Loopback, private and link-local addresses are dialled where the operator named one of that kind, or said that the run
-  is private. A host name is resolved; what it resolves to is judged, and that is dialled.
+  is private. A host name is resolved; what it resolves to is judged, and that is dialled. Where loopback was named, the
+  address of this machine's default route is dialled too: a second node here that is given no address announces that.
 - This node's own listening address is never dialled for another node, nor are ports below 1024.
 - An address at which no node has answered is tried once, then after pauses that grow. A host has a budget for all
   such ports together: 8 and then one in 10 s, or 64 and then one a second where it has been in contact with this node.
@@ -76,6 +77,7 @@ class Dialing:
         self._named: set[str] = set()
         self._named_sockets: set[Socket] = set()
         self._own: set[Socket] = set()
+        self._machine = ""  # The address of this machine's default route.
         self._own_loopback_port = 0
         self._answered: OrderedDict[Socket, int] = OrderedDict()
         """Where a node has answered, and how often in a row connecting has failed since."""
@@ -106,12 +108,17 @@ class Dialing:
             host = split_address(address)[0] if has_port(address) else address
             self._learn_kind(host, of_initial_peer=True)
 
-    def listening_at(self, address: str, port: int) -> None:
-        """Learns that this node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host."""
+    def listening_at(self, address: str, port: int, machine: str = "") -> None:
+        """Learns that this node is reached at ``address`` (``host:port``), and listens on ``port`` of its own host.
+
+        ``machine`` is the address of this machine's default route.
+        """
         host, public_port = split_address(address)
         self._own = {(host, public_port), (host, port), (self._config.host, port)}
+        self._machine = machine
         if self._config.host in ("0.0.0.0", "::", ""):
             self._own_loopback_port = port
+            self._own |= {(machine, port)} if machine else set()
             if not self._config.public_address:
                 self._derived_kind = host_kind(host)
 
@@ -187,7 +194,8 @@ class Dialing:
         kind = host_kind(ip)
         # A machine in a private network: where no public node was named, the run is there.
         is_derived = kind == self._derived_kind and not self._is_public_named
-        is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived
+        is_here = ip == self._machine and "loopback" in self._kinds
+        is_allowed = kind is None or kind in self._kinds or self._allows_private or is_derived or is_here
         if kind == "unusable" or not is_allowed:
             return "private"
         if self.is_own(ip, port):

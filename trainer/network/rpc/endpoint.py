@@ -199,7 +199,7 @@ class Endpoint:
         server = aio.server(options=options)
         server.add_generic_rpc_handlers((generic_handler(self._serving.serve),))
         self._port = self._listen(server)
-        self.dialing.listening_at(self.address, self._port)
+        self.dialing.listening_at(self.address, self._port, reachable_host("0.0.0.0"))
         await server.start()
         self._server = server
         guarding = self._serving.connections.guard(self._port, self._sweep)

@@ -211,7 +211,8 @@ class AuthorityService:
         self.num_admitted += 1
         if not is_member:
             place = f" in {stage}" if stage else ""
-            logger.info("admitted %s… as %s%s at %s", request.peer_id[:16], request.role, place, request.address)
+            where = f"at {request.address}" if request.address else "without an address"
+            logger.info("admitted %s… as %s%s %s", request.peer_id[:16], request.role, place, where)
         return JoinReply(credential=credential, revoked=await self.revoked())
 
     async def _is_reached(self, request: JoinRequest, remote_host: str, *, is_member: bool) -> bool:

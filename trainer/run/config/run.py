@@ -507,6 +507,7 @@ class RunConfig:
             *([f"pipeline {self.pipeline}"] if self.pipeline != "none" else []),
             *(["a port (rpc.port)"] if self.rpc.port else []),
             *(["peers (discovery.initial_peers)"] if self.discovery.initial_peers else []),
+            *(["a relay (relay.through, relay.port)"] if self.relay.through or self.relay.port else []),
         ]
         if found:
             raise TrainerUsageError(

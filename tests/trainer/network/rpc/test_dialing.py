@@ -106,6 +106,16 @@ def test_a_kind_is_dialled_where_the_node_was_told_of_one(named, config, address
     assert _dialing(*named, allow_private=True, **config).objection(address) == ""
 
 
+@pytest.mark.parametrize(("public", "is_here"), [("127.0.0.1:4100", True), ("8.8.8.8:4100", False)])
+def test_a_node_at_loopback_calls_another_of_its_machine_by_the_address_of_that(public: str, is_here: bool) -> None:
+    dialing = Dialing(RpcConfig(public_address=public), _OWN, Clock())
+    dialing.guard((), allow_private=False)
+    dialing.listening_at(public, 4100, "192.168.1.5")
+    assert dialing.objection("192.168.1.5:4999") == ("" if is_here else "private")
+    assert dialing.objection("192.168.1.5:4100") == ("own" if is_here else "private")
+    assert dialing.objection("192.168.1.6:4999") == "private"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "192.168.1.5"])
 def test_the_own_port_is_not_dialled_whoever_is_claimed_to_be_there(host: str) -> None:
     dialing = _dialing(host="0.0.0.0", allow_private=True)

@@ -116,6 +116,7 @@ def test_a_gateway_without_conditional_writes_is_refused(
     ("more", "expected"),
     [
         (("--port", "0", "--initial-peers", "127.0.0.1:4100"), "neither port nor peers"),
+        (("--relay", "127.0.0.1:4002"), "neither port nor peers"),
         (("--strategy", "grad"), "expected strategy diloco"),
         (("--set", "rule.validation=off"), "leave validation on"),
         (("--set", "collective.powersgd_rank=4"), "powersgd_rank 0"),
@@ -126,6 +127,7 @@ def test_a_gateway_without_conditional_writes_is_refused(
         (("--set", "bucket.access=signed"), "expected s3://bucket/prefix or no bucket.url"),
         (("--rounds", "s3://bucket/run-1", "--set", "bucket.access=signed"), "a run with an authority"),
         (("--set", "bucket.cdn=ftp://cdn.example.org"), "expected https://host/prefix"),
+        (("--rounds", "s3:/bucket/run"), "expected s3:// and the rest"),
     ],
 )
 def test_what_does_not_go_with_a_bucket_is_refused(
