@@ -193,6 +193,8 @@ async def test_addresses_are_for_members_alone(tmp_path: Path, bucket: BucketAdd
 def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(TrainerUsageError, match="30 s to a day"):
         AddressConfig(life_s=5)
+    with pytest.raises(TrainerUsageError, match="--member-gb: expected a number above 0, found -1"):
+        AddressConfig(hourly_bytes=-1e9)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_slices": 6, "snapshot_rounds": 40, "keep_rounds": 9}])
