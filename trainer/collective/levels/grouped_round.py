@@ -416,7 +416,7 @@ class GroupedRound:
         )
         told = zip(voters, ballots, strict=True)
         words = {peer_id: ballot.word for peer_id, ballot in told if ballot is not None and ballot.word}
-        if agreed_word(words, voters) != digest and 2 * list(words.values()).count(digest) <= len(words):
+        if words and agreed_word(words, voters) != digest and 2 * list(words.values()).count(digest) <= len(words):
             raise self._failed(f"slice {number}: the coordinator names another result than its column has told")
 
     def _decode(self, parts: Mapping[int, Payload]) -> None:
