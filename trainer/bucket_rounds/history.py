@@ -55,7 +55,9 @@ Refusal: TypeAlias = Callable[[ContributionHeader | StateRecord, float], str]
 """Why what a member has put does not count, by the document and when it was put (Unix time); empty: it does."""
 
 _MOST_REMEMBERED: Final = 1 << 14
-_MOST_ATTEMPTS: Final = 64  # Agreements for one round that are read.
+_MOST_ATTEMPTS: Final = 1000
+"""Agreements for one round that are read: as many as a round's own members look through, or they and newcomers would go
+by different ones where somebody has put many that are void."""
 
 
 def nobody_refused(_document: ContributionHeader | StateRecord, _put_at: float) -> str:

@@ -4,14 +4,14 @@
     reduced        a member's signed word on what a slice comes to, with the digest of the encoded result
     result         the encoded result of a slice, named by its digest
 
-Who reduces a slice follows from the agreement: two members at first, in an order that no member can choose, since the
-agreement's digest has everybody's contribution in it; one more after each ``propose_after_s`` in which two have not
-come to one word, and only theirs count. Whatever they say follows from what lies in the bucket for everybody, so that
-it needs no trust: a member reduces one more slice than it is asked to, chosen by its own key (a spot check), and each
-slice of which two words are heard; and it believes itself. Whoever has said something else is named, and is no reducer
-for this node any more. Two reducers of one slice that tell the same lie are found out by the n/s members (of n, with s
-slices) whose spot check it is. Whoever believed the two then holds another state than those, which the records of
-states tell, as after any round (`trainer.bucket_rounds.keeping`): such a lie costs a round, and is not silent.
+Who reduces a slice follows from the agreement: two members at first, in an order by what everybody has contributed; one
+more after each ``propose_after_s`` in which two have not come to one word, and only theirs count. Whatever they say
+follows from what lies in the bucket for everybody, so that it needs no trust: a member reduces one more slice than it
+is asked to, by its own signature, which nobody else can foresee (a spot check), and each slice of which two words are
+heard; and it believes itself. Whoever has said something else is named, and is no reducer for this node any more. Two
+reducers of one slice that tell the same lie are found out by the n/s members (of n, with s slices) whose spot check it
+is. Whoever believed the two then holds another state than those, which the records of states tell, as after any round
+(`trainer.bucket_rounds.keeping`): such a lie costs a round, and is not silent.
 
 A slice counts if it was put no later than the agreement, by the store's times, and reducers look a moment after that:
 so nobody can show a slice to one reducer and not to another.
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from genesis.errors import GenesisError
-from manifests.serialisation import sha256_hex
+from manifests.serialisation import canonical_json, sha256_hex
 from trainer.aggregation import RuleConfig, needs_moments
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, Count, Digest, SignedDocument
 from trainer.bucket_rounds.forms import PART_VALUES, Aggregated, DenseForm, Payload
@@ -48,6 +48,7 @@ NUM_REDUCERS: Final = 2
 """Of a slice, whose words have to agree."""
 DIGEST_BYTES: Final = 32
 _THREADS: Final = 4
+_CHECK_DOMAIN: Final = b"genesis bucket check 1\n"
 
 
 class SliceWord(SignedDocument):
@@ -152,18 +153,23 @@ class SlicedForm:
 
 
 def reducers_of(agreement: Agreement, number: int, false_reducers: Collection[str] = ()) -> list[str]:
-    """Returns who reduces a slice, in order; those known to have said something false come last."""
+    """Returns who reduces a slice, in order; those known to have said something false come last.
+
+    The order is by what everybody has contributed alone: of an agreement, whoever proposes it could sign many.
+    """
+    contributed = [[each.member, each.payload_sha256] for each in agreement.members]
+    seed = sha256_hex(canonical_json([agreement.run_id, agreement.round_index, contributed]))
 
     def rank(member: str) -> bytes:
-        return hashlib.sha256(f"{agreement.digest} {number} {member}".encode()).digest()
+        return hashlib.sha256(f"{seed} {number} {member}".encode()).digest()
 
     return sorted(agreement.keys, key=lambda member: (member in false_reducers, rank(member)))
 
 
-def checked_by(agreement: Agreement, member: str, num_slices: int) -> int:
-    """Returns the slice that a member reduces to check others; nobody knows it before the agreement."""
-    digest = hashlib.sha256(f"check {agreement.digest} {member}".encode()).digest()
-    return int.from_bytes(digest[:8]) % num_slices
+def checked_by(agreement: Agreement, identity: Identity, num_slices: int) -> int:
+    """Returns the slice that a member reduces to check others; by its signature, so that nobody else can know it."""
+    signature = identity.sign(_CHECK_DOMAIN + agreement.digest.encode())
+    return int.from_bytes(hashlib.sha256(signature).digest()[:8]) % num_slices
 
 
 @dataclass(slots=True)
@@ -390,7 +396,7 @@ class SliceReduction:
 
     def _spot_check(self) -> None:
         """Reduces the slice that is this node's to check, compares, and tells the others where it differs."""
-        each = self._slices[checked_by(self._agreement, self._identity.peer_id, len(self._slices))]
+        each = self._slices[checked_by(self._agreement, self._identity, len(self._slices))]
         if each.own is not None:
             return
         before = self._values[self._form.place(each.number)].clone()

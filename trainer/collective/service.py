@@ -30,6 +30,7 @@ from trainer.collective.reduction import REDUCTION_METHOD, Reduction
 from trainer.errors import CodecError, RefusedError, RpcError
 from trainer.network.rpc import Peer, Reply, Request, ServerStream
 from trainer.network.rpc.credential import Role
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ _KEPT = 4
 _PHASES = 6  # Agreements of a round, at most: of two phases, in groups of its members, and of a group and a column.
 _MEMBERS: Final[tuple[Role, ...]] = ("node", "worker")
 """Who may take part in rounds, where the run has an authority."""
+_CALLS_AT_ONCE: Final = 8.0  # Of one node to attend rounds; then `_CALLS_PER_S`.
+_CALLS_PER_S: Final = 0.5
 _LARGEST_SUM = 1e90  # Squares of the largest fp32 number, added up 1e13 times.
 
 B = TypeVar("B", bound=BaseModel)
@@ -82,6 +85,7 @@ class RoundService:
         self._latecomers = LatecomerBackoff()
         self.history = QuorumHistory(settings.cycle)
         self.attendance = AttendanceCall()
+        self._calls = TokenBuckets(_CALLS_AT_ONCE, _CALLS_PER_S)
         self.levels = LevelService(lambda: self.settings)
         self._forked: set[str] = set()  # Coordinators of whom the log says that they go by another change.
         methods: tuple[tuple[str, type[BaseModel], Callable[[Request[Any]], Awaitable[Reply[Any]]]], ...] = (
@@ -256,7 +260,9 @@ class RoundService:
         round_index, next_round = request.body.round_index, self.next_round
         is_known = request.sender == self._own_id or request.sender in self.settings.directory.peers()
         is_ours = is_known and next_round >= 0 and round_index in (next_round, next_round + 1)
-        return Reply(InviteReply(coming=is_ours and self.attendance.call(round_index), next_round=next_round))
+        # A call costs memory for a vector and a message to each coordinator, whether there is a round or not.
+        is_heard = is_ours and (request.sender == self._own_id or self._calls.take(request.sender))
+        return Reply(InviteReply(coming=is_heard and self.attendance.call(round_index), next_round=next_round))
 
     async def status(self, request: Request[messages.StatusRequest]) -> Reply[messages.StatusReply]:
         """Returns the outcome of a round, if it is known."""

@@ -78,6 +78,15 @@ def put_own_round(
     return own
 
 
+def test_many_void_agreements_hide_no_round_from_whoever_comes_later(tmp_path: Path) -> None:
+    (replica,) = run_of(tmp_path, 1)
+    for attempt in range(70):
+        replica.settings.place.put_once(agreement_key(0, attempt), b"none")
+    rounds([replica], 1)
+    assert replica.agreements[0].attempt == 70
+    assert history_of(replica).newest() == replica.agreements[0]
+
+
 def put_contribution(settings: BucketSettings, round_index: int, payload: bytes, state_digest: str) -> None:
     header = ContributionHeader(
         run_id="test",

@@ -162,12 +162,12 @@ def test_two_reducers_with_one_lie_are_named_by_whoever_checks_their_slice(tmp_p
         own_id, result = each.settings.own_id, each.results[0]
         if own_id in liars:
             continue
-        if checked_by(agreement, own_id, NUM_SLICES) == 0:
+        if checked_by(agreement, each.settings.identity, NUM_SLICES) == 0:
             assert set(liars) <= dict(result.report.dropped).keys()
             assert bool(result.vector[:1000].any())
         elif bool(result.vector[:1000].any()):  # It heard of one who checked before it had believed the two.
             assert set(liars) <= dict(result.report.dropped).keys()
-    num_checks = [checked_by(agreement, f"{number:064x}", NUM_SLICES) for number in range(600)]
+    num_checks = [checked_by(agreement, Identity.create(), NUM_SLICES) for _ in range(600)]
     assert all(50 < num_checks.count(number) < 150 for number in range(NUM_SLICES))
 
 
@@ -221,6 +221,16 @@ def test_two_who_are_not_to_reduce_a_slice_have_no_say_in_it(tmp_path: Path, mon
     result = one.reduction.run()
     assert torch.equal(result.vector, torch.ones(8))
     assert {one.fourth, one.fifth} <= dict(result.dropped).keys()
+
+
+def test_whoever_proposes_an_agreement_chooses_no_reducers_by_signing_it_again(tmp_path: Path) -> None:
+    one = OneSlice(tmp_path, wait_s=1.0)
+    again = one.agreement.model_copy(update={"has_snapshot": True, "attempt": 3, "signature": "1" * 128})
+    assert again.digest != one.agreement.digest
+    assert reducers_of(again, 0) == reducers_of(one.agreement, 0)
+    others = tuple(each.model_copy(update={"payload_sha256": "1" * 64}) for each in one.agreement.members)
+    orders = {tuple(reducers_of(one.agreement.model_copy(update={"members": others}), number)) for number in range(8)}
+    assert len(orders) > 1
 
 
 @pytest.mark.parametrize("is_squatted", [True, False])

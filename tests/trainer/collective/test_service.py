@@ -232,3 +232,11 @@ def _nonsense(chance: random.Random) -> dict[str, Any]:
         body[chance.choice(sorted(body))] = chance.choice(wrong)
     body[f"surprise_{chance.randrange(9)}"] = chance.choice(wrong)
     return body
+
+
+def test_one_node_calls_another_to_rounds_so_often_and_no_more(stranger, node):
+    node.directory.known = {stranger.endpoint.peer_id: stranger.endpoint.peer}
+    node.collective.open_attendance(is_open=True)
+    invite = Invite(round_index=5, after_s=0.0)
+    coming = [stranger.call(node.endpoint.peer, "round/attend", invite, InviteReply).coming for _ in range(30)]
+    assert 8 <= sum(coming) < 30 and not all(coming[-3:])

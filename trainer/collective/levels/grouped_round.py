@@ -37,6 +37,7 @@ from trainer.collective.levels.level_arithmetic import (
 )
 from trainer.collective.levels.level_service import LevelService, ask_ballot
 from trainer.collective.levels.messages import GroupedAgreement, LevelAgreement, PartsKind, Stage, TallyTable
+from trainer.collective.levels.tally import agreed_word
 from trainer.collective.messages import Agreement, Commit, Member
 from trainer.compression.sparse import SparseCodec
 from trainer.compression.vectors import Codec, codec_named
@@ -409,11 +410,13 @@ class GroupedRound:
         Raises:
             RoundFailedError: most of those that answer have told another: it is the coordinator that lies.
         """
+        voters = sorted(column)
         ballots = await asyncio.gather(
-            *(ask_ballot(self._settings, self._state, Stage.SLICES, number, peer_id) for peer_id in sorted(column))
+            *(ask_ballot(self._settings, self._state, Stage.SLICES, number, peer_id) for peer_id in voters)
         )
-        words = [ballot.word for ballot in ballots if ballot is not None and ballot.word]
-        if 2 * words.count(digest) <= len(words):
+        told = zip(voters, ballots, strict=True)
+        words = {peer_id: ballot.word for peer_id, ballot in told if ballot is not None and ballot.word}
+        if words and agreed_word(words, voters) != digest and 2 * list(words.values()).count(digest) <= len(words):
             raise self._failed(f"slice {number}: the coordinator names another result than its column has told")
 
     def _decode(self, parts: Mapping[int, Payload]) -> None:

@@ -30,10 +30,19 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs a coroutine in the loop and waits for its result; raises `TrainerError` where it takes longer."""
+        """Runs a coroutine in the loop and waits for its result.
+
+        Raises:
+            TrainerError: it takes longer, or the loop ends meanwhile.
+        """
+        if self.loop.is_closed():
+            coroutine.close()
+            raise TrainerError("the node's network side has ended")
         future = self.spawn(coroutine)
         try:
             return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise TrainerError("the node's network side has ended") from None
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise TrainerError(
