@@ -77,7 +77,9 @@ class AddressConfig:
     def __post_init__(self) -> None:
         if not 30 <= self.life_s <= 86_400:
             raise TrainerUsageError(f"--address-life-s: expected 30 s to a day, found {self.life_s}")
-        for name in ("max_contribution_bytes", "hourly_bytes", "hourly_objects"):
+        if not self.hourly_bytes > 0:
+            raise TrainerUsageError(f"--member-gb: expected a number above 0, found {self.hourly_bytes / 1e9:g}")
+        for name in ("max_contribution_bytes", "hourly_objects"):
             if not getattr(self, name) > 0:
                 raise TrainerUsageError(f"{name}: expected a number above 0, found {getattr(self, name)}")
 
