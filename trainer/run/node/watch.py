@@ -56,6 +56,14 @@ def _moved_bytes(network: Network[Any] | BucketNetwork | None) -> tuple[int, int
     return (0, 0) if counters is None else (counters.sent_bytes, counters.received_bytes)
 
 
+def _traffic(network: Network[Any] | BucketNetwork) -> Iterable[tuple[str, str, float]]:
+    """Returns what a page shows of the bytes of `_moved_bytes`, by whether they went by way of a relay."""
+    for index, way in enumerate(("sent", "received")):
+        relayed = network.relayed_bytes[index]
+        yield f"bytes_{way}_directly", f"Bytes {way}, not by way of a relay.", _moved_bytes(network)[index] - relayed
+        yield f"bytes_{way}_by_relay", f"Bytes {way} by way of a relay, which cannot read them.", relayed
+
+
 class Watch:
     """Tracker, observer and server of one node; ``further`` returns additional gauges (name, help, value).
 
@@ -115,7 +123,12 @@ class Watch:
                 max_steps=config.max_steps,
                 max_tokens=config.max_tokens,
             )
-            gauges = further if role != "node" else tuple
+
+            def gauges() -> Iterable[tuple[str, str, float]]:
+                found = further() if network is not None or role != "node" else ()
+                shown = found if role != "node" else [each for each in found if each[0].startswith("bucket_")]
+                return *shown, *(() if config.bucket.is_used or network is None else _traffic(network))
+
             self.page = NodePage(facts, self.tracker, self.work, history, self._lines, gauges)
             source = PageSource(self.page.view, self.page.course)
             self._app = create_app(self.tracker, metrics, config=config.api, shutdown=hook, page=source)

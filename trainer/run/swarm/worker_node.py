@@ -527,6 +527,8 @@ class WorkerNode:
             if len(members) > 1 and result.committed:
                 self._has_shared = True
                 self._health.shared()
+                if self._config.swarm.whole_nodes:  # Whoever was in it holds the stage, and with what it had learned.
+                    self._startup_check.took_up_state()
             remarks = result.report.remarks() if len(members) > 1 else self._remarks
             if remarks and remarks != self._remarks:  # With averaged gradients each step is a round.
                 logger.warning("round %d of %s: %s", result.round_index, self._built.name, "; ".join(remarks))
