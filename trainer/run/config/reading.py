@@ -27,6 +27,8 @@ ConfigT = TypeVar("ConfigT")
 _BOOL: Final = "tag:yaml.org,2002:bool"
 _RESET: Final = object()
 """Stands for a value that an override resets to its default."""
+_ALIASES: Final = MappingProxyType({"outer.strategy": "strategy"})
+"""Where people look for an option with ``--set``, and where it is."""
 SECRET: Final = MappingProxyType({"secret": True})
 """Metadata of a dataclass field whose value must not be shown."""
 
@@ -162,7 +164,7 @@ def parse_override(text: str) -> dict[str, Any]:
         found = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise TrainerUsageError(f"--set {path}: expected a YAML value, found {_problem(error)}") from error
-    return nested(path, _RESET if found is None else found)
+    return nested(_ALIASES.get(path, path), _RESET if found is None else found)
 
 
 def read_run(file: Path | None, overrides: Iterable[str]) -> dict[str, Any]:

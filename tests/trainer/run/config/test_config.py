@@ -242,3 +242,7 @@ def test_the_run_file_is_one_and_the_account_an_answer_of_this_release() -> None
 def test_what_only_reads_options_or_watches_a_run_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_strategy_is_found_where_people_look_for_it() -> None:
+    assert parse_override("outer.strategy=sparseloco") == parse_override("strategy=sparseloco")
