@@ -72,6 +72,15 @@ def settings_of(
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
+_UNCLOSED: list[BucketCollective] = []
+
+
+def close_collectives() -> None:
+    """Ends the threads of all replicas that a test has made: each looks at the bucket some times a second."""
+    while _UNCLOSED:
+        _UNCLOSED.pop().close()
+
+
 @dataclass
 class Replica:
     """A vector that follows the rounds as DiLoCo's anchor does, and is saved after each."""
@@ -95,6 +104,7 @@ class Replica:
         self.collective = BucketCollective(
             self.settings, self.keeping.is_snapshot_due, committed=self.agreements.append
         )
+        _UNCLOSED.append(self.collective)
 
     def digest(self) -> str:
         return hashlib.sha256(self.anchor.numpy().tobytes()).hexdigest()

@@ -13,7 +13,7 @@ import pytest
 
 from manifests.serialisation import canonical_json
 from tests.support.authority import LOCAL, Authority, join_wire, running_authority
-from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, together
+from tests.support.bucket_rounds import FAST, Replica, close_collectives, folder, settings_of, together
 from tests.support.rpc_node import RUN_ID, refused
 from tests.support.s3_servers import Server, moto_s3, point_boto3_at
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, MAX_RECORD_BYTES
@@ -126,6 +126,7 @@ def test_a_snapshot_is_put_by_the_member_whose_turn_it_is(bucket: BucketAddresse
     bucket.place.put_once("run.json", json.dumps(described).encode())
     assert not may_store(bucket, members[0].settings.own_id)  # Who asks too early spoils nobody's turn.
     together({str(number): each.take_part for number, each in enumerate(members)})
+    close_collectives()
     agreement = members[0].agreements[0]
     assert agreement.has_snapshot
     # Each puts an agreement of itself alone beside the one that counts, by which it would be its turn.

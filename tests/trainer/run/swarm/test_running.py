@@ -229,8 +229,9 @@ def test_status_is_a_driver_s_and_fails_where_the_account_does_not_add_up(monkey
 
 
 def test_one_line_and_exit_code_for_a_mistake(tmp_path, monkeypatch, capsys):
-    assert run(["swarm", "up", "--run", str(_run_file(tmp_path, "num_stages: 1"))]) == 2
-    assert capsys.readouterr().err == "trainer: swarm.num_stages: expected 2 or more, found 1\n"
+    file = _run_file(tmp_path, "num_stages: 1")
+    assert run(["swarm", "up", "--run", str(file)]) == 2
+    assert capsys.readouterr().err == f"trainer: {file}: swarm.num_stages: expected 2 or more, found 1\n"
     refused = ExitStatus(2, "head.1: expected a folder for checkpoints")
     monkeypatch.setattr("trainer.run.swarm.running.run_local", lambda *_: refused)
     assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]) == 2
