@@ -11,7 +11,7 @@ from tests.support.training_swarm import TrainingSwarm
 _WAIT_S = 400.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nodes_and_a_joiner_hold_one_state_after_each_round_and_send_less(tmp_path: Path) -> None:
     options = {"collective": {"powersgd_rank": 8}, "diloco": {"inner_steps": 10}}

@@ -42,7 +42,7 @@ def check_all_agree(swarm: TrainingSwarm, ahead: int) -> None:
     check_agreement(swarm.nodes.values(), together, together + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_nodes_hold_one_state_after_every_outer_step(tmp_path: Path) -> None:
     num_rounds, inner_steps = 10, 20
     with TrainingSwarm(tmp_path, max_steps=num_rounds * inner_steps, collective={"min_members": 4}) as swarm:
