@@ -184,7 +184,7 @@ class HttpStore:
         if response.status_code in (_OK, _PART) and etag == known_etag:
             return None  # It ignores If-None-Match.
         check_encoding(response, where)
-        download.begin(_answer(response))
+        download.begin(answer_of(response))
         for chunk in response.iter_raw():
             download.append(chunk)
         return StoredObject(body=download.finish(), etag=etag)
@@ -261,7 +261,8 @@ def _without_user(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def _answer(response: httpx.Response) -> Answer:
+def answer_of(response: httpx.Response) -> Answer:
+    """Returns what a download needs to know of an answer: its status and headers."""
     headers = response.headers
     return Answer(
         response.status_code,

@@ -34,12 +34,11 @@ from genesis.store.base import (
     WriteCondition,
     settle,
 )
-from genesis.store.http import answered, connect
+from genesis.store.http import answer_of, answered, connect
 from genesis.store.http_transport import check_status, connection_errors, working_for
 from genesis.store.limits import Meter, RetryPolicy, TimeLimit
 from genesis.store.resuming import (
     MAX_OBJECT_BYTES,
-    Answer,
     Download,
     opaque_etag,
     parse_content_range,
@@ -131,7 +130,7 @@ class PresignedStore:
                 if response.status_code in _ABSENT:
                     raise ObjectNotFoundError(f"expected an object {key!r} in {self._url}, found none")
                 check_status(response, self._name(key), 200, *((206, 412, 416) if ask else ()))
-                download.begin(_answer_of(response))
+                download.begin(answer_of(response))
                 for chunk in response.iter_raw():
                     download.append(chunk)
                 return StoredObject(body=download.finish(), etag=_etag(response))
@@ -370,16 +369,6 @@ def parse_listing(body: bytes, prefix: str) -> Page:
 
 def _text(value: str, *, is_encoded: bool) -> str:
     return unquote(value.replace("+", " "), errors="strict") if is_encoded else value
-
-
-def _answer_of(response: httpx.Response) -> Answer:
-    headers = response.headers
-    return Answer(
-        response.status_code,
-        etag=headers.get("etag", ""),
-        content_length=headers.get("content-length", ""),
-        content_range=headers.get("content-range", ""),
-    )
 
 
 def _etag(response: httpx.Response) -> str:

@@ -288,6 +288,29 @@ def holds_stage(stage: str, said: Announcement) -> bool:
     return said.stage is not None and (not stage or stage_of(said.stage) == stage)
 
 
+def seen_as_part(stage: str, shape: SwarmShape) -> Callable[[Announcement], Announcement]:
+    """Returns what members of a stage's group make of an announcement: of a whole node's, the stage's part.
+
+    Of a node that trains by other terms they make nothing else, and ignore it.
+    """
+    whole, of_stage = shape.terms(WHOLE).digest(), shape.terms(stage).digest()
+
+    def seen(said: Announcement) -> Announcement:
+        part = next((part for part in said.parts if part.stage == stage), None)
+        if part is None or said.terms_digest != whole:
+            return said
+        return said.model_copy(
+            update={
+                "terms_digest": of_stage,
+                "outer_step": part.outer_step,
+                "state_digest": part.state_digest,
+                "stage": part.as_worker(),
+            }
+        )
+
+    return seen
+
+
 def _role_of(said: Announcement) -> str:
     if said.stage is not None:
         return stage_of(said.stage)

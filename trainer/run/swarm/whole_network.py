@@ -28,9 +28,8 @@ from trainer.run.node.identity import NodeStats
 from trainer.run.node.network import Listener, Network
 from trainer.run.node.round_group import RoundGroup
 from trainer.run.signed import SignedRun
-from trainer.run.swarm.peer_view import SwarmPeers
+from trainer.run.swarm.peer_view import SwarmPeers, seen_as_part
 from trainer.run.swarm.shape import WHOLE, SwarmShape
-from trainer.run.swarm.stage_part import seen_as_part
 from trainer.run.swarm.synchroniser import state_form
 
 _LOOK_S: Final = 0.5

@@ -48,9 +48,8 @@ from trainer.run.swarm.lifecycle import (
     version_of_state,
 )
 from trainer.run.swarm.moving import StageMoves
-from trainer.run.swarm.peer_view import SwarmPeers, holds_stage
+from trainer.run.swarm.peer_view import SwarmPeers, holds_stage, seen_as_part
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, target_tokens_of
-from trainer.run.swarm.stage_part import seen_as_part
 from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
 from trainer.run.swarm.worker_figures import WorkerFigures, stage_metrics, stage_report
 

@@ -11,7 +11,7 @@ from tests.support.training_swarm import TrainingSwarm
 _WAIT_S = 400.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nodes_and_a_joiner_hold_one_state_after_each_round_and_send_less(tmp_path: Path) -> None:
     options = {"collective": {"powersgd_rank": 8}, "diloco": {"inner_steps": 10}}
@@ -19,12 +19,14 @@ def test_nodes_and_a_joiner_hold_one_state_after_each_round_and_send_less(tmp_pa
         swarm.begin("a", "b")
         swarm.wait_for_step(2, timeout_s=_WAIT_S)
         swarm.begin("late")
-        swarm.wait_for_step(swarm["a"].outer_step + 3, timeout_s=_WAIT_S)
-        assert swarm.stop() == [143, 143, 143]
         nodes = [swarm[name] for name in ("a", "b", "late")]
-        states = [node.states() for node in nodes]
-        together = sorted(set.intersection(*(set(known) for known in states)))
-        assert len(together) >= 3
+
+        def in_common() -> list[int]:  # A state may be skipped where the next round ends before it is written.
+            return sorted(set.intersection(*(set(node.states()) for node in nodes)))
+
+        swarm.wait(lambda: len(in_common()) >= 4, "four states that all three hand out", timeout_s=_WAIT_S)
+        assert swarm.stop() == [143, 143, 143]
+        states, together = [node.states() for node in nodes], in_common()
         for step in together[1:]:
             assert len({known[step] for known in states}) == 1, step
         saved = nodes[0].checkpoint()["diloco"]["fragments"][0]

@@ -23,8 +23,8 @@ from trainer.network.rpc import Identity
 from trainer.run.config import RunConfig, from_mapping
 from trainer.run.node.peer_book import PeerBook
 from trainer.run.node.replica import Replica
+from trainer.run.swarm.peer_view import seen_as_part
 from trainer.run.swarm.shape import WHOLE, shape_of
-from trainer.run.swarm.stage_part import seen_as_part
 from trainer.run.swarm.whole_node import PartsReplica
 
 IDENTITY = Identity.create()
