@@ -23,9 +23,11 @@ where links matter (that needs root); all of them end with this one. Figures go 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # As `python -m trainer` does.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_parts import parts_parser, run_parts
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--sparse-inner-steps", type=int, nargs="+", default=[30, 100], help="H, for sparse")
     parser.add_argument("--sparse-seeds", type=int, default=3, help="for sparse")
     parser.add_argument("--sparse-contestants", nargs="+", help="such as 'diloco int8'; all by default, for sparse")
+    parser.add_argument("--sparse-rows", type=int, default=4, help="of 64 tokens a member and step, for sparse")
     parser.add_argument("--sparse-lr", type=float, default=3e-3, help="greatest of the inner steps, for sparse")
     run_parts(parser, BENCHES)
 

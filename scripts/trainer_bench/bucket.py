@@ -250,8 +250,6 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
         processor.append(time.process_time() - began_s - collective.others_processor_s)
         trainer.state_digest()
         stall_s = 0.0
-        for key in own.place.removable(trainer.round_index):
-            own.place.delete(key)
     collective.close()
     last, name = reports[-1], "on" if overlap_steps else "off"
     return {

@@ -5,6 +5,10 @@ it, int8 and the codecs of four bits, and as the limit ``torch.topk`` alone. Bit
 over loopback with the library's own collective, divided by parameters, messages of agreement and vote included. Losses
 are held-out, of members that train on text in one process with the library's inner loop, codecs and rules; all
 contestants of a seed begin with the same weights and train on the same batches, DDP on those of a step at once.
+
+Wall times are computed: steps at the speed at which one member has made them here alone, and for each round what a
+member was seen to send and receive over loopback, through a link of so many Mbit/s down and up, one after the other;
+for DDP each step a ring's share of fp32 gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ ASKED_BITS: Final = 0.25
 ASKED_LOSS: Final = 1.01
 _VOCAB_ROWS: Final = 1024
 _NUM_HELD_OUT: Final = 2
-_SEQ_LEN, _ROWS = 64, 4
+_SEQ_LEN = 64
+_LINKS: Final = ((500.0, 110.0), (50.0, 10.0))  # Mbit/s down and up.
+_TIMED_STEPS: Final = 20
 _LOCAL: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 900.0
 _DENSE: Final = ("int8", "e3m0", "int4")
@@ -49,7 +55,8 @@ def bench_sparse(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.sparse_wire_values:
         report["wire"] = dict(wire_bits(arguments.sparse_wire_values, arguments.members))
     if arguments.sparse_steps:
-        report["loss"] = dict(losses(arguments))
+        report["loss"] = losses(arguments)
+        report["wall"] = dict(wall_times(arguments))
     report["load"].append(load_average())
     print(as_text(report, arguments))
     return report
@@ -106,6 +113,7 @@ def wire_bits(values: int, members: int) -> Iterator[tuple[str, dict[str, float]
                 {
                     "members": min(answer["members"] for answer in answers),
                     "sent_bits": fmean(8 * answer["sent_bytes"] / values for answer in answers),
+                    "received_bits": fmean(8 * answer["received_bytes"] / values for answer in answers),
                     "contribution_bits": 8 * codec_named(codec).encoded_bytes(values) / values,
                     "round_s": max(each["until_s"] for each in answers) - min(each["from_s"] for each in answers),
                 },
@@ -120,6 +128,7 @@ class Training:
     num_steps: int
     inner_steps: int
     members: int
+    num_rows: int  # Of 64 tokens, a member and step.
     lr: float
     seed: int
 
@@ -131,30 +140,71 @@ class Training:
             warmup_steps=warmup,
             decay_end_step=self.num_steps,
             seq_len=_SEQ_LEN,
-            micro_batch_size=_ROWS,
+            micro_batch_size=self.num_rows,
         )
 
 
-def losses(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[float]]]]:
+def losses(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Held-out losses in nats a token, by seed, of all contestants at each H."""
     torch.set_num_threads(arguments.threads)
-    for inner_steps in arguments.sparse_inner_steps:
-        found: dict[str, list[float]] = {}
-        for seed in range(arguments.sparse_seeds):
-            training = Training(
-                preset=arguments.sparse_preset,
-                num_steps=arguments.sparse_steps,
-                inner_steps=inner_steps,
-                members=arguments.members,
-                lr=arguments.sparse_lr,
-                seed=seed,
-            )
+    found: dict[str, dict[str, list[float]]] = {str(number): {} for number in arguments.sparse_inner_steps}
+    for seed in range(arguments.sparse_seeds):
+        ddp: list[float] = []
+        for inner_steps in arguments.sparse_inner_steps:
+            training = _training(arguments, inner_steps, seed)
             for name, train in _contestants(training).items():
                 if name not in (arguments.sparse_contestants or (name,)):
                     continue
-                found.setdefault(name, []).append(train())
-                progress(f"sparse: H {inner_steps}, seed {seed}, {name}: {found[name][-1]:.4f}")
-        yield str(inner_steps), found
+                loss = ddp[0] if name == "ddp" and ddp else train()  # It has no rounds: the same for every H.
+                if name == "ddp":
+                    ddp.append(loss)
+                found[str(inner_steps)].setdefault(name, []).append(loss)
+                progress(f"sparse: H {inner_steps}, seed {seed}, {name}: {loss:.4f}")
+    return found
+
+
+def _training(arguments: argparse.Namespace, inner_steps: int, seed: int) -> Training:
+    return Training(
+        preset=arguments.sparse_preset,
+        num_steps=arguments.sparse_steps,
+        inner_steps=inner_steps,
+        members=arguments.members,
+        num_rows=arguments.sparse_rows,
+        lr=arguments.sparse_lr,
+        seed=seed,
+    )
+
+
+def wall_times(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Seconds of a whole run at each link, of DDP and of rounds by H, beside the bits that a round was seen to take."""
+    step_s, num_values = _step_of(_training(arguments, 1, 0))
+    members, num_steps = arguments.members, arguments.sparse_steps
+    yield "step_s", {"step_s": step_s, "num_values": num_values}
+    ring_bytes = 4 * num_values * 2 * (members - 1) / members
+    yield "ddp", _wall(num_steps * step_s, num_steps, ring_bytes, ring_bytes, num_values)
+    for codec, found in wire_bits(num_values, members):
+        sent, received = (num_values * found[f"{way}_bits"] / 8 for way in ("sent", "received"))
+        for inner_steps in arguments.sparse_inner_steps:
+            num_rounds = -(-num_steps // inner_steps)
+            yield f"{codec}, H {inner_steps}", _wall(num_steps * step_s, num_rounds, sent, received, num_values)
+
+
+def _wall(compute_s: float, times: int, sent_bytes: float, received_bytes: float, num_values: int) -> dict[str, Any]:
+    links = {
+        f"{down:g}/{up:g}": compute_s + times * 8e-6 * (sent_bytes / up + received_bytes / down) for down, up in _LINKS
+    }
+    return {"times": times, "sent_bits": 8 * sent_bytes / num_values, "compute_s": compute_s, "wall_s": links}
+
+
+def _step_of(training: Training) -> tuple[float, int]:
+    """Seconds of a step of one member, and its parameters."""
+    config, model = training.inner(), build_model(preset(training.preset, _VOCAB_ROWS), training.seed)
+    loop = InnerLoop(model, make_optimizer(model, config), config, _batches(0, training), torch.device("cpu"))
+    loop.step()
+    began_s = time.perf_counter()
+    for _ in range(_TIMED_STEPS):
+        loop.step()
+    return (time.perf_counter() - began_s) / _TIMED_STEPS, sum(each.numel() for each in model.parameters())
 
 
 def _contestants(training: Training) -> dict[str, Callable[[], float]]:
@@ -238,7 +288,7 @@ def _averaged_gradients(training: Training) -> float:
         warmup_steps=config.warmup_steps,
         decay_end_step=config.decay_end_step,
         seq_len=_SEQ_LEN,
-        micro_batch_size=_ROWS,
+        micro_batch_size=training.num_rows,
         accumulation_steps=training.members,
     )
     model = build_model(preset(training.preset, _VOCAB_ROWS), training.seed)
@@ -255,7 +305,7 @@ def _batches(member: int, training: Training) -> Iterator[dict[str, Tensor]]:
     ids = _ids(member % (NUM_SHARDS - _NUM_HELD_OUT))
     generator = torch.Generator().manual_seed(1000 * training.seed + member)
     while True:
-        starts = torch.randint(0, len(ids) - _SEQ_LEN - 1, (_ROWS,), generator=generator)
+        starts = torch.randint(0, len(ids) - _SEQ_LEN - 1, (training.num_rows,), generator=generator)
         rows = ids[starts[:, None] + torch.arange(_SEQ_LEN + 1)]
         yield {"input_ids": rows[:, :-1], "labels": rows[:, 1:]}
 
@@ -292,10 +342,18 @@ def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
         beside = fmean(by_name.get("diloco int8", [math.nan]))
         lines.append(
             f"  H {inner_steps}: {arguments.members} members, {arguments.sparse_preset}, {arguments.sparse_steps} steps"
-            f" of {_ROWS} x {_SEQ_LEN} tokens each, {arguments.sparse_seeds} seeds"
+            f" of {arguments.sparse_rows} x {_SEQ_LEN} tokens each, {arguments.sparse_seeds} seeds"
         )
         for name, found in by_name.items():
             asked = f"   asked {ASKED_LOSS}" if name == "sparseloco" else ""
             spread = f" ({min(found):.4f} to {max(found):.4f})"
             lines.append(f"  {name:24} {fmean(found):.4f}{spread}   {fmean(found) / beside:.4f} of int8 DiLoCo{asked}")
+    if "wall" in report:
+        step = report["wall"].pop("step_s")
+        lines.append(f"  {step['num_values']:,} parameters, {1e3 * step['step_s']:.0f} ms a step; s of a whole run at")
+        for name, found in report["wall"].items():
+            by_link = ", ".join(f"{link} Mbit/s {wall_s:,.0f} s" for link, wall_s in found["wall_s"].items())
+            lines.append(
+                f"  {name:24} {found['sent_bits']:>7.3f} bits a parameter sent, {found['times']} times: {by_link}"
+            )
     return "\n".join(lines)

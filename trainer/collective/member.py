@@ -127,7 +127,7 @@ class RoundMember:
             RoundFailedError: there is no result; nothing happened.
         """
         began_s = time.monotonic()
-        counters = self._settings.endpoint.counters
+        counters = self._service.traffic
         sent_bytes, received_bytes = counters.sent_bytes, counters.received_bytes
         try:
             async with asyncio.timeout(self._config.round_timeout_s):

@@ -74,6 +74,7 @@ class RoundService:
 
     def __init__(self, settings: RoundSettings) -> None:
         self.settings = settings
+        self.traffic = settings.endpoint.counters.of_scope("round")  # Without that of joiners who fetch the state.
         self.next_round = -1  # The round this node trains towards; -1 while it has no state to take part with.
         self.catching_up = False  # Whether it is fetching the others' state, to take part with that.
         self._own_id = settings.own_id

@@ -156,6 +156,7 @@ class GenesisMember:
             "members": len(report.members),
             "passes": report.num_passes,
             "sent_bytes": report.sent_bytes,
+            "received_bytes": report.received_bytes,
         }
 
     def train(

@@ -65,11 +65,22 @@ class Counters:
     refused: Counter[str] = field(default_factory=Counter)
     """How often each reason was given, or an answer was refused for it."""
     by_scope: dict[str, Counters] = field(default_factory=dict)
-    """Bytes of the calls of each scope (`ScopedEndpoint`), which are among all; refusals are counted for all alone."""
+    """Bytes of the calls whose method begins with that name, which are among all: those of a `ScopedEndpoint`, and in
+    them or without one those of a service that has asked for its own. Refusals are counted for all alone."""
 
-    def of_method(self, method: str) -> Counters | None:
-        """Returns the counters of a method's scope; None: it has none of its own."""
-        return self.by_scope.get(method.partition("/")[0])
+    def of_scope(self, scope: str) -> Counters:
+        """Returns the counters of one scope, which begin now if nobody has asked for them before."""
+        return self.by_scope.setdefault(scope, Counters())
+
+    def of_method(self, method: str) -> tuple[Counters, ...]:
+        """Returns the counters of all scopes that a method is in, the widest first."""
+        found: list[Counters] = []
+        for scope in method.split("/")[:-1]:
+            counters = (found[-1] if found else self).by_scope.get(scope)
+            if counters is None:
+                break
+            found.append(counters)
+        return tuple(found)
 
     def count_refusal(self, reason: str) -> None:
         """Counts one. Handlers may pass on words of other peers, so the number of distinct words is bounded."""

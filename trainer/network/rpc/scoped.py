@@ -99,7 +99,7 @@ class ScopedEndpoint:
     def __init__(self, endpoint: Endpoint, scope: str) -> None:
         self._endpoint = endpoint
         self._scope = scope
-        self._counters = endpoint.counters.by_scope.setdefault(scope, Counters())
+        self._counters = endpoint.counters.of_scope(scope)
 
     @property
     def counters(self) -> Counters:

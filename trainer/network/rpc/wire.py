@@ -107,16 +107,16 @@ class RpcCall(ABC):
         self._heartbeats: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._num_sent = 0
-        self._of_scope: Counters | None = None
+        self._of_scopes: tuple[Counters, ...] = ()
         self._first_bytes = 0  # Received before the terms were known.
         self._other_ended = False
 
     def bind(self, terms: CallTerms, identity: Identity, expected: frozenset[str]) -> None:
         """Sets what the frames of the call have in common, who signs, and which kinds the other end may send."""
         self._terms = terms
-        self._of_scope = self._counters.of_method(terms.method)
-        if self._of_scope is not None:
-            self._of_scope.received_bytes += self._first_bytes
+        self._of_scopes = self._counters.of_method(terms.method)
+        for counters in self._of_scopes:
+            counters.received_bytes += self._first_bytes
         self._identity = identity
         self._expected = expected
         self._other = terms.callee if self._origin == "caller" else terms.caller
@@ -140,9 +140,9 @@ class RpcCall(ABC):
             return None
         frame = cast(bytes, raw)
         self._counters.received_bytes += len(frame)
-        if self._of_scope is not None:
-            self._of_scope.received_bytes += len(frame)
-        else:
+        for counters in self._of_scopes:
+            counters.received_bytes += len(frame)
+        if not self._of_scopes:
             self._first_bytes += len(frame)
         return frame
 
@@ -270,8 +270,8 @@ class RpcCall(ABC):
         try:
             await self._write(raw)
             self._counters.sent_bytes += len(raw)
-            if self._of_scope is not None:
-                self._of_scope.sent_bytes += len(raw)
+            for counters in self._of_scopes:
+                counters.sent_bytes += len(raw)
         except RpcError as error:
             self.fail(error)
 

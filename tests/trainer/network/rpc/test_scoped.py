@@ -7,6 +7,7 @@ import pytest
 from tests.support.rpc_node import RUN_ID, Answer, Question, fast_config
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc import Endpoint, Identity, Reply, Request, Stream, scoped_endpoint
+from trainer.network.rpc.messages import Counters
 
 
 def answer_as(endpoint: Endpoint, scope: str) -> None:
@@ -58,6 +59,30 @@ async def test_scopes_share_an_endpoint_and_no_message() -> None:
                 # But for heartbeats and ends of streams that one side had sent when the other hung up.
                 there = getattr(callee.counters.by_scope[name], opposite)
                 assert there == pytest.approx(getattr(service.counters, direction), abs=4096)
+    finally:
+        await caller.stop()
+        await callee.stop()
+
+
+async def test_a_service_counts_its_own_bytes_within_a_scope_and_without() -> None:
+    callee = Endpoint(Identity.create(), RUN_ID, fast_config())
+    for scope in ("", "head"):
+        answer_as(callee, scope)
+    caller = Endpoint(Identity.create(), RUN_ID, fast_config())
+    head = scoped_endpoint(caller, "head")
+    own, of_head = caller.counters.of_scope("test"), head.counters.of_scope("test")
+    other = head.counters.of_scope("round")
+    await callee.start()
+    await caller.start()
+    try:
+        await caller.call(callee.peer, "test/tell", Question(text="hello"), Answer, timeout_s=10)
+        assert min(own.sent_bytes, own.received_bytes) > 0
+        assert of_head == Counters()
+        before = own.sent_bytes
+        await head.call(callee.peer, "test/tell", Question(text="hello"), Answer, timeout_s=10)
+        assert (of_head.sent_bytes, of_head.received_bytes) == (head.counters.sent_bytes, head.counters.received_bytes)
+        assert of_head.sent_bytes > 0
+        assert (own.sent_bytes, other) == (before, Counters())
     finally:
         await caller.stop()
         await callee.stop()
