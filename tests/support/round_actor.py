@@ -27,6 +27,7 @@ from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective, Terms
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import RoundSettings
+from trainer.collective.joining import Joining
 from trainer.collective.member import RoundMember
 from trainer.collective.messages import Agreement, JoinRequest, Member
 from trainer.collective.planning import coordinator_order, cut_values
@@ -161,8 +162,8 @@ def _install(fault: _Fault) -> None:
 
         setattr(owner, name, wrapped if inspect.iscoroutinefunction(original) else wrapped_call)
 
-    around(RoundMember, "_come_together", "before_joining", "")
-    around(RoundMember, "_acknowledge", "before_acknowledging", "")
+    around(RoundMember, "_join", "before_joining", "")
+    around(Joining, "_acknowledge", "before_acknowledging", "")
     around(RoundMember, "_carry_out", "begun", "")
     around(ReductionPass, "_send_parts", "before_sending", "")
     around(Stream, "send", "", "sent")

@@ -1,11 +1,11 @@
-"""One round as one node goes through it: gather, agree, reduce, vote, and commit or not.
+"""One round as one node goes through it: join (`trainer.collective.joining`), reduce, vote, and commit or not.
 
 A round may have a second phase, whose vector depends on the first one's result. It has the same members, an agreement
 that each of them makes of the first and its commit, and otherwise everything a first phase has. The first one's commit
 then changes nothing at anybody: only both together are a result.
 
-If a coordinator is lost, the next in order takes its place at every point: before the agreement the node asks the next
-one; after it, votes go to the next member of the agreement. None of this changes the result.
+If a coordinator is lost, the next in order takes its place at every point: after the agreement, votes go to the next
+member of it. None of this changes the result.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trainer.aggregation import Moments, RuleConfig, RuleDecision, common_progre
 from trainer.aggregation.sparse import SPARSE_RULE
 from trainer.collective import messages
 from trainer.collective.arithmetic import Arithmetic, TaskResult, add_sums, measured_of, split_sums
-from trainer.collective.config import MAX_ROUND_MEMBERS
+from trainer.collective.config import CollectiveConfig
 from trainer.collective.gathering import GatheringArithmetic
+from trainer.collective.joining import Joining
 from trainer.collective.levels import GroupedAgreement, GroupedRound
 from trainer.collective.levels.grouped_round import MakeArithmetic
 from trainer.collective.levels.messages import LevelAgreement
 from trainer.collective.messages import (
-    MOST_LAG,
     Agreement,
     Commit,
     CommitDecision,
@@ -39,16 +39,13 @@ from trainer.collective.messages import (
     short,
 )
 from trainer.collective.planning import (
-    check_agreement,
     check_commit,
     check_plan,
-    coordinator_order,
     cut_values,
     first_plan,
     following_agreement,
     most_part_values,
 )
-from trainer.collective.quorum import check_lags, check_workers
 from trainer.collective.reduction import Reduction, ReductionPass
 from trainer.collective.service import KnownRound, RoundService
 from trainer.compression.sparse import SparseCodec
@@ -89,15 +86,15 @@ class RoundMember:
         self._prepared_s = 0.0  # Seconds that this node's part in a second phase took to make.
         self._commit: Commit | None = None
         self._service = service
-        self._settings = service.settings.at(contribution.round_index)
-        self._config = self._settings.config
+        self._joining = Joining(service, contribution, vocabulary_rows)
+        self._settings = self._joining.settings
         self._own_id = service.settings.own_id
         self._contribution = contribution
         self._vector = contribution.vector
         if contribution.filled is None:  # Added up by the training thread.
             self._vector = _with_residual(contribution)
         self._vocabulary_rows = vocabulary_rows
-        self._known: KnownRound | None = None
+        self._phase: KnownRound | None = None  # Of a second phase or a level, which nobody joins.
         self._make_arithmetic: MakeArithmetic | None = None  # Of a level of a round in groups.
         self._offered: list[str] = []  # Digests of the plans this node reduces by.
         self._reductions: list[Reduction] = []
@@ -107,12 +104,19 @@ class RoundMember:
         self._values = torch.empty(0)
         self._sums_of_all: list[Moments] = []
         self._reduce_s = self._vote_s = 0.0
-        self._is_late = False  # Its work was done before it knew of a change that is in force.
 
     @property
     def is_agreed(self) -> bool:
         """Whether it has acknowledged an agreement, so that others count on it."""
         return self._known is not None
+
+    @property
+    def _known(self) -> KnownRound | None:
+        return self._phase or self._joining.known
+
+    @property
+    def _config(self) -> CollectiveConfig:
+        return self._settings.config
 
     @property
     def timeout_s(self) -> float:
@@ -131,7 +135,7 @@ class RoundMember:
         sent_bytes, received_bytes = counters.sent_bytes, counters.received_bytes
         try:
             async with asyncio.timeout(self._config.round_timeout_s):
-                agreement = self._follows or await self._come_together()
+                agreement = self._follows or await self._join()
                 self.agreement = agreement
                 agree_s = time.monotonic() - began_s
                 # Before the vector is there: fresh memory costs a tenth of a round's processor time.
@@ -189,6 +193,12 @@ class RoundMember:
             self._service.end_phases(self._known, have_result=have_result)
         return replace(second, report=report_on_both(first.report, second.report))
 
+    async def _join(self) -> Agreement:
+        self._joining.expects_phase = self._expects_phase
+        agreement = await self._joining.run()
+        self._settings = self._joining.settings
+        return agreement
+
     async def _in_groups(self, agreement: GroupedAgreement) -> tuple[RoundReport, torch.Tensor]:
         """Goes through a round of more members than a group holds; see `trainer.collective.levels`."""
         contribution = replace(self._contribution, filled=None)
@@ -210,7 +220,7 @@ class RoundMember:
         level = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
         level._settings = replace(self._settings, rule=rule)
         level._make_arithmetic, level._expects_phase = make, True
-        level._known = self._service.begin_phase(agreement, None)
+        level._phase = self._service.begin_phase(agreement, None)
         result = await level.run()
         if level._commit is None:
             raise RoundFailedError(f"round {agreement.round_index}: a level has no result")
@@ -230,7 +240,7 @@ class RoundMember:
             self._settings.codec.block_values,
         )
         second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
-        second._known = self._service.begin_phase(agreement, self._known)
+        second._phase = self._service.begin_phase(agreement, self._known)
         second._prepared_s = prepared_s
         return second
 
@@ -240,177 +250,8 @@ class RoundMember:
         part_values = cut_values(num_values, len(first.members), most_values, settings.codec.block_values)
         agreement = first.second(num_values, contribution.state_digest, part_values)
         second = RoundMember(self._service, contribution, self._vocabulary_rows, agreement)
-        second._known = self._service.begin_phase(agreement, self._known)
+        second._phase = self._service.begin_phase(agreement, self._known)
         return second
-
-    # -- coming together -----------------------------------------------------------------------------------------------
-
-    async def _come_together(self) -> Agreement:
-        """Finds the coordinator and agrees; tries the next one wherever one is lost."""
-        tried: set[str] = set()
-        ahead: set[str] = set()
-        while True:
-            for coordinator in self._coordinators(tried):
-                try:
-                    agreement = await self._agree_with(coordinator, tried)
-                except RefusedError as error:
-                    if error.reason == "change" and await self._has_fetched_changes(coordinator):
-                        break
-                    if error.reason == "fork":
-                        self._service.note_fork(coordinator, error)
-                    if error.reason == "behind":
-                        ahead.add(coordinator)
-                    if self._is_final(error, ahead):
-                        is_failure = error.reason in {"few", "full"}
-                        raise (RoundFailedError if is_failure else StateBehindError)(str(error)) from error
-                    if error.reason == "not_coordinator":
-                        tried.clear()
-                        break
-                    tried.add(coordinator)
-                except RpcError as error:
-                    logger.info("round %d: %s", self._contribution.round_index, error)
-                    tried.add(coordinator)
-                else:
-                    if agreement is not None:
-                        return agreement
-            if self._config.quorum and not self._contribution.num_batches:
-                raise RoundFailedError(
-                    f"round {self._contribution.round_index}: nobody gathers for it whom this node could attend"
-                )
-            await asyncio.sleep(_RETRY_S)
-
-    async def _has_fetched_changes(self, coordinator: str) -> bool:
-        """Fetches the changes of the run that a coordinator knows; returns whether another is in force here now."""
-        changes, before = self._settings.changes, self._settings.change
-        peer = self._settings.directory.peers().get(coordinator)
-        if changes is not None and peer is not None:
-            await changes.fetch(peer)
-        self._settings = self._settings.at(self._contribution.round_index)
-        self._config = self._settings.config
-        return self._settings.change != before
-
-    def _num_batches(self) -> int:
-        """Returns what this node's work counts for: nothing if it was done by other settings than those in force.
-
-        The node takes the result all the same: what it did is dropped, and it goes on with what the others hold.
-        """
-        changes = self._settings.changes
-        self._is_late = changes is not None and changes.trained_by() < self._settings.change
-        if not self._is_late:
-            return self._contribution.num_batches
-        logger.warning(
-            "round %d: change %d of the run was not known here in time: the work of %d batches is not contributed",
-            *(self._contribution.round_index, self._settings.change, self._contribution.num_batches),
-        )
-        return 0
-
-    def _work(self) -> messages.ClaimedWork | None:
-        if not self._config.quorum:
-            return None
-        contribution = self._contribution
-        return messages.ClaimedWork(num_steps=contribution.num_steps, lag=min(contribution.lag, MOST_LAG))
-
-    def _coordinators(self, tried: set[str]) -> list[str]:
-        peer_ids = {self._own_id, *self._settings.directory.peers()}
-        order = coordinator_order(self._settings.run_id, self._contribution.round_index, peer_ids)
-        reachable = [peer_id for peer_id in order if peer_id not in tried or peer_id == self._own_id]
-        return reachable[: reachable.index(self._own_id) + 1]
-
-    async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
-        """Returns the agreement that all have acknowledged; None if the coordinator is not known any more."""
-        endpoint = self._settings.endpoint
-        is_own = coordinator == self._own_id
-        peer = endpoint.peer if is_own else self._settings.directory.peers().get(coordinator)
-        if peer is None:
-            return None
-        contribution = self._contribution
-        request = messages.JoinRequest(
-            round_index=contribution.round_index,
-            terms=self._settings.terms,
-            state_digest=contribution.state_digest,
-            num_values=contribution.vector.numel(),
-            num_batches=self._num_batches(),
-            age_s=max(0.0, contribution.age_s),
-            progress=contribution.progress,
-            work=self._work(),
-            change=self._settings.change,
-            change_digest=self._settings.change_digest,
-            vocabulary_rows=self._vocabulary_rows,
-            address=endpoint.address,
-            certificate=endpoint.certificate.decode() if endpoint.certificate else None,
-            tried=tuple(sorted(tried)[:MAX_ROUND_MEMBERS]),
-        )
-        timeout_s = self._config.gather_timeout_s + 2 * self._config.stall_timeout_s
-        sent = (await self._service.ask(peer, "round/join", request, Agreement, timeout_s)).body
-        while True:
-            agreement = await self._service.levels.resolved(sent, peer)
-            check_agreement(
-                agreement,
-                request,
-                own_id=self._own_id,
-                values_per_part=most_part_values(agreement, self._settings.values_per_part),
-                max_weight_ratio=self._config.max_weight_ratio,
-                weighing=self._settings.weighing,
-                block_values=self._settings.codec.block_values,
-            )
-            self._check_quorum(agreement, is_replaced=self._known is not None)
-            known = self._known = self._service.acknowledged(agreement)
-            # Others may come to the levels of a round in groups, as to a second phase, before this node.
-            known.expects_phase = self._expects_phase or isinstance(agreement, GroupedAgreement)
-            other = await self._wait_until_begun(peer, known)
-            if other is None:
-                return agreement
-            known.abandoned, known.expects_phase = True, False
-            sent = other
-
-    def _check_quorum(self, agreement: Agreement, *, is_replaced: bool) -> None:
-        """Raises RefusedError for lags that are not as this node saw them, and for too little work to attend."""
-        history, quorum = self._service.history, self._config.quorum
-        check_lags(agreement, history.lags.observed(agreement.round_index) if quorum else None)
-        attends = bool(quorum) and not self._contribution.num_batches
-        if attends and not history.may_close_with_few(self._config.gather_timeout_s, time.monotonic()):
-            known = {*self._settings.directory.peers(), self._own_id}
-            check_workers(agreement, quorum, history.num_members, known, is_replaced=is_replaced)
-
-    async def _wait_until_begun(self, coordinator: Peer, known: KnownRound) -> Agreement | None:
-        """Returns None once the round has begun, or the agreement that replaces this one.
-
-        If a coordinator is lost after it told some members, but not all, that the round has begun, some of those open
-        streams to this node, which says as much. A moment is left for that.
-        """
-        begun = known.begun
-        asking = asyncio.create_task(self._acknowledge(coordinator, known.agreement))
-        waiting = asyncio.create_task(begun.wait())
-        try:
-            await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done() and asking.exception() is not None and not begun.is_set():
-                await asyncio.wait({waiting}, timeout=min(1.0, self._config.stall_timeout_s / 4))
-            if begun.is_set():
-                return None
-            if asking.exception() is not None:
-                known.abandoned = True
-            return asking.result()
-        finally:
-            for task in (asking, waiting):
-                task.cancel()
-            await asyncio.gather(asking, waiting, return_exceptions=True)
-
-    async def _acknowledge(self, coordinator: Peer, agreement: Agreement) -> Agreement | None:
-        """Returns None once all have acknowledged an agreement, or the one that replaces it."""
-        body = messages.Acknowledge(round_index=agreement.round_index, agreement=agreement.fingerprint())
-        timeout_s = 4 * self._config.stall_timeout_s
-        return (
-            await self._service.ask(coordinator, "round/acknowledge", body, messages.AcknowledgeReply, timeout_s)
-        ).body.agreement
-
-    def _is_final(self, error: RefusedError, ahead: set[str]) -> bool:
-        """Whether asking another coordinator is no use."""
-        if error.reason == "behind":
-            directory = self._settings.directory
-            return 2 * len(ahead) > len(directory.peers()) or not directory.holds_most_held_state()
-        return error.reason in {"state", "late", "few", "full"}
-
-    # -- carrying it out -----------------------------------------------------------------------------------------------
 
     async def _carry_out(self, agreement: Agreement) -> tuple[Commit, torch.Tensor]:
         settings = self._settings
@@ -603,7 +444,7 @@ class RoundMember:
         decision = self._rule_decision
         effective = effective_rule(len(agreement.members), self._settings.rule)
         left_out = {dropped.peer_id: dropped.reason for dropped in commit.dropped}
-        if self._is_late:
+        if self._joining.is_late:
             left_out.setdefault(self._own_id, "its work was done by other settings than those in force")
         for peer_id in agreement.peer_ids:
             if peer_id not in commit.members:

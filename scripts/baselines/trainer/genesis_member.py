@@ -68,7 +68,7 @@ class Phases:
 
 
 PHASES = Phases()
-RoundMember._come_together = PHASES.timed("agreement", RoundMember._come_together)  # type: ignore[method-assign]
+RoundMember._join = PHASES.timed("agreement", RoundMember._join)  # type: ignore[method-assign]
 ReductionPass.run = PHASES.timed("exchange", ReductionPass.run)  # type: ignore[method-assign]
 RoundMember._vote = PHASES.timed("vote", RoundMember._vote)  # type: ignore[method-assign]
 
