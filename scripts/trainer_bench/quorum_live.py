@@ -40,6 +40,12 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = {
     "today": ("collective.invite_after_s={invite_s}",),
     "quorum 2": ("collective.quorum=2", "collective.invite_after_s=600", "collective.gather_timeout_s=600"),
     "quorum 2, invited": ("collective.quorum=2", "collective.invite_after_s={invite_s}"),
+    "quorum 2, fragments, overlap": (
+        "collective.quorum=2",
+        "collective.invite_after_s={invite_s}",
+        "diloco.num_fragments=2",
+        "diloco.overlap_steps=2",
+    ),
     "quorum 1": ("collective.quorum=1", "collective.invite_after_s=600", "collective.gather_timeout_s=600"),
 }
 """Waits for all; asks the others to come with what they have some time after the first, as is the default; closes with
@@ -205,9 +211,9 @@ def _held_out(folder: Path, rounds: Sequence[Sequence[dict[str, Any]]], at_s: fl
     model = build_model(preset("tiny", 1024), seed)
     if held:
         round_index, number = max(held)
-        anchor = torch.load(folder / f"node-{number}" / f"anchor-{round_index}.pt", weights_only=True)
-        parameters = synchronised_parameters(model)
-        FlatLayout.of(parameters).scatter(anchor, parameters)
+        saved = torch.load(folder / f"node-{number}" / f"anchor-{round_index}.pt", weights_only=True)
+        parameters = synchronised_parameters(model)  # In the order of the fragments.
+        FlatLayout.of({name: parameters[name] for name in saved["names"]}).scatter(saved["anchor"], parameters)
     ids = torch.cat([torch.load(store / f"shard_{shard}.pt", weights_only=True) for shard in range(NUM_HELD_OUT)])
     starts = torch.arange(0, len(ids) - _SEQ_LEN - 1, 61)[:768]
     rows = ids[starts[:, None] + torch.arange(_SEQ_LEN + 1)]

@@ -42,7 +42,8 @@ def main() -> int:
                 found["seconds"] = outcome.report.phases
             _write(folder, found)
             if outcome.committed:
-                torch.save(self.shared_state().anchor, folder / f"anchor-{self.round_index}.pt")
+                held = {"anchor": self.shared_state().anchor, "names": list(self.plan.whole().names)}
+                torch.save(held, folder / f"anchor-{self.round_index}.pt")
         return outcome
 
     InnerLoop.step = paced  # type: ignore[method-assign]

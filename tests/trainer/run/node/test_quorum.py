@@ -30,3 +30,14 @@ def test_more_tokens_count_in_the_same_time_than_with_a_barrier_and_all_end_alik
     assert quorum.num_rounds > barrier.num_rounds >= 2
     assert quorum.tokens_counted_per_s > 1.15 * barrier.tokens_counted_per_s, (barrier, quorum)
     assert quorum.held_out["1"] < barrier.held_out["1"] + 0.1, (barrier, quorum)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(_AT_MOST_S)
+def test_fragments_go_on_by_a_quorum_beside_training_and_all_end_alike(tmp_path: Path) -> None:
+    setting = LiveSetting(seconds=120.0, step_s=1.0, inner_steps=12, measured_at=())
+    result = live("quorum 2, fragments, overlap", setting, tmp_path)
+    assert result.differing == 0
+    assert result.num_rounds >= 6, result  # Both fragments, three times.
+    assert result.tokens_counted_per_s > 0.5 * result.tokens_per_s, result
