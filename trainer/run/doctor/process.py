@@ -48,7 +48,7 @@ from trainer.run.doctor.port import Place
 from trainer.run.doctor.subject import AUTO_STAGE, Share, Subject
 from trainer.run.node.admission import AdmissionClient, admission_client
 from trainer.run.node.identity import terms_of
-from trainer.run.node.starting import resolve
+from trainer.run.node.resolving import resolve
 from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of
 
 ERRORS: Final = (TrainerError, LoaderError)

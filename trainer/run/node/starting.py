@@ -1,10 +1,7 @@
 """From a configuration to a node that trains: everything that can go wrong is tried before anything is changed.
 
-The architecture is a preset or shape that was named, or that of the model to begin with; else what the checkpoint was
-trained with; else what this machine's memory has room for (spec T-27). The newest whole checkpoint is resumed if it is
-of this run; one of another model than was named is put aside. Under torchrun, what ranks read of their machines is
-agreed first, as the least of what they found, over a process group of its own (gloo); ranks that a kill left at
-different rounds go back to the slowest's.
+What the node resumes and trains is decided in `resolving`. Under torchrun, what ranks read of their machines is agreed
+first, as the least of what they found, over a process group of its own (gloo).
 """
 
 from __future__ import annotations
@@ -24,30 +21,25 @@ import torch
 import torch.distributed as dist
 
 from genesis.store.durable import TemporaryFile
-from trainer.checkpoint.files import read_checkpoint
 from trainer.checkpoint.node import (
     CheckpointContents,
     Checkpointer,
-    checkpoint_path,
-    kept_paths,
-    load_newest,
     take_over_former_names,
     wallet_id,
 )
 from trainer.errors import (
     CheckpointError,
     CheckpointMismatchError,
-    CorruptCheckpointError,
     PeerUnavailableError,
     TrainerError,
     TrainerUsageError,
 )
 from trainer.evaluation import Evaluator, HeldOut
-from trainer.inner import Batch, autocast_for, batch_size_for, use_device
-from trainer.inner.memory import largest_preset, shortage
+from trainer.inner import Batch, autocast_for, use_device
+from trainer.inner.memory import shortage
 from trainer.inner.peak import peak_of
-from trainer.inner.rank_place import Parallel, RankPlace, choose_parallel, rows_memory_bytes
-from trainer.model import ModelConfig, available_memory_bytes, choose_architecture, flops_per_token, num_parameters
+from trainer.inner.rank_place import RankPlace, choose_parallel
+from trainer.model import ModelConfig, available_memory_bytes, flops_per_token, num_parameters
 from trainer.model.sizing import SHARED_BYTES_PER_PARAMETER, TRAINING_BYTES_PER_PARAMETER
 from trainer.monitor import Curve, CurveLog, MeteredIterator, SpeedMeter, require_loggers
 from trainer.outer.engine.collective import Collective, LocalCollective
@@ -56,6 +48,7 @@ from trainer.run.node.cluster import Ranks, cluster_collective, joined_cluster, 
 from trainer.run.node.data import StoreWatch, endless, open_dataset, open_session
 from trainer.run.node.origin import Origin, origin_of
 from trainer.run.node.replica import Replica
+from trainer.run.node.resolving import checkpoint_to_resume, resolve, wanted_parallel
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import Node, TrainingDisplay
 from trainer.run.node.watch import Watch
@@ -198,7 +191,7 @@ def _build(
     checkpointer = stack.enter_context(
         Checkpointer(config.checkpoint.directory, wallet, config.checkpoint.keep, instance=ranks.instance)
     )
-    saved = _checkpoint_to_resume(config, wallet, ranks)
+    saved = checkpoint_to_resume(config, wallet, ranks)
     on_cpu = device.type == "cpu"
 
     def memory_bytes() -> int:
@@ -457,80 +450,6 @@ def _kinds_of(network: Network[Any] | BucketNetwork | None) -> tuple[Network[Any
     return (None, network) if isinstance(network, BucketNetwork) else (network, None)
 
 
-def wanted_parallel(config: RunConfig) -> Parallel:
-    """Returns how a node's ranks are to share a model; ``auto`` with Muon, which needs whole matrices, is ``ddp``."""
-    return "ddp" if config.parallel == "auto" and config.inner.optimizer == "muon" else config.parallel
-
-
-def resolve(
-    config: RunConfig,
-    saved: CheckpointContents | None,
-    vocab_rows: int,
-    memory_bytes: Callable[[], int],
-    *,
-    shared_memory: bool,
-    place: RankPlace = _ALONE,
-    first: ModelConfig | None = None,
-) -> tuple[RunConfig, ModelConfig]:
-    """Returns the configuration with nothing left to decide, and the model's shape.
-
-    A model that begins anew has ``vocab_rows``, or the shape ``first`` of the model it begins with; ``memory_bytes``,
-    what one rank has, is called only where it decides. In ``shared_memory`` (on a CPU) lie both the model and DiLoCo's
-    vectors. Rows are those of all of a node's ranks.
-    """
-    chosen = None if saved is not None else first or config.model.shape(vocab_rows)
-    if saved is not None:
-        shape = ModelConfig.from_dict(dict(saved.architecture))
-    elif chosen is not None:
-        shape = chosen
-    else:
-        shape = _largest_shape(config, memory_bytes(), vocab_rows, shared_memory=shared_memory, place=place)
-    if first is not None and shared_memory and (free_bytes := memory_bytes()) < _WEIGHT_BYTES * num_parameters(shape):
-        raise TrainerUsageError(
-            f"--init-from: expected {_WEIGHT_BYTES * num_parameters(shape):,} bytes of memory for the weights alone, "
-            f"found {free_bytes:,}; take a smaller model"
-        )
-    inner = config.inner
-    if inner.seq_len > shape.max_seq_len:
-        raise TrainerUsageError(
-            f"inner.seq_len: expected at most the {shape.max_seq_len} tokens this architecture is made for, found "
-            f"{inner.seq_len}"
-        )
-    if not inner.micro_batch_size:
-        saved_inner = saved.config.get("inner") if saved is not None else None
-        rows = saved_inner.get("micro_batch_size") if isinstance(saved_inner, dict) else None
-        if not (isinstance(rows, int) and rows):
-            checkpointing = inner.activation_checkpointing
-            available = memory_bytes()
-            if place.size > 1:
-                kind = choose_parallel(wanted_parallel(config), shape, memory_bytes, place)
-                available = rows_memory_bytes(kind, shape, available, place)
-            rows = batch_size_for(available, shape, inner.seq_len, activation_checkpointing=checkpointing) * place.size
-        inner = replace(inner, micro_batch_size=rows)
-    if inner.micro_batch_size < place.size:
-        raise TrainerUsageError(
-            f"inner.micro_batch_size: expected a row for each of the node's {place.size} ranks or more, found "
-            f"{inner.micro_batch_size}; it counts the rows of all ranks together"
-        )
-    return replace(config, inner=inner, model=config.model.resolved(shape, config.model.init_digest)), shape
-
-
-def _largest_shape(
-    config: RunConfig, memory_bytes: int, vocab_rows: int, *, shared_memory: bool, place: RankPlace
-) -> ModelConfig:
-    """Returns the largest preset for what one rank has: on a GPU by the model of a step, on a CPU by the parameter."""
-    num_shards = 1 if wanted_parallel(config) == "ddp" else place.local_size
-    if shared_memory:
-        return choose_architecture(
-            num_shards * memory_bytes, vocab_rows, bytes_per_parameter=SHARED_BYTES_PER_PARAMETER
-        )
-    overlaps = config.moves_anchor and config.outer.overlap_steps > 0 and place.size == 1
-    beside = -(-_WEIGHT_BYTES // config.outer.num_fragments) if overlaps else 0  # Snapshot and merge of a round.
-    return largest_preset(
-        memory_bytes, vocab_rows, config.inner, num_ranks=place.size, num_shards=num_shards, beside=beside
-    )
-
-
 def _write_config(config: RunConfig, path: Path) -> None:
     text = to_yaml(config)
     try:
@@ -542,68 +461,3 @@ def _write_config(config: RunConfig, path: Path) -> None:
     changed = "  ".join(f"{name}={value}" for name, value in changed_options(config).items())
     logger.info("configuration: %s  (all of it: %s)", changed, path)
     logger.debug("%s", text)
-
-
-def _checkpoint_to_resume(config: RunConfig, wallet: str, ranks: Ranks) -> CheckpointContents | None:
-    newest = checkpoint_path(config.checkpoint.directory, wallet, ranks.instance)
-    found = load_newest(config.checkpoint.directory, wallet, ranks.instance)
-    saved = CheckpointContents.from_mapping(found) if found is not None else None
-    if saved is not None:
-        for name in ("run_id", "strategy"):
-            value, expected = saved.config.get(name), getattr(config, name)
-            if value != expected:
-                raise CheckpointMismatchError(
-                    f"expected a checkpoint of {name} {expected}, found one of {value}; name another folder "
-                    f"(--checkpoint-dir), or --{name.replace('_', '-')} {value} to go on with it"
-                )
-        wrong = config.model.contradicts(ModelConfig.from_dict(dict(saved.architecture)))
-        if wrong:
-            _put_aside(newest, saved, wrong)
-            saved = None
-    return _in_step(config, newest, ranks, saved) if ranks.in_cluster else saved
-
-
-def _put_aside(newest: Path, saved: CheckpointContents, wrong: str) -> None:
-    prefix = f"replaced-{int(saved.timestamp)}-"
-    for path in (*kept_paths(newest), newest):
-        path.rename(path.with_name(prefix + path.name))
-    logger.warning(
-        "the checkpoint is of another model than was chosen (%s): it was put aside as %s, and training begins anew",
-        wrong,
-        newest.with_name(prefix + newest.name),
-    )
-
-
-def _in_step(
-    config: RunConfig, newest: Path, ranks: Ranks, saved: CheckpointContents | None
-) -> CheckpointContents | None:
-    """Returns the newest checkpoint of the position that every rank has reached."""
-    position = _position(config, saved)
-    least, most = ranks.least(position), -ranks.least(-position)
-    if least == _NO_POSITION < most:
-        raise CheckpointMismatchError(
-            "expected a checkpoint of every rank or of none, found some ranks without; start as many ranks as before, "
-            f"or begin anew in another --checkpoint-dir than {config.checkpoint.directory}"
-        )
-    if position == least:
-        return saved
-    for path in kept_paths(newest):
-        try:
-            earlier = CheckpointContents.from_mapping(read_checkpoint(path))
-        except CorruptCheckpointError as error:
-            logger.warning("%s", error)
-            continue
-        if _position(config, earlier) == least:
-            logger.warning("another rank had not come as far: going on from %s", path.name)
-            return earlier
-    raise CheckpointMismatchError(
-        f"{newest}: expected a checkpoint of {'step' if config.strategy == 'ddp' else 'round'} {least}, where another "
-        f"rank stands, found only later ones; keep more of them (checkpoint.keep), or begin anew"
-    )
-
-
-def _position(config: RunConfig, saved: CheckpointContents | None) -> int:
-    """Returns what ranks must have in common: steps under DDP, committed rounds under DiLoCo."""
-    if saved is None:
-        return _NO_POSITION
-    return saved.training_rounds if config.strategy == "ddp" else int(saved.diloco["round_index"])

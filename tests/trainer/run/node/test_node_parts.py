@@ -19,7 +19,7 @@ from trainer.run.config import RunConfig
 from trainer.run.node.cluster import Ranks
 from trainer.run.node.node_ranks import longest_silence_s
 from trainer.run.node.replica import Replica
-from trainer.run.node.starting import wanted_parallel
+from trainer.run.node.resolving import wanted_parallel
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import FIRST_STATE_S, Node
 

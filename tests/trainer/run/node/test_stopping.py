@@ -19,7 +19,7 @@ from tests.support.small_store import text_store
 from tests.support.trainer_command import TrainerCommand, TrainerHere, differences
 from trainer.checkpoint.node import checkpoint_path, wallet_id
 from trainer.run.config import RunConfig
-from trainer.run.node.starting import resolve
+from trainer.run.node.resolving import resolve
 from trainer.run.node.stopping import StopRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
