@@ -26,29 +26,26 @@ from manifests import sha256_hex
 from trainer.aggregation import RuleConfig, finite_rows
 from trainer.collective.arithmetic import Arithmetic, Payload
 from trainer.collective.config import RoundSettings
-from trainer.collective.levels import messages
 from trainer.collective.levels.group_plan import column_rule, survivors_mask
 from trainer.collective.levels.level_arithmetic import (
-    DIGEST_BYTES,
     ColumnArithmetic,
     GroupArithmetic,
     part_digest,
     slice_digest,
 )
-from trainer.collective.levels.level_service import LevelService, ask_ballot
-from trainer.collective.levels.messages import GroupedAgreement, LevelAgreement, PartsKind, Stage, TallyTable
+from trainer.collective.levels.level_calls import LevelCalls
+from trainer.collective.levels.level_service import LevelService
+from trainer.collective.levels.messages import GroupedAgreement, LevelAgreement, Stage, TallyTable
 from trainer.collective.levels.tally import agreed_word
 from trainer.collective.messages import Agreement, Commit, Member
 from trainer.compression.sparse import SparseCodec
 from trainer.compression.vectors import Codec, codec_named
 from trainer.errors import (
     CodecError,
-    RefusedError,
     RoundFailedError,
     RpcError,
     StateBehindError,
 )
-from trainer.network.rpc import Request
 from trainer.outer.engine.collective import Contribution, RoundReport, RoundResult
 
 logger = logging.getLogger(__name__)
@@ -63,8 +60,6 @@ GoThroughLevel: TypeAlias = Callable[
 _WITNESSES = 3  # Of a group that are asked what it holds: two that agree are believed.
 _COMPARED = 5  # Members of other groups with whom the table of the result is compared at once.
 _COMPARISONS = 4  # Until one of them holds it too.
-_TRIES = 3
-_RETRY_S = 0.3
 _FETCHES_AT_ONCE = 8
 _FETCH_ROUNDS = 2
 _DENSE_RESULT_CODEC = "int8"  # Of sparse contributions: sums over a group are dense.
@@ -105,11 +100,10 @@ class GroupedRound:
         self._agreement = agreement
         self._contribution = contribution
         self._settings = settings
-        self._config = settings.config
         self._own_id = settings.own_id
-        self._levels = levels
         self._go_through = go_through
         self._state = levels.begin(agreement)
+        self._calls = LevelCalls(settings, levels, self._state)
         self._plan = self._state.plan
         self._group = self._plan.group_of(self._own_id)
         self._is_sparse = isinstance(settings.codec, SparseCodec)
@@ -195,7 +189,7 @@ class GroupedRound:
         members = self._plan.groups[self._group]
         if group_result is not None and self._group_commit is not None:
             word = f"{survivors_mask(members, self._group_commit.members)}.{group_result.report.result_digest}"
-        table = await self._tally(Stage.GROUPS, self._group, word)
+        table = await self._calls.tally(Stage.GROUPS, self._group, word)
         words = table.words()
         if word and words.get(self._group, word) != word:
             raise self._failed("the coordinator's table says something else of this group than the group")
@@ -289,7 +283,7 @@ class GroupedRound:
         for holder, first, last in self._holders_of(missing):
             if holder == self._own_id:
                 continue
-            found = await self._fetch(holder, "group", range(first, last))
+            found = await self._calls.parts(holder, "group", range(first, last), self._fp32)
             held |= {part: payload for part, payload in found.items() if self._is_of_group(part, payload)}
         if any(part not in held for part in parts):
             raise self._failed(f"slice {number} of group {self._group} is lost with its reducer")
@@ -322,7 +316,7 @@ class GroupedRound:
         async def of_group(speaker: str, group: int) -> dict[tuple[str, int], bytes]:
             others = [peer_id for peer_id in survivors[group] if peer_id != speaker]
             chosen = self._plan.seeded_order(f"witness {number} {group}", others)[:_WITNESSES]
-            told = await asyncio.gather(*(self._digests_at(peer_id, parts) for peer_id in chosen))
+            told = await asyncio.gather(*(self._calls.digests(peer_id, parts) for peer_id in chosen))
             agreed = _most_told([each for each in told if each is not None])
             return {(speaker, place): digest for place, digest in enumerate(agreed or ())}
 
@@ -331,34 +325,12 @@ class GroupedRound:
         )
         return {key: digest for each in found for key, digest in each.items()}
 
-    async def _digests_at(self, peer_id: str, parts: range) -> tuple[bytes, ...] | None:
-        body = messages.DigestsRequest(
-            agreement=self._agreement.fingerprint(), first_part=parts.start, last_part=parts.stop
-        )
-        silence_s = self._config.stall_timeout_s
-        try:
-            reply = await self._settings.endpoint.call(
-                self._state.members[peer_id].peer,
-                messages.DIGESTS_METHOD,
-                body,
-                messages.DigestsReply,
-                timeout_s=silence_s,
-                stall_timeout_s=silence_s,
-            )
-        except RpcError as error:
-            logger.debug("round %d: no digests from %s: %s", self._agreement.round_index, peer_id[:8], error)
-            return None
-        data = bytes(reply.payload)
-        if len(data) != DIGEST_BYTES * len(parts):
-            return None
-        return tuple(data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))
-
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     async def _slices(self, columns: Sequence[_Column]) -> TallyTable:
         """Returns the table of the result's slices, by digest."""
         told = [(column.number, column.digest) for column in columns] or [(-1, "")]
-        tables = await asyncio.gather(*(self._tally(Stage.SLICES, number, word) for number, word in told))
+        tables = await asyncio.gather(*(self._calls.tally(Stage.SLICES, number, word) for number, word in told))
         words = tables[0].words()
         if any(table != tables[0] for table in tables) or set(words) != set(self._slice_numbers()):
             raise self._failed("the coordinator's table does not name each slice once")
@@ -391,7 +363,7 @@ class GroupedRound:
             if holder in self._liars or holder == self._own_id:
                 continue
             try:
-                found = await self._fetch(holder, "result", parts)
+                found = await self._calls.parts(holder, "result", parts, self._result_codec)
                 if slice_digest(found, parts) != digest:
                     if not is_asked:
                         await self._check_told(number, digest, column)
@@ -411,9 +383,7 @@ class GroupedRound:
             RoundFailedError: most of those that answer have told another: it is the coordinator that lies.
         """
         voters = sorted(column)
-        ballots = await asyncio.gather(
-            *(ask_ballot(self._settings, self._state, Stage.SLICES, number, peer_id) for peer_id in voters)
-        )
+        ballots = await asyncio.gather(*(self._calls.ballot(Stage.SLICES, number, peer_id) for peer_id in voters))
         told = zip(voters, ballots, strict=True)
         words = {peer_id: ballot.word for peer_id, ballot in told if ballot is not None and ballot.word}
         if words and agreed_word(words, voters) != digest and 2 * list(words.values()).count(digest) <= len(words):
@@ -426,40 +396,10 @@ class GroupedRound:
             if not finite_rows([values])[0]:
                 raise CodecError(f"part {part}: expected finite results, found NaN or infinity")
 
-    async def _fetch(self, holder: str, kind: PartsKind, parts: range) -> dict[int, Payload]:
-        """Fetches encoded parts from a member; each is of its exact size before it is kept."""
-        codec = self._fp32 if kind == "group" else self._result_codec
-        opening = messages.PartsOpen(
-            agreement=self._agreement.fingerprint(),
-            kind=kind,
-            first_part=parts.start,
-            last_part=parts.stop,
-        )
-        found: dict[int, Payload] = {}
-        timeout_s, silence_s = self._config.round_timeout_s / 4, self._config.stall_timeout_s
-        async with self._settings.endpoint.open_stream(
-            self._state.members[holder].peer,
-            messages.PARTS_METHOD,
-            opening,
-            timeout_s=timeout_s,
-            stall_timeout_s=silence_s,
-        ) as stream:
-            await stream.end()
-            for number in parts:
-                frame = await stream.receive()
-                start, stop = self._agreement.part_bounds(number)
-                expected_bytes = codec.encoded_bytes(stop - start)
-                if frame is None or frame.index != number or len(frame.payload) != expected_bytes:
-                    raise CodecError(
-                        f"expected part {number} in {expected_bytes} bytes from {holder[:8]}, found another"
-                    )
-                found[number] = bytes(frame.payload)
-        return found
-
     async def _commit(self, table: TallyTable, missing: Sequence[int]) -> None:
         """Says whether this node holds all of the result, and returns if most members do, this node among them."""
         word = "" if missing else table.fingerprint()
-        outcome = await self._tally(Stage.HELD, 0, word)
+        outcome = await self._calls.tally(Stage.HELD, 0, word)
         committed = outcome.words().get(0, "")
         if missing or committed != word:
             raise StateBehindError(
@@ -479,9 +419,7 @@ class GroupedRound:
         words: list[str] = []
         while order and table.fingerprint() not in words:
             chosen, order = order[:_COMPARED], order[_COMPARED:]
-            ballots = await asyncio.gather(
-                *(ask_ballot(self._settings, self._state, Stage.HELD, 0, peer_id) for peer_id in chosen)
-            )
+            ballots = await asyncio.gather(*(self._calls.ballot(Stage.HELD, 0, peer_id) for peer_id in chosen))
             words += [ballot.word or "" for ballot in ballots if ballot is not None]
         num_other = sum(bool(word) and word != table.fingerprint() for word in words)
         if (num_other > 1 and 2 * num_other > len([word for word in words if word])) or (
@@ -492,50 +430,6 @@ class GroupedRound:
                 f"another result, {words.count(table.fingerprint())} this one: the coordinator has told groups two "
                 "stories; nothing is applied"
             )
-
-    async def _tally(self, stage: Stage, subject: int, word: str) -> TallyTable:
-        """Says this node's word to the coordinator, or to the next in its place; returns what all have come to.
-
-        Raises:
-            RoundFailedError: there is no table, or it says that the round has failed.
-        """
-        body = messages.TallyRequest(agreement=self._agreement.fingerprint(), stage=stage, subject=subject, word=word)
-        if subject >= 0:
-            self._state.ballots[stage, subject] = word
-        for coordinator in self._state.coordinators:
-            table = await self._tally_at(coordinator, body)
-            if table is None:
-                continue
-            if table.failure:
-                raise self._failed(table.failure)
-            return table
-        raise self._failed("no coordinator is left")
-
-    async def _tally_at(self, coordinator: str, body: messages.TallyRequest) -> TallyTable | None:
-        """Returns a coordinator's table; None if it is gone. One that is there is asked again: others ask it too."""
-        if coordinator == self._own_id:
-            return (await self._levels.tally(Request(self._own_id, body))).body
-        for _ in range(_TRIES):
-            try:
-                reply = await self._settings.endpoint.call(
-                    self._state.members[coordinator].peer,
-                    messages.TALLY_METHOD,
-                    body,
-                    TallyTable,
-                    timeout_s=self._config.round_timeout_s,
-                    stall_timeout_s=self._config.stall_timeout_s,
-                )
-                return reply.body
-            except RefusedError as error:
-                logger.info("round %d: no tally: %s", self._agreement.round_index, error)
-                if error.reason == "unknown":
-                    return None
-            except RpcError as error:
-                logger.info("round %d: no tally: %s", self._agreement.round_index, error)
-                if await ask_ballot(self._settings, self._state, Stage.HELD, 0, coordinator) is None:
-                    return None
-            await asyncio.sleep(_RETRY_S)
-        return None
 
     # -- what is said of it --------------------------------------------------------------------------------------------
 
