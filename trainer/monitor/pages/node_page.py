@@ -207,6 +207,7 @@ class NodePage:
             inner_step=diloco.inner_step,
             inner_steps=diloco.inner_steps,
             outer_step=diloco.outer_step,
+            stages=diloco.stages,
             outer_syncs=diloco.outer_syncs,
             rounds_alone=diloco.rounds_alone,
             rounds_failed=diloco.rounds_failed,
@@ -254,19 +255,22 @@ class NodePage:
 
 
 def _nodes(status: TrainingStatus) -> tuple[PageNode, ...]:
-    newest = max((node.outer_step for node in status.nodes), default=0)
+    newest: dict[str, int] = {}
+    for node in status.nodes:
+        newest[node.stage] = max(node.outer_step, newest.get(node.stage, 0))
     return tuple(
         PageNode(
             node_id=harmless(node.node_id, NAME),
             peer_id=node.peer_id,
             is_self=node.is_self,
-            role="node",
-            step=node.outer_step,
-            behind=newest - node.outer_step,
-            inner_steps=node.inner_steps_trained,
+            role=node.role,
+            stage=harmless(node.stage, NAME),
+            step=None if node.role == "driver" else node.outer_step,
+            behind=None if node.role == "driver" else newest[node.stage] - node.outer_step,
+            inner_steps=node.inner_steps_trained if node.role == "node" else None,
             loss=_finite(node.loss),
             tokens_per_s=node.tokens_per_s,
-            num_shards=node.num_shards,
+            num_shards=node.num_shards if node.role == "node" else None,
             state_digest=node.state_digest[:16],
         )
         for node in status.nodes
@@ -307,7 +311,7 @@ def _page_round(it: OwnRound, names: dict[str, str]) -> PageRound:
 
     agree_s, reduce_s, vote_s = it.phases
     return PageRound(
-        stage="",
+        stage=it.stage,
         round_index=it.round_index,
         ended_at=_utc(it.at),
         seconds=it.seconds,
@@ -398,5 +402,5 @@ def _marks(
         begin = place if wanted.begin is None else wanted.begin
         end = place if wanted.end is None else wanted.end
         if it.step >= buckets[0].first_step and begin <= place <= end:
-            marks.append(RoundMark(x=place, round_index=it.round_index, stage="", is_failed=bool(it.error)))
+            marks.append(RoundMark(x=place, round_index=it.round_index, stage=it.stage, is_failed=bool(it.error)))
     return evenly(marks)

@@ -15,6 +15,7 @@ import torch
 
 from trainer.errors import TrainerUsageError
 from trainer.inner import undisturbed_rng
+from trainer.model.config import stage_names
 from trainer.monitor import (
     ApiServer,
     CurveLog,
@@ -89,7 +90,15 @@ class Watch:
         self._config, self._role, self._stage = config, role, stage
         inner_steps = config.outer.inner_steps if config.moves_anchor else 0
         peer_id = network.peer_id if network is not None else ""
-        self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
+        in_stages = role != "node" or (config.swarm.whole_nodes and config.pipeline == "none")
+        self.tracker = TrainingTracker(
+            config.node_id,
+            peer_id=peer_id,
+            inner_steps=inner_steps,
+            role=role,
+            stage=stage,
+            stages=stage_names(config.swarm.num_stages) if in_stages else (),
+        )
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
         log = self.log
         sources = Sources(
@@ -170,6 +179,7 @@ class Watch:
     def state(self, outer_step: int, digest: str, part: str = "") -> None:
         """Records that others can fetch this state, of a part of the model where it has parts, from now on."""
         if part:
+            self.tracker.set_state(outer_step, digest, inner_step=None, stage=part)
             self.observer.event("part_state", stage=part, outer_step=outer_step, digest=digest)
             return
         self.tracker.set_state(outer_step, digest, inner_step=None)
