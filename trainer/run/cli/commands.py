@@ -53,7 +53,11 @@ def seed_command(
     """Runs a bootstrap peer: holds no model, forwards announcements; run two, either may be down."""
     from trainer.network.discovery import SeedConfig, seed
     from trainer.network.relay import RelayConfig
+    from trainer.run.node.ports import require_free_port
 
+    require_free_port("--port", host, port)
+    if relay:
+        require_free_port("--relay-port", host, relay_port)
     config = SeedConfig(
         port=port, host=host, public_host=public_host, identity_path=identity, initial_peers=tuple(initial_peers or ())
     )
@@ -324,6 +328,7 @@ def up_command(
     """Starts seeds, workers, drivers and whole nodes on this machine, shows how they stand, and ends all together."""
     from trainer.model.config import stage_names
     from trainer.run.cli.displays import swarm_display
+    from trainer.run.config.unused import tell_unused
     from trainer.run.node.stopping import StopRequest
     from trainer.run.swarm.keeper import keeper_among
     from trainer.run.swarm.running import LocalSwarm, driver_names, run_local
@@ -343,6 +348,7 @@ def up_command(
             f"--whole-nodes: expected a run with swarm.whole_nodes (run init --whole-nodes, layout mixed), found "
             f"{wholes} for a run without; leave it out"
         )
+    tell_unused(config, holds_stage=True)
     shape_of(config)  # Reports at once what no restart of a process could mend, such as a missing store.
     keeper, key = keeper_among(config, driver_names(drivers))
     settings.append(f"swarm.ledger.keeper={key}")
