@@ -76,6 +76,8 @@ class NodeStatus(_Part):
     is_self: bool
     role: str = Field("node", description="node: it holds a whole model, worker: a stage, driver: nothing.")
     stage: str = Field("", description="Of a worker.")
+    last_round: int | None = Field(None, description="Of rounds through a bucket, the newest agreed one it was in.")
+    weight: float | None = Field(None, description="Its weight in that round.")
     outer_step: int
     inner_steps_trained: int
     loss: float | None = Field(description="Nats a token, averaged over its latest steps; null: none, or no such loss.")

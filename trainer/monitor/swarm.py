@@ -22,6 +22,7 @@ _MAX_TOKENS_PER_S = 1e9
 _MAX_SHARDS = 10_000
 _MAX_NAME = 128
 _MAX_PARTS = 32
+_KEY_DIGITS = 12  # Of a key that stands for a name.
 _REMEMBERED_STEPS = 8
 
 NodeRole = Literal["node", "worker", "driver"]
@@ -45,6 +46,8 @@ class PlausibleNode:
     role: NodeRole = "node"
     stage: str = ""  # Of a worker.
     part_states: tuple[tuple[str, int, str], ...] = ()
+    last_round: int | None = None  # That it was in, where rounds are all that is known of it.
+    weight: float | None = None  # In that round.
 
     @property
     def holdings(self) -> dict[str, tuple[int, str]]:
@@ -53,6 +56,33 @@ class PlausibleNode:
             return {holding(self.peer_id, stage): (step, digest) for stage, step, digest in self.part_states}
         return (
             {} if self.role == "driver" else {holding(self.peer_id, self.stage): (self.outer_step, self.state_digest)}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundMember:
+    """A node that announces nothing, as the rounds of a bucket tell of it."""
+
+    peer_id: str
+    last_round: int  # The newest agreed one that it was in.
+    weight: float
+    outer_step: int
+    state_digest: str  # Of the state that it began that round with; empty: not known.
+
+    def as_node(self) -> PlausibleNode:
+        """Returns what there is to show of it; it is there as long as it is listed."""
+        return PlausibleNode(
+            peer_id=self.peer_id,
+            node_id=self.peer_id[:_KEY_DIGITS],
+            outer_step=self.outer_step,
+            state_digest=self.state_digest,
+            num_steps=0,
+            loss=None,
+            tokens_per_s=0.0,
+            shards=frozenset(),
+            expires_at=math.inf,
+            last_round=self.last_round,
+            weight=self.weight,
         )
 
 

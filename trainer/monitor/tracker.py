@@ -24,7 +24,15 @@ from trainer.monitor.status import (
     SyncSuccess,
     TrainingStatus,
 )
-from trainer.monitor.swarm import DigestMemory, NodeRole, PlausibleNode, average_loss, holding, plausible_node
+from trainer.monitor.swarm import (
+    DigestMemory,
+    NodeRole,
+    PlausibleNode,
+    RoundMember,
+    average_loss,
+    holding,
+    plausible_node,
+)
 
 _VERSION = 1
 _MAX_PEERS = 4_096
@@ -77,6 +85,7 @@ class TrainingTracker:
         self._shards: frozenset[int] = frozenset()
         self._num_rotations = 0
         self._peers: tuple[PlausibleNode, ...] = ()
+        self._own_round: tuple[int, float] | None = None  # Through a bucket: the last it was in, and its weight there.
         self._digests = DigestMemory()
         self._speed: Callable[[], SpeedStatus | None] = lambda: None
 
@@ -158,7 +167,18 @@ class TrainingTracker:
 
     def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
         """Records what all other nodes announce now, in place of what they announced before."""
-        known = {found.peer_id: plausible_node(found, in_stages=self._in_stages) for found in announcements}
+        self._know(plausible_node(found, in_stages=self._in_stages) for found in announcements)
+
+    def seen_in_rounds(self, members: Iterable[RoundMember]) -> None:
+        """Records who was in the latest rounds, where nodes announce nothing, in place of who was before."""
+        found = {member.peer_id: member for member in members}
+        own = found.get(self._peer_id)
+        with self._lock:
+            self._own_round = None if own is None else (own.last_round, own.weight)
+        self._know(member.as_node() for member in found.values())
+
+    def _know(self, nodes: Iterable[PlausibleNode]) -> None:
+        known = {node.peer_id: node for node in nodes}
         known.pop(self._peer_id, None)
         kept = tuple(sorted(known.values(), key=lambda peer: -peer.expires_at)[:_MAX_PEERS])
         with self._lock:
@@ -218,6 +238,8 @@ class TrainingTracker:
                 expires_at=float("inf"),
                 role=self._role,
                 stage=self._stage,
+                last_round=None if self._own_round is None else self._own_round[0],
+                weight=None if self._own_round is None else self._own_round[1],
             )
             others = [peer for peer in self._peers if peer.expires_at > now]
             first, recent, was_applied = list(self._losses.first), list(self._losses.recent), tuple(self._was_applied)
@@ -331,7 +353,10 @@ def _node_status(node: PlausibleNode, *, is_self: bool) -> NodeStatus:
     return NodeStatus(
         **{
             name: getattr(node, name)
-            for name in ("node_id", "peer_id", "role", "stage", "outer_step", "loss", "state_digest")
+            for name in (
+                *("node_id", "peer_id", "role", "stage", "outer_step", "loss", "state_digest"),
+                *("last_round", "weight"),
+            )
         },
         is_self=is_self,
         inner_steps_trained=node.num_steps,

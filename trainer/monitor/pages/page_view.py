@@ -63,6 +63,8 @@ class PageNode(_Part):
         default=None, description="Outer steps in its state; of a worker, on a run's page, its version."
     )
     behind: int | None = Field(default=None, description="How far that is behind the newest of its kind.")
+    last_round: int | None = Field(default=None, description="Through a bucket: the newest agreed round it was in.")
+    weight: float | None = Field(default=None, description="Its weight in that round.")
     inner_steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None

@@ -35,6 +35,7 @@ from trainer.monitor.pages.node_page import NodePage, PageFacts, Role
 from trainer.monitor.pages.routes import PageSource
 from trainer.monitor.speed import Phase
 from trainer.monitor.status import PipelineView
+from trainer.monitor.swarm import RoundMember
 from trainer.monitor.work import WorkDone, WorkTally
 from trainer.run.config import RunConfig
 from trainer.run.node.start_facts import start_facts
@@ -175,6 +176,10 @@ class Watch:
     def peers(self, announcements: tuple[Announcement, ...]) -> None:
         """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
+
+    def seen_in_rounds(self, members: Sequence[RoundMember]) -> None:
+        """Records who was in the latest rounds through a bucket, whose nodes announce nothing."""
+        self.tracker.seen_in_rounds(members)
 
     def state(self, outer_step: int, digest: str, part: str = "") -> None:
         """Records that others can fetch this state, of a part of the model where it has parts, from now on."""

@@ -18,6 +18,7 @@ from trainer.monitor.history import History
 from trainer.monitor.pages.page_view import PageView
 from trainer.monitor.pages.routes import COOKIE, COURSE_PATH, TOKEN_PATH, VIEW_PATH, has_charts
 from trainer.monitor.run_view import AlarmStatus
+from trainer.monitor.swarm import RoundMember
 
 TOKEN = "a-token-of-24-characters"
 HOSTILE = "\u202e<script>alert(1)</script>\x1b[2J\ud800" + "x" * 10_000_000
@@ -148,6 +149,26 @@ def test_a_whole_node_beside_a_swarm_shows_who_is_what_and_whose_rounds_they_wer
     assert told["tokens_per_s"] == 2 * 1000.0
     assert 'genesis_training_stage_outer_step{stage="head"} 3.0' in figures
     assert 'genesis_training_stage_rounds_total{outcome="failed",stage="tail"} 1.0' in figures
+
+
+def test_over_a_bucket_the_members_of_the_latest_rounds_are_the_others():
+    """Of whom nothing is known but what agreements say: the key, the last round, the weight in it."""
+    with shown_node() as node, asking(node.url) as client:
+        node.observer.step(Step(step=0), num_tokens=4096)
+        node.tracker.set_state(3, "d3")
+        told = [("f" * 64, 2, 4.0), ("a" * 64, 2, 3.0), ("b" * 64, 0, 5.0)]
+        node.tracker.seen_in_rounds(
+            RoundMember(peer_id=key, last_round=last, weight=weight, outer_step=last, state_digest=f"d{last}")
+            for key, last, weight in told
+        )
+        view = PageView.model_validate_json(client.get(VIEW_PATH).content)
+        whole = client.get("/api/training/global").json()
+    assert [(it.node_id, it.is_self, it.last_round, it.weight) for it in view.nodes] == [
+        *(("gpu-7", True, 2, 4.0), ("a" * 12, False, 2, 3.0), ("b" * 12, False, 0, 5.0))
+    ]
+    assert [(it.loss, it.tokens_per_s, it.inner_steps, it.behind) for it in view.nodes[1:]] == [(None,) * 4] * 2
+    assert whole["training_nodes"] == 3 and whole["nodes"][1]["last_round"] == 2
+    assert whole["global_loss"] == 4.0
 
 
 def test_an_unchanged_view_is_not_sent_again():

@@ -41,6 +41,7 @@ def shared(contents: Mapping[str, Any], strategy: str) -> dict[str, Any]:
     return vectors | {"round_index": contents["diloco"]["round_index"]}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "sparseloco"])
 def test_ranks_are_identical_and_go_on_as_if_undisturbed(cluster: TrainerCommand, strategy: str) -> None:
     options = (*RANKS, "--strategy", strategy)
