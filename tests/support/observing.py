@@ -42,6 +42,8 @@ class Announced:
     loss: float | None = 3.0
     tokens_per_s: float = 1_000.0
     shards: tuple[int, ...] = ()
+    stage_name: str = ""
+    part_states: tuple[tuple[str, int, str], ...] = ()
     expires_at: float = float("inf")
 
 

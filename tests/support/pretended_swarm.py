@@ -1,8 +1,8 @@
 """Stands in for ``python -m trainer`` under `swarm up`: the same command lines, and nothing trained.
 
-A seed prints an address, a worker waits, a driver serves the two pages and is done when ``--max-steps`` are over, of
-0.2 s each. All append their arguments, as a line of JSON, to the file PRETENDED_SWARM_CALLS names. Workers of the
-stages in PRETENDED_SWARM_UNSAVED end with an error when they are asked to.
+A seed prints an address, a worker and a whole node wait, a driver serves the two pages and is done when
+``--max-steps`` are over, of 0.2 s each. All append their arguments, as a line of JSON, to the file
+PRETENDED_SWARM_CALLS names. Workers of the stages in PRETENDED_SWARM_UNSAVED end with an error when they are asked to.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ def main(arguments: list[str]) -> None:
         port = options["--port"][0]
         print("seed is ready; give nodes one of these:")  # noqa: T201
         print(f"  --initial-peers /ip4/127.0.0.1/tcp/{port}/p2p/Qm{port}", flush=True)  # noqa: T201
+        time.sleep(600)
+    elif "--pipeline" not in options:
+        _note(arguments)
         time.sleep(600)
     else:
         _note(arguments)

@@ -38,10 +38,15 @@ class ShownNode:
 
 @contextmanager
 def shown_node(
-    path: Path | None = None, *, role: Any = "node", config: ApiConfig | None = None, **limits: int
+    path: Path | None = None,
+    *,
+    role: Any = "node",
+    config: ApiConfig | None = None,
+    stages: Sequence[str] = (),
+    **limits: int,
 ) -> Iterator[ShownNode]:
     config = ApiConfig(port=0) if config is None else config
-    tracker = TrainingTracker("gpu-7", peer_id="f" * 64, inner_steps=100)
+    tracker = TrainingTracker("gpu-7", peer_id="f" * 64, inner_steps=100, role=role, stages=stages)
     metrics = TrainingMetrics(Sources(status=tracker.status), node_id="gpu-7")
     work = WorkTally()
     history = NodeHistory(tracker.status, path, "run-1", look_s=0.2)

@@ -121,7 +121,9 @@ class AnnouncedNode(Protocol):
     """What another node announces of itself: signed, but possibly untrue.
 
     ``peer_id`` is its key, 64 hexadecimal digits; ``state_digest`` the sha256 of its shared state, or empty; ``loss``
-    its `TrainingTracker.smoothed_loss` in nats a token; ``expires_at`` in seconds since the epoch.
+    its `TrainingTracker.smoothed_loss` in nats a token; ``expires_at`` in seconds since the epoch. ``stage_name`` is
+    that of a worker, else empty; ``part_states`` are stage, outer step and digest of each part of a node that holds all
+    stages of a model that others have in stages.
     """
 
     @property
@@ -140,5 +142,9 @@ class AnnouncedNode(Protocol):
     def tokens_per_s(self) -> float: ...
     @property
     def shards(self) -> Collection[int]: ...
+    @property
+    def stage_name(self) -> str: ...
+    @property
+    def part_states(self) -> Sequence[tuple[str, int, str]]: ...
     @property
     def expires_at(self) -> float: ...

@@ -90,6 +90,9 @@ class TrainingMetrics(Collector):
         for outcome in ("shared", "alone", "failed"):
             self._rounds.labels(outcome)
         text = "Wall time of rounds with a result."
+        self._stage_rounds = Counter(
+            "stage_rounds", "Rounds by stage and outcome, at a node with all stages.", ["stage", "outcome"], **own
+        )
         self._round_seconds = Histogram("round_seconds", text, buckets=_ROUND_SECONDS, **own)
         self._round_bytes = Counter("round_bytes", "Bytes of rounds with a result.", ["direction"], **own)
         text = "Bits of the latest result's round for each parameter in it, agreement and vote included."
@@ -130,9 +133,12 @@ class TrainingMetrics(Collector):
         if loader_wait_s > 0:
             self._loader_wait.inc(loader_wait_s)
 
-    def round(self, report: RoundFacts) -> None:
-        """Counts a round that ended with a result."""
-        self._rounds.labels("alone" if len(report.members) < 2 else "shared").inc()
+    def round(self, report: RoundFacts, stage: str = "") -> None:
+        """Counts a round that ended with a result, of a stage at a node that has several."""
+        outcome = "alone" if len(report.members) < 2 else "shared"
+        self._rounds.labels(outcome).inc()
+        if stage:
+            self._stage_rounds.labels(stage, outcome).inc()
         self._round_seconds.observe(report.seconds)
         self._round_bytes.labels("sent").inc(report.sent_bytes)
         self._round_bytes.labels("received").inc(report.received_bytes)
@@ -146,9 +152,11 @@ class TrainingMetrics(Collector):
         for _, why in report.dropped:
             self._dropped.labels(_bounded(why, self._reasons)).inc()
 
-    def round_failed(self) -> None:
-        """Counts a round that ended without one."""
+    def round_failed(self, stage: str = "") -> None:
+        """Counts a round that ended without one; ``stage`` as for `round`."""
         self._rounds.labels("failed").inc()
+        if stage:
+            self._stage_rounds.labels(stage, "failed").inc()
 
     def checkpoint(self, outcome: CheckpointOutcome, seconds: float) -> None:
         """Counts a checkpoint that was due; ``seconds`` is what it cost the training thread."""
@@ -201,6 +209,12 @@ class TrainingMetrics(Collector):
         for name, text, value in (*own, *self._sources.further()):
             if value is not None:
                 yield GaugeMetricFamily(f"genesis_training_{name}", text, value)
+        if status.diloco.stages:
+            text = "Outer steps in this node's state, by stage, at a node with all stages."
+            steps = GaugeMetricFamily("genesis_training_stage_outer_step", text, labels=["stage"])
+            for stage, count in status.diloco.stages.items():
+                steps.add_metric([stage], count)
+            yield steps
         if status.speed is not None:
             shares = GaugeMetricFamily(
                 "genesis_training_time_share_ratio", "Of the latest steps' wall time, by phase.", labels=["phase"]
@@ -307,23 +321,23 @@ class Observer:
 
         ``stage`` is that of the round, at a node that has several.
         """
-        self._work.round(report)
-        self._tracker.add_round(report, outer_step=outer_step, state_digest=state_digest)
-        self._metrics.round(report)
+        self._work.round(report, stage)
+        self._tracker.add_round(report, outer_step=outer_step, state_digest=state_digest, stage=stage)
+        self._metrics.round(report, stage)
         if self._log:
             self._log.round(report, outer_step=outer_step, state_digest=state_digest, stage=stage)
         if self._curves and self._steps_taken:
             self._curves.round(self._steps_taken, report, outer_step=outer_step)
         if self._history:
-            self._history.round(report, step=self._steps_taken)
+            self._history.round(report, step=self._steps_taken, stage=stage)
 
     def round_failed(self, round_index: int, reason: str, stage: str = "") -> None:
         """Reports a round without a result; its work goes into the next. ``stage`` as for `round`."""
-        self._work.round_failed(round_index, reason)
+        self._work.round_failed(round_index, reason, stage)
         self._tracker.add_failed_round()
-        self._metrics.round_failed()
+        self._metrics.round_failed(stage)
         if self._history:
-            self._history.round_failed(round_index, reason, step=self._steps_taken)
+            self._history.round_failed(round_index, reason, step=self._steps_taken, stage=stage)
         fields = {"stage": stage} if stage else {}
         self.event("round_failed", round_index=round_index, reason=reason, **fields)
 

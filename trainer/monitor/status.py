@@ -43,6 +43,7 @@ class LastRound(_Part):
     """The latest round that ended with a result."""
 
     round_index: int
+    stage: str = Field("", description="Whose round it was, at a node that has several; empty: of whole models.")
     num_members: int = Field(description="Nodes whose contributions are in, this one included.")
     num_dropped: int = Field(description="Nodes that were to be members and are not.")
     completeness: float = Field(description="Share of the contributions agreed upon that are in, 0 to 1.")
@@ -57,7 +58,10 @@ class DiLoCoStatus(_Part):
 
     inner_step: int = Field(description="Inner steps since the last outer step.")
     inner_steps: int = Field(description="Inner steps from one outer step to the next; 0: no outer steps at all.")
-    outer_step: int = Field(description="Outer steps in this node's state.")
+    outer_step: int = Field(description="Outer steps in this node's state; where stages have their own, in each.")
+    stages: dict[str, int] = Field(
+        {}, description="Outer steps by stage, at a node that holds all stages of a model that others have in stages."
+    )
     outer_syncs: int = Field(description="Rounds that ended with an outer step, those without peers included.")
     rounds_alone: int = Field(description="Those of them that applied this node's own pseudo-gradient only.")
     rounds_failed: int = Field(description="Rounds without a result; their work went on to the next.")
@@ -70,6 +74,10 @@ class NodeStatus(_Part):
     node_id: str
     peer_id: str
     is_self: bool
+    role: str = Field("node", description="node: it holds a whole model, worker: a stage, driver: nothing.")
+    stage: str = Field("", description="Of a worker.")
+    last_round: int | None = Field(None, description="Of rounds through a bucket, the newest agreed one it was in.")
+    weight: float | None = Field(None, description="Its weight in that round.")
     outer_step: int
     inner_steps_trained: int
     loss: float | None = Field(description="Nats a token, averaged over its latest steps; null: none, or no such loss.")
@@ -122,13 +130,15 @@ class TrainingStatus(VerifyStatus):
     )
     losses_left_out: int = Field(description="Nodes that announced a loss no model can have.")
     loss: float | None = Field(description="This node's latest loss.")
-    total_steps: int = Field(description="Inner steps, summed over the nodes.")
+    total_steps: int = Field(description="Inner steps, summed over the nodes; of workers of stages none.")
     steps_skipped: int = Field(description="Steps of this node that applied nothing: loss or gradient not finite.")
     data_shards: int = Field(description="Different shards that the nodes train on.")
     model_convergence: float | None = Field(
         description="Percent of all nodes, those behind included, that hold the state most hold."
     )
-    tokens_per_s: float = Field(description="Tokens a second, summed over the nodes.")
+    tokens_per_s: float = Field(
+        description="Tokens a second, summed over the nodes; of a pipeline those of its drivers, not of its workers."
+    )
     speed: SpeedStatus | None = Field(None, description="Of this process; null before its first step.")
     diloco: DiLoCoStatus
     nodes: tuple[NodeStatus, ...] = Field(description="This node, then others by name; at most 256.")

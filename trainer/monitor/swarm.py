@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from trainer.monitor.facts import AnnouncedNode
 from trainer.monitor.status import HashAgreement
@@ -20,7 +21,12 @@ _MAX_COUNT = 10**9
 _MAX_TOKENS_PER_S = 1e9
 _MAX_SHARDS = 10_000
 _MAX_NAME = 128
+_MAX_PARTS = 32
+_KEY_DIGITS = 12  # Of a key that stands for a name.
 _REMEMBERED_STEPS = 8
+
+NodeRole = Literal["node", "worker", "driver"]
+"""``node``: it holds a whole model, ``worker``: a stage of one, ``driver``: nothing, and sends micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,59 @@ class PlausibleNode:
     shards: frozenset[int]
     expires_at: float
     has_strange_loss: bool = False  # It announced a loss that was left out.
+    role: NodeRole = "node"
+    stage: str = ""  # Of a worker.
+    part_states: tuple[tuple[str, int, str], ...] = ()
+    last_round: int | None = None  # That it was in, where rounds are all that is known of it.
+    weight: float | None = None  # In that round.
+
+    @property
+    def holdings(self) -> dict[str, tuple[int, str]]:
+        """Outer step and digest of each state it holds, by `holding`; a driver holds none."""
+        if self.part_states:
+            return {holding(self.peer_id, stage): (step, digest) for stage, step, digest in self.part_states}
+        return (
+            {} if self.role == "driver" else {holding(self.peer_id, self.stage): (self.outer_step, self.state_digest)}
+        )
 
 
-def plausible_node(announced: AnnouncedNode) -> PlausibleNode:
-    """Returns an announcement without implausible values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundMember:
+    """A node that announces nothing, as the rounds of a bucket tell of it."""
+
+    peer_id: str
+    last_round: int  # The newest agreed one that it was in.
+    weight: float
+    outer_step: int
+    state_digest: str  # Of the state that it began that round with; empty: not known.
+
+    def as_node(self) -> PlausibleNode:
+        """Returns what there is to show of it; it is there as long as it is listed."""
+        return PlausibleNode(
+            peer_id=self.peer_id,
+            node_id=self.peer_id[:_KEY_DIGITS],
+            outer_step=self.outer_step,
+            state_digest=self.state_digest,
+            num_steps=0,
+            loss=None,
+            tokens_per_s=0.0,
+            shards=frozenset(),
+            expires_at=math.inf,
+            last_round=self.last_round,
+            weight=self.weight,
+        )
+
+
+def holding(peer_id: str, stage: str) -> str:
+    """What a node's state of a stage is remembered by, or, with no stage, of the whole model."""
+    return f"{peer_id}/{stage}"
+
+
+def plausible_node(announced: AnnouncedNode, *, in_stages: bool = False) -> PlausibleNode:
+    """Returns an announcement without implausible values.
+
+    ``in_stages`` says that the run's model is cut: there whoever holds neither a stage nor all of them drives.
+    """
     loss = announced.loss
     is_plausible = loss is not None and math.isfinite(loss) and 0.0 <= loss <= _MAX_LOSS
     speed = announced.tokens_per_s
@@ -55,7 +110,18 @@ def plausible_node(announced: AnnouncedNode) -> PlausibleNode:
         shards=frozenset(announced.shards) if len(announced.shards) <= _MAX_SHARDS else frozenset(),
         expires_at=announced.expires_at,
         has_strange_loss=loss is not None and not is_plausible,
+        role=_role_of(announced, in_stages=in_stages),
+        stage=_shown(announced.stage_name),
+        part_states=tuple(
+            (_shown(stage), max(0, step), _shown(digest)) for stage, step, digest in announced.part_states[:_MAX_PARTS]
+        ),
     )
+
+
+def _role_of(announced: AnnouncedNode, *, in_stages: bool) -> NodeRole:
+    if announced.stage_name:
+        return "worker"
+    return "driver" if in_stages and not announced.part_states else "node"
 
 
 def _shown(text: str) -> str:
@@ -99,6 +165,26 @@ class DigestMemory:
     def keep(self, nodes: Iterable[str]) -> None:
         """Forgets all nodes but these."""
         self._digests = {node: self._digests[node] for node in nodes if node in self._digests}
+
+    def agreement_of_stages(self, holdings: Iterable[str]) -> HashAgreement:
+        """Compares the holders of each stage as `agreement` does, and adds up; ``holdings`` are of `holding`.
+
+        Where one stage cannot be compared, the others are.
+        """
+        by_stage: dict[str, list[str]] = {}
+        for name in holdings:
+            by_stage.setdefault(name.rpartition("/")[2], []).append(name)
+        found = [self.agreement(names) for names in by_stage.values()]
+        steps = [it.outer_step for it in found if it.outer_step is not None]
+        if not steps:
+            return found[0] if found else self.agreement(())
+        return HashAgreement(
+            outer_step=min(steps),
+            num_compared=sum(it.num_compared for it in found),
+            num_agreeing=sum(it.num_agreeing for it in found),
+            num_behind=sum(it.num_behind for it in found),
+            reason=None,
+        )
 
     def agreement(self, nodes: Iterable[str]) -> HashAgreement:
         """Compares nodes at the newest outer step that more than half of them have, else at the one most have.

@@ -24,7 +24,15 @@ from trainer.monitor.status import (
     SyncSuccess,
     TrainingStatus,
 )
-from trainer.monitor.swarm import DigestMemory, PlausibleNode, average_loss, plausible_node
+from trainer.monitor.swarm import (
+    DigestMemory,
+    NodeRole,
+    PlausibleNode,
+    RoundMember,
+    average_loss,
+    holding,
+    plausible_node,
+)
 
 _VERSION = 1
 _MAX_PEERS = 4_096
@@ -39,12 +47,25 @@ class TrainingTracker:
     """One node's view of the run. Thread safe."""
 
     def __init__(
-        self, node_id: str, *, peer_id: str = "", inner_steps: int = 0, clock: Callable[[], float] = time.time
+        self,
+        node_id: str,
+        *,
+        peer_id: str = "",
+        inner_steps: int = 0,
+        clock: Callable[[], float] = time.time,
+        role: NodeRole = "node",
+        stage: str = "",
+        stages: Sequence[str] = (),
     ) -> None:
         """Starts without steps, rounds and peers; announcements under ``peer_id`` are its own and left out.
 
         ``inner_steps`` lie between two outer steps, of which there are none with 0; ``clock`` is in Unix seconds.
+        ``role`` and ``stage`` are the node's; ``stages`` all of the run's, where whole models train beside them.
         """
+        self._role: NodeRole = role
+        self._stage = stage
+        self._in_stages = bool(stages)
+        self._outer_steps = dict.fromkeys(stages if role == "node" else (), 0)  # Of the parts of a whole model.
         self._lock = threading.RLock()
         self._node_id = node_id
         self._peer_id = peer_id
@@ -64,6 +85,7 @@ class TrainingTracker:
         self._shards: frozenset[int] = frozenset()
         self._num_rotations = 0
         self._peers: tuple[PlausibleNode, ...] = ()
+        self._own_round: tuple[int, float] | None = None  # Through a bucket: the last it was in, and its weight there.
         self._digests = DigestMemory()
         self._speed: Callable[[], SpeedStatus | None] = lambda: None
 
@@ -88,8 +110,11 @@ class TrainingTracker:
             self._inner_step += 1
             self._last_step_at = now
 
-    def add_round(self, report: RoundFacts, *, outer_step: int, state_digest: str) -> None:
-        """Counts a round that ended with an outer step; step and digest are the state's after it."""
+    def add_round(self, report: RoundFacts, *, outer_step: int, state_digest: str, stage: str = "") -> None:
+        """Counts a round that ended with an outer step; step and digest are the state's after it.
+
+        ``stage`` is that of the round, at a node that has several; so are step and digest then.
+        """
         now = self._clock()
         with self._lock:
             is_alone = len(report.members) < 2
@@ -99,6 +124,7 @@ class TrainingTracker:
                 self._succeeded.append(not is_alone)
             self._last_round = LastRound(
                 round_index=report.round_index,
+                stage=stage,
                 num_members=len(report.members),
                 num_dropped=len(report.dropped),
                 completeness=report.completeness,
@@ -107,7 +133,7 @@ class TrainingTracker:
                 seconds=report.seconds,
                 rule=report.rule,
             )
-            self.set_state(outer_step, state_digest)
+            self.set_state(outer_step, state_digest, stage=stage)
 
     def add_failed_round(self) -> None:
         """Counts a round without a result; the node trains on from where it was."""
@@ -115,16 +141,22 @@ class TrainingTracker:
             self._num_rounds_failed += 1
             self._succeeded.append(False)
 
-    def set_state(self, outer_step: int, state_digest: str, *, inner_step: int | None = 0) -> None:
+    def set_state(self, outer_step: int, state_digest: str, *, inner_step: int | None = 0, stage: str = "") -> None:
         """Records which state the node holds after it was started, restored, or took up others' state.
 
-        ``inner_step`` None: only the digest of a state that the node has held for a while has become known.
+        ``inner_step`` None: only the digest of a state that the node has held for a while has become known. ``stage``
+        is that of the state, at a node that has several.
         """
         with self._lock:
-            self._outer_step, self._state_digest = outer_step, state_digest
             if inner_step is not None:
                 self._inner_step = inner_step
-            self._digests.add(self._peer_id, outer_step, state_digest)
+            if stage:
+                self._outer_steps[stage] = max(outer_step, self._outer_steps.get(stage, 0))  # A digest comes late.
+                self._outer_step, self._state_digest = min(self._outer_steps.values()), ""
+            else:  # Of all parts, where there are any: each has made so many at least.
+                self._outer_steps = {name: max(step, outer_step) for name, step in self._outer_steps.items()}
+                self._outer_step, self._state_digest = outer_step, state_digest
+            self._digests.add(holding(self._peer_id, stage or self._stage), outer_step, state_digest)
 
     def set_shards(self, shards: Collection[int]) -> None:
         """Records the shards this node trains on."""
@@ -135,14 +167,26 @@ class TrainingTracker:
 
     def peers(self, announcements: Iterable[AnnouncedNode]) -> None:
         """Records what all other nodes announce now, in place of what they announced before."""
-        known = {found.peer_id: plausible_node(found) for found in announcements}
+        self._know(plausible_node(found, in_stages=self._in_stages) for found in announcements)
+
+    def seen_in_rounds(self, members: Iterable[RoundMember]) -> None:
+        """Records who was in the latest rounds, where nodes announce nothing, in place of who was before."""
+        found = {member.peer_id: member for member in members}
+        own = found.get(self._peer_id)
+        with self._lock:
+            self._own_round = None if own is None else (own.last_round, own.weight)
+        self._know(member.as_node() for member in found.values())
+
+    def _know(self, nodes: Iterable[PlausibleNode]) -> None:
+        known = {node.peer_id: node for node in nodes}
         known.pop(self._peer_id, None)
         kept = tuple(sorted(known.values(), key=lambda peer: -peer.expires_at)[:_MAX_PEERS])
         with self._lock:
             self._peers = kept
-            for peer in kept:
-                self._digests.add(peer.peer_id, peer.outer_step, peer.state_digest)
-            self._digests.keep([self._peer_id, *(peer.peer_id for peer in kept)])
+            held = {name: state for peer in kept for name, state in peer.holdings.items()}
+            for name, (step, digest) in held.items():
+                self._digests.add(name, step, digest)
+            self._digests.keep([*self._own_holdings(), *held])
 
     @property
     def smoothed_loss(self) -> float | None:
@@ -192,6 +236,10 @@ class TrainingTracker:
                 tokens_per_s=self.tokens_per_s,
                 shards=self._shards,
                 expires_at=float("inf"),
+                role=self._role,
+                stage=self._stage,
+                last_round=None if self._own_round is None else self._own_round[0],
+                weight=None if self._own_round is None else self._own_round[1],
             )
             others = [peer for peer in self._peers if peer.expires_at > now]
             first, recent, was_applied = list(self._losses.first), list(self._losses.recent), tuple(self._was_applied)
@@ -204,13 +252,17 @@ class TrainingTracker:
                 inner_step=self._inner_step,
                 inner_steps=self._inner_steps,
                 outer_step=self._outer_step,
+                stages=dict(self._outer_steps),
                 outer_syncs=self._num_rounds,
                 rounds_alone=self._num_rounds_alone,
                 rounds_failed=self._num_rounds_failed,
                 last_round=self._last_round,
             )
-            agreed = self._digests.agreement(peer.peer_id for peer in (own, *others))
+            held = [*self._own_holdings(), *(name for peer in others for name in peer.holdings)]
+            agreed = self._digests.agreement_of_stages(held)
         nodes = (own, *sorted(others, key=lambda peer: (peer.node_id, peer.peer_id)))
+        # A stage counts each token once more: those of a pipeline are its drivers'.
+        counting = [node for node in nodes if node.role != "worker" or node is own]
         reasons = _reasons_against(first, recent, was_applied, sync)
         return TrainingStatus(
             training_verified=not reasons,
@@ -226,15 +278,20 @@ class TrainingTracker:
             global_loss=average_loss([node.loss for node in nodes if node.loss is not None], own.loss),
             losses_left_out=sum(node.has_strange_loss for node in nodes),
             loss=recent[-1] if recent else None,
-            total_steps=sum(node.num_steps for node in nodes),
+            total_steps=sum(node.num_steps for node in counting),
             steps_skipped=num_skipped,
             data_shards=len(frozenset[int]().union(*(node.shards for node in nodes))),
-            model_convergence=_percent(agreed.num_agreeing, len(nodes)) if agreed.num_compared else None,
-            tokens_per_s=round(sum(node.tokens_per_s for node in nodes), 1),
+            model_convergence=_percent(agreed.num_agreeing, len(held)) if agreed.num_compared else None,
+            tokens_per_s=round(sum(node.tokens_per_s for node in counting), 1),
             speed=self._speed(),
             diloco=diloco,
             nodes=tuple(_node_status(node, is_self=node is own) for node in nodes[:_MAX_NODES_SHOWN]),
         )
+
+    def _own_holdings(self) -> list[str]:
+        if self._role == "driver":
+            return []
+        return [holding(self._peer_id, stage) for stage in self._outer_steps or (self._stage,)]
 
     def health(self) -> Health:
         """Returns that the process answers, and when it last trained."""
@@ -294,7 +351,13 @@ def _reasons_against(
 
 def _node_status(node: PlausibleNode, *, is_self: bool) -> NodeStatus:
     return NodeStatus(
-        **{name: getattr(node, name) for name in ("node_id", "peer_id", "outer_step", "loss", "state_digest")},
+        **{
+            name: getattr(node, name)
+            for name in (
+                *("node_id", "peer_id", "role", "stage", "outer_step", "loss", "state_digest"),
+                *("last_round", "weight"),
+            )
+        },
         is_self=is_self,
         inner_steps_trained=node.num_steps,
         tokens_per_s=round(node.tokens_per_s, 1),

@@ -26,6 +26,7 @@ class RoundNote:
 
     round_index: int
     ended_at: float
+    stage: str = ""  # Whose round it was, at a node that has several.
     num_members: int = 0
     num_dropped: int = 0
     completeness: float = 0.0
@@ -74,11 +75,12 @@ class WorkTally:
             self._active_s += step.seconds if math.isfinite(step.seconds) else 0.0
             self._num_tokens += 0 if step.skipped else step.num_tokens
 
-    def round(self, report: RoundFacts) -> None:
-        """Adds a round that ended with a result."""
+    def round(self, report: RoundFacts, stage: str = "") -> None:
+        """Adds a round that ended with a result, of a stage at a node that has several."""
         note = RoundNote(
             round_index=report.round_index,
             ended_at=self.clock(),
+            stage=stage,
             num_members=len(report.members),
             num_dropped=len(report.dropped),
             completeness=report.completeness,
@@ -92,9 +94,9 @@ class WorkTally:
             self._alone += len(report.members) < 2
             self._rounds.append(note)
 
-    def round_failed(self, round_index: int, reason: str) -> None:
-        """Adds a round without a result."""
-        note = RoundNote(round_index=round_index, ended_at=self.clock(), error=reason or "no result")
+    def round_failed(self, round_index: int, reason: str, stage: str = "") -> None:
+        """Adds a round without a result; ``stage`` as for `round`."""
+        note = RoundNote(round_index=round_index, ended_at=self.clock(), stage=stage, error=reason or "no result")
         with self._lock:
             self._failed += 1
             self._rounds.append(note)

@@ -186,6 +186,7 @@ def test_the_docs_have_answers_of_this_release_and_explain_every_field():
 def test_the_docs_list_every_metric(node):
     node.observer.step(Step())
     node.observer.round(Report(dropped=(("a", "dead"),)), outer_step=1, state_digest="d")
+    node.tracker.set_state(1, "d", stage="head")  # As at a whole node beside a swarm.
     node.observer.checkpoint("saved", step=1, seconds=0.1)
     node.refused["replayed"] += 1
     lines = node.metrics.page().decode().splitlines()

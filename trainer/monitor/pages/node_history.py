@@ -59,6 +59,7 @@ class OwnRound:
     at: float
     round_index: int
     step: int
+    stage: str = ""  # Whose round it was, at a node that has several.
     members: tuple[str, ...] = ()  # Keys.
     left_out: tuple[tuple[str, str], ...] = ()  # Keys, and why.
     completeness: float = 0.0
@@ -121,13 +122,14 @@ class NodeHistory:
         if self._queue.qsize() < _MAX_QUEUED:
             self._queue.put(bucket_of(step.step, self._clock(), step.loss, num_tokens, step.num_tokens, step.seconds))
 
-    def round(self, report: RoundFacts, *, step: int) -> None:
-        """Notes a round with a result."""
+    def round(self, report: RoundFacts, *, step: int, stage: str = "") -> None:
+        """Notes a round with a result, of a stage at a node that has several."""
         self._queue.put(
             OwnRound(
                 at=self._clock(),
                 round_index=report.round_index,
                 step=step,
+                stage=stage,
                 members=tuple(report.members[:_NAMES_A_ROUND]),
                 left_out=tuple((who, harmless(why)) for who, why in report.dropped[:_NAMES_A_ROUND]),
                 completeness=report.completeness,
@@ -139,11 +141,12 @@ class NodeHistory:
             )
         )
 
-    def round_failed(self, round_index: int, reason: str, *, step: int) -> None:
-        """Notes a round without one."""
+    def round_failed(self, round_index: int, reason: str, *, step: int, stage: str = "") -> None:
+        """Notes a round without one; ``stage`` as for `round`."""
         error = harmless(reason) or "no result"
-        self._queue.put(OwnRound(at=self._clock(), round_index=round_index, step=step, error=error))
-        self._queue.put(Happened(self._clock(), "round failed", f"round {round_index}: {error}", True))
+        self._queue.put(OwnRound(at=self._clock(), round_index=round_index, step=step, stage=stage, error=error))
+        of_stage = f" of {stage}" if stage else ""
+        self._queue.put(Happened(self._clock(), "round failed", f"round {round_index}{of_stage}: {error}", True))
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         """Notes any other event, if it is one for people."""
@@ -352,7 +355,8 @@ def _reports(status: TrainingStatus, now: float) -> list[SeenReport]:
             peer_id=node.peer_id,
             node_id=harmless(node.node_id),
             incarnation="",
-            role="node",
+            role=node.role,
+            stage=node.stage,
             tokens_per_s=node.tokens_per_s,
             loss=node.loss,
         )

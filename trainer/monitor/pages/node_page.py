@@ -36,7 +36,7 @@ from trainer.monitor.pages.seen_course import curves_of_nodes, curves_of_run, lo
 from trainer.monitor.pages.step_course import Bucket
 from trainer.monitor.pages.texts import NAME, harmless
 from trainer.monitor.run_view import Budget
-from trainer.monitor.status import PipelineView, StageStatus, SwarmAccount, SwarmStages, TrainingStatus
+from trainer.monitor.status import NodeStatus, PipelineView, StageStatus, SwarmAccount, SwarmStages, TrainingStatus
 from trainer.monitor.tracker import TrainingTracker
 from trainer.monitor.work import WorkTally
 
@@ -207,6 +207,7 @@ class NodePage:
             inner_step=diloco.inner_step,
             inner_steps=diloco.inner_steps,
             outer_step=diloco.outer_step,
+            stages=diloco.stages,
             outer_syncs=diloco.outer_syncs,
             rounds_alone=diloco.rounds_alone,
             rounds_failed=diloco.rounds_failed,
@@ -254,22 +255,32 @@ class NodePage:
 
 
 def _nodes(status: TrainingStatus) -> tuple[PageNode, ...]:
-    newest = max((node.outer_step for node in status.nodes), default=0)
-    return tuple(
-        PageNode(
-            node_id=harmless(node.node_id, NAME),
-            peer_id=node.peer_id,
-            is_self=node.is_self,
-            role="node",
-            step=node.outer_step,
-            behind=newest - node.outer_step,
-            inner_steps=node.inner_steps_trained,
-            loss=_finite(node.loss),
-            tokens_per_s=node.tokens_per_s,
-            num_shards=node.num_shards,
-            state_digest=node.state_digest[:16],
-        )
-        for node in status.nodes
+    newest: dict[str, int] = {}
+    for node in status.nodes:
+        newest[node.stage] = max(node.outer_step, newest.get(node.stage, 0))
+    return tuple(_node(node, newest[node.stage]) for node in status.nodes)
+
+
+def _node(node: NodeStatus, newest: int) -> PageNode:
+    """Returns a node as the page shows it: a driver has no state, and of others over a bucket little is known."""
+    has_state = node.role != "driver"
+    is_told = node.is_self or node.last_round is None
+    trains_whole = node.role == "node" and is_told
+    return PageNode(
+        node_id=harmless(node.node_id, NAME),
+        peer_id=node.peer_id,
+        is_self=node.is_self,
+        role=node.role,
+        stage=harmless(node.stage, NAME),
+        step=node.outer_step if has_state else None,
+        behind=newest - node.outer_step if has_state and is_told else None,
+        last_round=node.last_round,
+        weight=node.weight,
+        inner_steps=node.inner_steps_trained if trains_whole else None,
+        loss=_finite(node.loss),
+        tokens_per_s=node.tokens_per_s if is_told else None,
+        num_shards=node.num_shards if trains_whole else None,
+        state_digest=node.state_digest[:16],
     )
 
 
@@ -307,7 +318,7 @@ def _page_round(it: OwnRound, names: dict[str, str]) -> PageRound:
 
     agree_s, reduce_s, vote_s = it.phases
     return PageRound(
-        stage="",
+        stage=it.stage,
         round_index=it.round_index,
         ended_at=_utc(it.at),
         seconds=it.seconds,
@@ -398,5 +409,5 @@ def _marks(
         begin = place if wanted.begin is None else wanted.begin
         end = place if wanted.end is None else wanted.end
         if it.step >= buckets[0].first_step and begin <= place <= end:
-            marks.append(RoundMark(x=place, round_index=it.round_index, stage="", is_failed=bool(it.error)))
+            marks.append(RoundMark(x=place, round_index=it.round_index, stage=it.stage, is_failed=bool(it.error)))
     return evenly(marks)

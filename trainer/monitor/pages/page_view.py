@@ -59,8 +59,12 @@ class PageNode(_Part):
     health: str | None = Field(
         default=None, description="As a monitor judges: ok, quiet, unreachable, failing, doubtful, gone."
     )
-    step: int | None = Field(default=None, description="Outer steps in its state; of a worker its version.")
+    step: int | None = Field(
+        default=None, description="Outer steps in its state; of a worker, on a run's page, its version."
+    )
     behind: int | None = Field(default=None, description="How far that is behind the newest of its kind.")
+    last_round: int | None = Field(default=None, description="Through a bucket: the newest agreed round it was in.")
+    weight: float | None = Field(default=None, description="Its weight in that round.")
     inner_steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
@@ -116,6 +120,7 @@ class OwnStatus(_Part):
     inner_step: int
     inner_steps: int = Field(description="From one outer step to the next; 0: there are none.")
     outer_step: int
+    stages: dict[str, int] = Field(default={}, description="Outer steps by stage, where each has rounds of its own.")
     outer_syncs: int
     rounds_alone: int
     rounds_failed: int

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_va
 
 from manifests.serialisation import canonical_json
 from trainer.errors import DiscoveryError
-from trainer.network.discovery.stage_report import MAX_PARTS, Counted, PartReport, StageReport
+from trainer.network.discovery.stage_report import MAX_PARTS, Counted, PartReport, StageReport, StageUid
 from trainer.network.rpc.identity import Identity, verify_signature
 from trainer.network.rpc.messages import Message, Peer
 
@@ -95,6 +95,16 @@ class Announcement(Message):
         if len({part.stage for part in self.parts}) < len(self.parts):
             raise ValueError("expected one part of each stage")
         return self
+
+    @property
+    def stage_name(self) -> str:
+        """The stage that a worker announces, such as ``body-1``; empty: of no worker."""
+        return "" if self.stage is None else StageUid.parse(self.stage.uid).stage
+
+    @property
+    def part_states(self) -> tuple[tuple[str, int, str], ...]:
+        """Stage, outer step and digest of each part that a node with all stages announces."""
+        return tuple((part.stage, part.outer_step, part.state_digest) for part in self.parts)
 
     def peer(self) -> Peer:
         """Returns the address and certificate to call the node at."""

@@ -143,7 +143,8 @@ class Discovery(ABC):
             return True
         if found.stage is not None:
             return not admission.contradicts(found.peer_id, "worker", StageUid.parse(found.stage.uid).stage)
-        return not admission.contradicts(found.peer_id, "driver" if self._is_pipeline else "node")
+        is_driver = self._is_pipeline and not found.parts  # Whoever has parts of all stages holds a whole model.
+        return not admission.contradicts(found.peer_id, "driver" if is_driver else "node")
 
     @property
     def dht_traffic(self) -> DhtTraffic | None:

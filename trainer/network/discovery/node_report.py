@@ -25,6 +25,7 @@ MAX_REPORT_BYTES: Final = 4 * 1024
 MAX_ROUNDS: Final = 4
 """Latest rounds in one report; of more in a minute the earlier ones are only counted."""
 
+_STAGE: Final = r"^(|head|tail|body-[1-9][0-9]{0,3})$"
 _DOMAIN = b"genesis node report 1\n"
 
 Seconds = Annotated[float, Field(ge=0, lt=1e11)]
@@ -53,6 +54,8 @@ class ReportedRound(Message):
     vote_s: Seconds = 0.0
     sent_bytes: Counted = 0
     received_bytes: Counted = 0
+    stage: Annotated[str, Field(pattern=_STAGE)] = ""
+    """Whose round it was, at a node that has several; elsewhere the report's."""
     error: Annotated[str, Field(max_length=MAX_REASON)] = ""
     """Why it has no result; empty: it has one."""
 
@@ -73,7 +76,7 @@ class NodeReport(Message):
     run_id: Name
     role: Role
     incarnation: Incarnation
-    stage: Annotated[str, Field(pattern=r"^(|head|tail|body-[1-9][0-9]{0,3})$")] = ""
+    stage: Annotated[str, Field(pattern=_STAGE)] = ""
     software: Annotated[str, Field(max_length=64)] = ""  # Version of the package.
     began_at: Instant = 0.0
     flops: Annotated[float, Field(ge=0, lt=1e30)] = 0.0
@@ -119,13 +122,20 @@ class _Envelope(Message):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
+def _content(report: NodeReport) -> dict[str, JsonValue]:
+    """What is signed; a round's stage only where there is one, since earlier releases know none."""
+    content: dict[str, JsonValue] = report.model_dump(mode="json")
+    content["rounds"] = [it.model_dump(mode="json", exclude=None if it.stage else {"stage"}) for it in report.rounds]
+    return content
+
+
 def sign_report(report: NodeReport, identity: Identity) -> SignedReport:
     """Signs a stamped report; raises `DiscoveryError` if it is another's, or too long."""
     if report.peer_id != identity.peer_id:
         raise DiscoveryError(
             f"expected to report on {identity.peer_id[:16]}…, whose key this is, found {report.peer_id[:16]}…"
         )
-    content: dict[str, JsonValue] = report.model_dump(mode="json")
+    content = _content(report)
     signature = identity.sign(_DOMAIN + canonical_json(content)).hex()
     wire = canonical_json({"report": content, "signature": signature})
     if len(wire) > MAX_REPORT_BYTES:
@@ -155,7 +165,7 @@ def verify_report(
         place = ".".join(map(str, first["loc"]))[:80]
         raise ReportRefusedError("malformed", f"not a report: {place!r}: {first['msg']}") from None
     report = envelope.report
-    content: dict[str, JsonValue] = report.model_dump(mode="json")
+    content = _content(report)
     if canonical_json({"report": content, "signature": envelope.signature}) != wire:
         raise ReportRefusedError("malformed", "expected canonical JSON, found another form")
     _check_frame(report, now, max_clock_skew_s, run_id, subkey, allow_expired=allow_expired)

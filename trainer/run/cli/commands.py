@@ -53,7 +53,11 @@ def seed_command(
     """Runs a bootstrap peer: holds no model, forwards announcements; run two, either may be down."""
     from trainer.network.discovery import SeedConfig, seed
     from trainer.network.relay import RelayConfig
+    from trainer.run.node.ports import require_free_port
 
+    require_free_port("--port", host, port)
+    if relay:
+        require_free_port("--relay-port", host, relay_port)
     config = SeedConfig(
         port=port, host=host, public_host=public_host, identity_path=identity, initial_peers=tuple(initial_peers or ())
     )
@@ -305,6 +309,12 @@ def up_command(
     run: Annotated[str, typer.Option(help="File of the run, YAML; or a signed one, also from an address.")],
     workers: Annotated[int, typer.Option(min=1, max=64, help="Of each stage.")] = 1,
     drivers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    whole_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=64, help="That hold all stages; else 1 in a run that has such nodes, and none in others."
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=0, max=8, help="DHT seeds; 0: the processes pass on who there is.")] = 0,
     store: Annotated[str, typer.Option(help="Folder or address of the shards; else the run file's.")] = "",
     max_steps: Annotated[int | None, typer.Option(min=0, help="Of the whole run; 0: go on.")] = None,
@@ -315,9 +325,10 @@ def up_command(
     restart: Annotated[bool, typer.Option("--restart/--no-restart", help="Start again what dies.")] = True,
     json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
 ) -> int:
-    """Starts seeds, workers and drivers on this machine, shows how they stand, and ends all of them together."""
+    """Starts seeds, workers, drivers and whole nodes on this machine, shows how they stand, and ends all together."""
     from trainer.model.config import stage_names
     from trainer.run.cli.displays import swarm_display
+    from trainer.run.config.unused import tell_unused
     from trainer.run.node.stopping import StopRequest
     from trainer.run.swarm.keeper import keeper_among
     from trainer.run.swarm.running import LocalSwarm, driver_names, run_local
@@ -331,18 +342,26 @@ def up_command(
         settings += [f"checkpoint.directory={base / 'checkpoints'}"]
         settings += [f"swarm.checkpoint.directory={base / 'checkpoints' / 'swarm'}"]
     config = config_of(run, settings, {"node_id": "swarm-up", **({"store": store} if store else {})})
+    wholes = int(config.swarm.whole_nodes) if whole_nodes is None else whole_nodes
+    if wholes and not config.swarm.whole_nodes:
+        raise TrainerUsageError(
+            f"--whole-nodes: expected a run with swarm.whole_nodes (run init --whole-nodes, layout mixed), found "
+            f"{wholes} for a run without; leave it out"
+        )
+    tell_unused(config, holds_stage=True)
     shape_of(config)  # Reports at once what no restart of a process could mend, such as a missing store.
     keeper, key = keeper_among(config, driver_names(drivers))
     settings.append(f"swarm.ledger.keeper={key}")
     if not config.threads:  # The workers share this machine's cores.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        settings.append(f"threads={max(1, cores // (workers * config.swarm.num_stages))}")
+        settings.append(f"threads={max(1, cores // (workers * config.swarm.num_stages + wholes))}")
     logs = (folder or Path(config.state_dir).expanduser() / "swarm" / config.run_id).absolute()
     swarm = LocalSwarm(
         run=run if "://" in run else Path(run).absolute(),
         stages=stage_names(config.swarm.num_stages),
         num_workers=workers,
         num_drivers=drivers,
+        num_whole_nodes=wholes,
         num_seeds=seeds,
         keeper=keeper,
         store=store,

@@ -271,7 +271,7 @@ def stage_table(snapshot: SwarmSnapshot, *, is_coloured: bool = False) -> list[s
     counts = {count.name: count for count in snapshot.processes}
     stages = {stage.stage: stage for stage in snapshot.stages.stages} if snapshot.stages is not None else {}
     processes = f"{'processes':>11}" if counts else ""
-    heading = f"{'stage':<10}{processes}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
+    heading = f"{'stage':<12}{processes}{'serving':>9}{'version':>9}{'rows/s':>9}{'busy':>7}{'queued':>8}"
     lines = [(_BOLD, heading)]
     for name in dict.fromkeys([*stages, *counts]):
         stage = stages.get(name)
@@ -348,7 +348,7 @@ def _shown(text: str) -> str:
 
 def _row(name: str, counts: Mapping[str, ProcessCount], stage: StageStatus | None) -> str:
     count = counts.get(name)
-    text = f"{name:<10}"
+    text = f"{name:<12}"
     if counts:
         text += f"{'–' if count is None else f'{count.running}/{count.wanted}':>11}"
     if stage is not None:

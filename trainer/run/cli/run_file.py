@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.errors import RunFileError, TrainerUsageError
-from trainer.run.cli.train import _PATHS, path_of
+from trainer.run.cli.train import _PATHS, with_given
 
 if TYPE_CHECKING:
     from trainer.network.rpc import Identity
@@ -82,9 +82,8 @@ def init_command(
     authorities = tuple(each for each in authority or () if "://" not in each)
     urls = [each for each in authority or () if "://" in each]
     given = {option: value for option, value in context.params.items() if option in _PATHS}
-    for option, value in (given | {"authority": urls}).items():
-        if value not in (None, [], ()):
-            values = merged(values, nested(path_of(option, values), value))
+    said = {option: value for option, value in (given | {"authority": urls}).items() if value not in (None, [], ())}
+    values = with_given(values, said)
     values = merged(values, {"run_id": name})
     if stages is not None:
         values = merged(values, nested("swarm.num_stages", stages))

@@ -230,10 +230,12 @@ def worker_command(
         given["invitation"] = given.pop("token")
     config = config_of(run, set_ or [], given)
 
+    from trainer.run.config.unused import tell_unused
     from trainer.run.node.ports import require_free_ports
     from trainer.run.node.stopping import StopRequest
 
     require_free_ports(config)
+    tell_unused(config, holds_stage=True)
     logger.info(_LOADING, config.node_id)
     from trainer.run.swarm.worker_process import run_worker
 
@@ -257,18 +259,26 @@ def path_of(name: str, values: Mapping[str, Any]) -> str:
     return _PATHS[name]
 
 
+def with_given(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with those of the command line over them, in whatever order they were given there."""
+    from trainer.run.config import merged, nested
+
+    found = dict(values)
+    for name in sorted(given, key=lambda name: name != "strategy"):  # It decides where others stand.
+        found = merged(found, nested(path_of(name, found), given[name]))
+    return found
+
+
 def config_of(file: str | Path | None, overrides: list[str], given: dict[str, Any]) -> RunConfig:
     """Builds the configuration: ``given`` options win over ``--set``, that over the file, and that over defaults.
 
     Nothing wins over what a signed run file says of the run: what contradicts it is a `TrainerUsageError`. Such a run's
     file and changes are kept on the disk, where the node finds them (`trainer.run.signed.SignedRun`).
     """
-    from trainer.run.config import merged, nested
     from trainer.run.signed.sources import check_agrees, config_from, options_of
 
     values, fetched = options_of(file, overrides)
-    for name, value in given.items():
-        values = merged(values, nested(path_of(name, values), value))
+    values = with_given(values, given)
     config = config_from(values, file)
     if not config.node_id:
         raise TrainerUsageError("--node-id: expected a name for this node, found none")
@@ -282,7 +292,8 @@ def config_of(file: str | Path | None, overrides: list[str], given: dict[str, An
 
 def _train(config: RunConfig, *, as_json: bool) -> None:
     from trainer.run.cli.displays import training_display
-    from trainer.run.node.ports import require_free_ports
+    from trainer.run.config.unused import tell_unused
+    from trainer.run.node.ports import require_free_ports, require_rounds_folder
     from trainer.run.node.stopping import StopRequest
 
     stop = StopRequest(_STOPPING)
@@ -293,6 +304,8 @@ def _train(config: RunConfig, *, as_json: bool) -> None:
         logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
     if not under_torchrun:  # There each rank has ports of its own.
         require_free_ports(config)
+    require_rounds_folder(config)
+    tell_unused(config)
     logger.info(_LOADING, config.node_id)
     with training_display(config, stop, as_json=as_json, is_first=is_first) as display:
         if config.pipeline == "swarm":

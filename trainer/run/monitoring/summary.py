@@ -168,7 +168,7 @@ class RunSummary:
         said, report = node.said, node.report
         found = checked.get(node.peer_id, Checked(None))
         past = kept.get(node.peer_id)
-        role = report.role if report is not None else "worker" if said is not None and said.stage is not None else ""
+        role = report.role if report is not None else _role_of(said)
         stage = StageUid.parse(said.stage.uid).stage if said is not None and said.stage is not None else ""
         status = said.stage.status if said is not None and said.stage is not None else ""
         health = self._health(node, role, look.at)
@@ -282,6 +282,13 @@ def utc(at: float) -> str:
 def _name(node: WatchedNode) -> str:
     known = node.said or node.report
     return known.node_id if known is not None else node.peer_id[:12]
+
+
+def _role_of(said: Announcement | None) -> str:
+    """The role that an announcement shows; empty: a driver's and a whole model's look alike."""
+    if said is None or not (said.parts or said.stage is not None):
+        return ""
+    return "node" if said.parts else "worker"
 
 
 def _contributed(past: Contribution | None) -> dict[str, Any]:
@@ -458,7 +465,7 @@ def _rounds_of(node: WatchedNode) -> list[SeenRound]:
         return []
     return [
         SeenRound(
-            stage=report.stage,
+            stage=it.stage or report.stage,
             round_index=it.round_index,
             peer_id=report.peer_id,
             at=it.ended_at,

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -25,6 +25,7 @@ from trainer.bucket_rounds.place import RUN_KEY
 from trainer.bucket_rounds.snapshots import fetch_snapshot
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError, RefusedError, StateTransferError, TrainerUsageError
+from trainer.monitor.swarm import RoundMember
 from trainer.network.rpc import Counters, Identity, Message
 from trainer.outer.diloco import SharedState
 from trainer.run.config import RunConfig
@@ -35,7 +36,6 @@ from trainer.run.node.state_form import StateForm
 
 if TYPE_CHECKING:
     from trainer.network.discovery import Announcement
-    from trainer.run.node.network import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ _SETTLE_S: Final = 600.0
 _LEAVE_S: Final = 20.0
 _CATCH_UP_S: Final = 120.0
 _MOST_UNPUBLISHED: Final = 4
+_ROUNDS_SEEN: Final = 5
+"""A node that was in none of the latest so many is not listed any more."""
 
 
 class BucketRun(Message):
@@ -53,6 +55,32 @@ class BucketRun(Message):
     run_id: Annotated[str, Field(min_length=1, max_length=128)]
     terms: dict[str, JsonValue]  # `Terms`.
     rounds: dict[str, JsonValue]  # `RoundRules`, and who may take part.
+
+
+class BucketListener(Protocol):
+    """The rest of the node, called in the threads that train and that publish."""
+
+    def state(self, outer_step: int, digest: str) -> None:
+        """Learns that this node holds a state."""
+
+    def seen_in_rounds(self, members: Sequence[RoundMember]) -> None:
+        """Receives who was in the latest rounds, after each."""
+
+
+def seen_members(before: Mapping[str, RoundMember], agreement: Agreement, num_fragments: int) -> dict[str, RoundMember]:
+    """Returns who was in the latest rounds, this node among them, after one more: all that is known of others here."""
+    oldest = agreement.round_index - _ROUNDS_SEEN
+    seen = {key: member for key, member in before.items() if member.last_round > oldest}
+    for each in agreement.members:
+        seen[each.member] = RoundMember(
+            peer_id=each.member,
+            last_round=agreement.round_index,
+            weight=each.weight,
+            outer_step=agreement.round_index // num_fragments,
+            # Between the rounds of its fragments an outer step has several states.
+            state_digest=agreement.state_digest if num_fragments == 1 else "",
+        )
+    return seen
 
 
 class BucketNetwork:
@@ -80,7 +108,8 @@ class BucketNetwork:
         self._settings = settings_of(config, identity, vocabulary_rows, stopping, self._admission, self._loop)
         self.collective = BucketCollective(self._settings, self._is_snapshot_due, self._note)
         self._keeping = Keeping(self._settings, self.collective.clock)
-        self._listener: Listener | None = None
+        self._listener: BucketListener | None = None
+        self._seen: dict[str, RoundMember] = {}
         self._own = (-1, "")  # Rounds committed and digest of the state this node holds.
         self._agreements: deque[Agreement] = deque(maxlen=_MOST_UNPUBLISHED)
         self._unpublished: deque[SharedState] = deque(maxlen=_MOST_UNPUBLISHED)
@@ -119,7 +148,7 @@ class BucketNetwork:
         yield "bucket_received_bytes", "Bytes of objects read from the bucket.", cost.received_bytes
         yield "bucket_cost_dollars", "What these cost at list prices (bucket.prices).", cost.dollars(prices)
 
-    def start(self, listener: Listener) -> None:
+    def start(self, listener: BucketListener) -> None:
         """Probes the bucket, and compares the run in it with this node's.
 
         Raises:
@@ -299,6 +328,9 @@ class BucketNetwork:
 
     def _note(self, agreement: Agreement) -> None:
         self._agreements.append(agreement)
+        self._seen = seen_members(self._seen, agreement, self._config.outer.num_fragments)
+        if self._listener is not None:
+            self._listener.seen_in_rounds(tuple(self._seen.values()))
 
     def _is_snapshot_due(self, round_index: int) -> bool:
         return self._keeping.is_snapshot_due(round_index)

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from genesis.errors import GenesisError
 from genesis.store.base import ReadableStore, Store
 from genesis.store.limits import RetryPolicy
-from genesis.store.opening import folder_of, open_readable, open_store
+from genesis.store.opening import open_readable, open_store
 from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
 from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.place import Place
@@ -29,6 +29,7 @@ from trainer.network.rpc import Identity
 from trainer.run.config import RunConfig
 from trainer.run.node.admission import AdmissionClient
 from trainer.run.node.loop_thread import LoopThread
+from trainer.run.node.ports import require_rounds_folder
 from trainer.run.node.signed_bucket import open_signed_bucket
 
 _CDN_S: Final = 10.0
@@ -97,9 +98,7 @@ def _opened(config: RunConfig, admission: AdmissionClient | None, loop: LoopThre
     try:
         if config.bucket.access == "signed" and admission is not None and loop is not None:
             return open_signed_bucket(config, admission, loop)
-        folder = folder_of(config.bucket.url)
-        if folder is not None and folder.exists() and not folder.is_dir():  # Else tried for minutes.
-            raise TrainerUsageError(f"--rounds: expected a folder or s3://bucket/prefix, found the file {folder}")
+        require_rounds_folder(config)  # Else tried for minutes.
         return open_store(config.bucket.url, policy=RetryPolicy())
     except GenesisError as error:
         raise TrainerUsageError(f"--rounds: {error}") from None

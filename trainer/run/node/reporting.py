@@ -129,6 +129,7 @@ def _reported(note: RoundNote) -> ReportedRound:
     agree_s, reduce_s, vote_s = note.phases
     return ReportedRound(
         round_index=max(0, note.round_index),
+        stage=note.stage,
         ended_at=note.ended_at,
         num_members=note.num_members,
         num_dropped=note.num_dropped,

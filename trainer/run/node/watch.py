@@ -15,6 +15,7 @@ import torch
 
 from trainer.errors import TrainerUsageError
 from trainer.inner import undisturbed_rng
+from trainer.model.config import stage_names
 from trainer.monitor import (
     ApiServer,
     CurveLog,
@@ -34,6 +35,7 @@ from trainer.monitor.pages.node_page import NodePage, PageFacts, Role
 from trainer.monitor.pages.routes import PageSource
 from trainer.monitor.speed import Phase
 from trainer.monitor.status import PipelineView
+from trainer.monitor.swarm import RoundMember
 from trainer.monitor.work import WorkDone, WorkTally
 from trainer.run.config import RunConfig
 from trainer.run.node.start_facts import start_facts
@@ -89,7 +91,15 @@ class Watch:
         self._config, self._role, self._stage = config, role, stage
         inner_steps = config.outer.inner_steps if config.moves_anchor else 0
         peer_id = network.peer_id if network is not None else ""
-        self.tracker = TrainingTracker(config.node_id, peer_id=peer_id, inner_steps=inner_steps)
+        in_stages = role != "node" or (config.swarm.whole_nodes and config.pipeline == "none")
+        self.tracker = TrainingTracker(
+            config.node_id,
+            peer_id=peer_id,
+            inner_steps=inner_steps,
+            role=role,
+            stage=stage,
+            stages=stage_names(config.swarm.num_stages) if in_stages else (),
+        )
         self.log = EventLog(Path(config.log.directory).expanduser(), config.node_id) if config.log.directory else None
         log = self.log
         sources = Sources(
@@ -167,9 +177,14 @@ class Watch:
         """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
 
+    def seen_in_rounds(self, members: Sequence[RoundMember]) -> None:
+        """Records who was in the latest rounds through a bucket, whose nodes announce nothing."""
+        self.tracker.seen_in_rounds(members)
+
     def state(self, outer_step: int, digest: str, part: str = "") -> None:
         """Records that others can fetch this state, of a part of the model where it has parts, from now on."""
         if part:
+            self.tracker.set_state(outer_step, digest, inner_step=None, stage=part)
             self.observer.event("part_state", stage=part, outer_step=outer_step, digest=digest)
             return
         self.tracker.set_state(outer_step, digest, inner_step=None)

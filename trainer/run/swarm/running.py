@@ -83,6 +83,7 @@ class LocalSwarm:
     stages: tuple[str, ...]
     num_workers: int = 1  # Of each stage.
     num_drivers: int = 1
+    num_whole_nodes: int = 0
     num_seeds: int = 0  # 0: peer exchange.
     keeper: str = "driver-1"  # The driver that keeps the account: it ends after the others, which settle with it.
     store: str = ""
@@ -98,10 +99,23 @@ class LocalSwarm:
 
     @property
     def port_names(self) -> list[str]:
-        """Names of the ports that are needed: each process's name, and ``NAME.api`` for each driver."""
+        """Names of the ports that are needed: each process's name, and ``NAME.api`` for each with an API."""
         drivers = driver_names(self.num_drivers)
         seeds = [f"seed-{number}" for number in range(1, self.num_seeds + 1)]
-        return [*seeds, *(name for _, name in self.workers), *drivers, *(f"{name}.api" for name in drivers)]
+        own = [*drivers, *self.whole_nodes]
+        return [*seeds, *(name for _, name in self.workers), *own, *(f"{name}.api" for name in own)]
+
+    @property
+    def whole_nodes(self) -> list[str]:
+        """Names of the nodes that hold the whole model."""
+        return [f"whole-{number}" for number in range(1, self.num_whole_nodes + 1)]
+
+    def describe(self) -> str:
+        """What is started, in one line."""
+        counts = [(self.num_seeds, "seed"), (self.num_drivers, "driver"), (self.num_whole_nodes, "whole node")]
+        others = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count]
+        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+        return f"starting {workers} of each of {', '.join(self.stages)}; {', '.join(others)}"
 
 
 def driver_names(count: int) -> list[str]:
@@ -151,7 +165,7 @@ def seed_address(log: str) -> str | None:
 
 
 def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str]) -> list[ChildSpec]:
-    """Workers and drivers; ``ports`` are from `deal_ports`, ``seeds`` are addresses, none: peer exchange."""
+    """Workers, drivers and whole nodes; ``ports`` are from `deal_ports`, ``seeds`` addresses, none: peer exchange."""
     drivers = driver_names(swarm.num_drivers)
     known = (*drivers, *(f"{stage}.1" for stage in swarm.stages))
     peers = _peers(list(seeds) or [f"{_HOST}:{ports[name]}" for name in known])
@@ -170,6 +184,11 @@ def swarm_specs(swarm: LocalSwarm, ports: Mapping[str, int], seeds: Sequence[str
         url, is_keeper = f"http://{_HOST}:{api_port}", name == swarm.keeper
         command = [*swarm.program, *command]
         specs.append(ChildSpec(name=name, role="driver", command=tuple(command), api_url=url, ends_last=is_keeper))
+    for name in swarm.whole_nodes:
+        command = ["--node-id", name, "--port", str(ports[name]), "--api"]
+        command += ["--api-port", str(ports[f"{name}.api"]), *common]
+        command += ["--max-steps", str(swarm.max_steps)] if swarm.max_steps is not None else []
+        specs.append(ChildSpec(name=name, role="whole node", command=(*swarm.program, *command)))
     return specs
 
 
@@ -208,6 +227,7 @@ def _start(
 ) -> ExitStatus | None:
     """Starts all processes; returns a status if the swarm is over before that is done."""
     ports = deal_ports(swarm)
+    display.event(swarm.describe())
     seeds: list[str] = []
     while len(seeds) < swarm.num_seeds:
         log_path = tree.add(seed_spec(swarm, ports, folder, seeds)).log_path
@@ -224,6 +244,8 @@ def _start(
         tree.add(spec)
     for seed in seeds:
         display.event(f"seed at {seed}")
+    for name in swarm.whole_nodes:
+        display.event(f"{name} has its page at http://{_HOST}:{ports[f'{name}.api']}/ once it is ready")
     for driver in tree.of("driver"):
         display.event(f"{driver.spec.name} answers at {driver.spec.api_url} once it is ready; logs are in {folder}")
     return None
@@ -257,7 +279,7 @@ def _watch(tree: ProcessTree, display: Display, stop: Callable[[], bool]) -> Exi
 
 
 def process_counts(children: Iterable[Child]) -> tuple[ProcessCount, ...]:
-    """How many processes each stage, the drivers and the seeds have."""
+    """How many processes each stage, the drivers, the whole nodes and the seeds have."""
     groups: dict[str, list[Child]] = {}
     for child in children:
         groups.setdefault(child.spec.stage or f"{child.spec.role}s", []).append(child)

@@ -1,4 +1,4 @@
-"""A tree of processes: a swarm's seeds, workers and drivers as children of one, which watches and ends them together.
+"""A tree of processes: a swarm as children of one, which watches and ends them together.
 
     with ProcessTree(folder, RestartPolicy(), tell=logger.info) as tree:
         tree.add(ChildSpec(name="head.1", role="worker", stage="head", command=(...)))
@@ -6,7 +6,7 @@
 
 It is over when all drivers are done, or when it cannot go on: a child dies again and again, or cannot begin with what
 it was given (exit code 2). Leaving the ``with`` ends drivers first, so that they settle what is under way while there
-are workers to answer, then workers, then seeds: with SIGTERM, and with SIGKILL after `grace_s`.
+are workers to answer, then whole nodes, then workers, then seeds: with SIGTERM, and with SIGKILL after `grace_s`.
 
 Signals go to a child's own process id, never to a group, and only while it has not been waited for, so that no other
 process with a reused id gets them. Children end with this process (`parent_death_signal`), and run in sessions of their
@@ -28,7 +28,7 @@ from typing import Literal, Self
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["seed", "worker", "driver"]
+Role = Literal["seed", "worker", "driver", "whole node"]
 ChildStatus = Literal["running", "pausing", "done", "dead"]
 """``pausing``: it died and is restarted soon; ``dead``: it died and is not."""
 
@@ -44,6 +44,7 @@ _EMPTY_STAGE_S = 10.0
 _SAY_S = 10.0
 _SHUTDOWN_WORK: dict[Role, str] = {
     "driver": "settle what is under way",
+    "whole node": "finish its step or round, and save",
     "worker": "answer what is under way, save and hand over",
     "seed": "end",
 }
@@ -166,7 +167,7 @@ class Child:
     def _died(self, code: int, now_s: float) -> str:
         self.exit_code, self._process = code, None
         name = self.spec.name
-        if code == 0 and self.spec.role == "driver":
+        if code == 0 and self.spec.role in ("driver", "whole node"):  # It has made its steps.
             self.status = "done"
             return f"{name} is done"
         if now_s - self._started_s >= self.policy.steady_s:

@@ -601,7 +601,7 @@ class WorkerNode:
 
     def state(self, outer_step: int, digest: str, part: str = "") -> None:
         """See `trainer.run.node.network.Listener`."""
-        if self._config.swarm.whole_nodes:  # Others hold the same as a part of theirs.
+        if self._config.moves_anchor:  # All members of a round hold the same; whole nodes as a part of theirs.
             self._watch.observer.event("part_state", stage=self._built.name, outer_step=outer_step, digest=digest)
         logger.debug("round %d can be fetched as %s", outer_step, digest[:12])
 

@@ -18,6 +18,7 @@ from trainer.monitor.history import History
 from trainer.monitor.pages.page_view import PageView
 from trainer.monitor.pages.routes import COOKIE, COURSE_PATH, TOKEN_PATH, VIEW_PATH, has_charts
 from trainer.monitor.run_view import AlarmStatus
+from trainer.monitor.swarm import RoundMember
 
 TOKEN = "a-token-of-24-characters"
 HOSTILE = "\u202e<script>alert(1)</script>\x1b[2J\ud800" + "x" * 10_000_000
@@ -103,6 +104,71 @@ def test_a_driver_shows_its_stages_and_the_account():
         assert [it.stage for it in found.stages] == ["head", "tail"]
         assert found.account == view.of_account and found.flow is not None and found.flow.in_flight == 8
         assert (found.nodes, found.alarms, found.step, found.tokens) == ((), None, 12, 102_400)
+
+
+def test_a_whole_node_beside_a_swarm_shows_who_is_what_and_whose_rounds_they_were():
+    """Workers hold a stage each, drivers nothing; of each stage its holders are compared, and no one else."""
+    keys = {name: letter * 64 for name, letter in (("head-1", "a"), ("tail-1", "b"), ("driver-1", "c"), ("gpu-8", "d"))}
+    parts = (("head", 3, "h3"), ("tail", 2, "t2"))
+    with shown_node(stages=("head", "tail")) as node, asking(node.url) as client:
+        node.observer.step(Step(step=0), num_tokens=4096)
+        for stage, outer_step in (("head", 3), ("tail", 2)):
+            node.observer.round(Report(round_index=outer_step - 1), outer_step=outer_step, state_digest="", stage=stage)
+            node.tracker.set_state(outer_step, f"{stage[0]}{outer_step}", inner_step=None, stage=stage)
+        node.observer.round_failed(2, "nobody came", "tail")
+        node.tracker.peers(
+            [
+                Announced(keys["head-1"], "head-1", outer_step=3, state_digest="h3", stage_name="head"),
+                Announced(keys["tail-1"], "tail-1", outer_step=2, state_digest="t2", stage_name="tail"),
+                Announced(keys["driver-1"], "driver-1", outer_step=0, state_digest="", inner_step=7),
+                Announced(keys["gpu-8"], "gpu-8", outer_step=2, state_digest="", part_states=parts),
+            ]
+        )
+        told = client.get("/api/training/global").json()
+        view = PageView.model_validate_json(client.get(VIEW_PATH).content)
+        figures = client.get("/metrics").text
+    shown = {it.node_id: it for it in view.nodes}
+    assert {name: (it.role, it.stage, it.step, it.behind) for name, it in shown.items()} == {
+        "gpu-7": ("node", "", 2, 0),
+        "gpu-8": ("node", "", 2, 0),
+        "head-1": ("worker", "head", 3, 0),
+        "tail-1": ("worker", "tail", 2, 0),
+        "driver-1": ("driver", "", None, None),
+    }
+    assert [(it.stage, it.round_index, bool(it.error)) for it in view.rounds] == [
+        *(("tail", 2, True), ("tail", 1, False), ("head", 2, False))
+    ]
+    assert view.own is not None and view.own.stages == told["diloco"]["stages"] == {"head": 3, "tail": 2}
+    assert [(it["node_id"], it["role"], it["stage"]) for it in told["nodes"]][1:3] == [
+        *(("driver-1", "driver", ""), ("gpu-8", "node", ""))
+    ]
+    # Three hold the head's state and three the tail's; workers' steps and tokens are those of the driver.
+    assert (told["hash_agreement_rate"], told["hash_agreement"]["num_compared"]) == (100.0, 6)
+    assert (told["hash_agreement"]["num_behind"], told["model_convergence"]) == (0, 100.0)
+    assert told["total_steps"] == 1 + 7 + 100
+    assert told["tokens_per_s"] == 2 * 1000.0
+    assert 'genesis_training_stage_outer_step{stage="head"} 3.0' in figures
+    assert 'genesis_training_stage_rounds_total{outcome="failed",stage="tail"} 1.0' in figures
+
+
+def test_over_a_bucket_the_members_of_the_latest_rounds_are_the_others():
+    """Of whom nothing is known but what agreements say: the key, the last round, the weight in it."""
+    with shown_node() as node, asking(node.url) as client:
+        node.observer.step(Step(step=0), num_tokens=4096)
+        node.tracker.set_state(3, "d3")
+        told = [("f" * 64, 2, 4.0), ("a" * 64, 2, 3.0), ("b" * 64, 0, 5.0)]
+        node.tracker.seen_in_rounds(
+            RoundMember(peer_id=key, last_round=last, weight=weight, outer_step=last, state_digest=f"d{last}")
+            for key, last, weight in told
+        )
+        view = PageView.model_validate_json(client.get(VIEW_PATH).content)
+        whole = client.get("/api/training/global").json()
+    assert [(it.node_id, it.is_self, it.last_round, it.weight) for it in view.nodes] == [
+        *(("gpu-7", True, 2, 4.0), ("a" * 12, False, 2, 3.0), ("b" * 12, False, 0, 5.0))
+    ]
+    assert [(it.loss, it.tokens_per_s, it.inner_steps, it.behind) for it in view.nodes[1:]] == [(None,) * 4] * 2
+    assert whole["training_nodes"] == 3 and whole["nodes"][1]["last_round"] == 2
+    assert whole["global_loss"] == 4.0
 
 
 def test_an_unchanged_view_is_not_sent_again():

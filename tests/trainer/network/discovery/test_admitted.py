@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tests.support.announcements import announcement
 from tests.support.rpc_node import RUN_ID, fast_config
 from trainer.network.discovery.config import DiscoveryConfig
-from trainer.network.discovery.stage_report import StageReport
+from trainer.network.discovery.stage_report import PartReport, StageReport
 from trainer.network.discovery.static import StaticDiscovery
 from trainer.network.rpc import Admission, Credential, Endpoint, Identity, RevokedPeers
 from trainer.network.rpc.credential import Role
@@ -21,6 +21,7 @@ _QUICK = DiscoveryConfig(
     announcement_lifetime_s=30.0, poll_interval_s=0.1, announce_interval_s=0.5, max_retry_interval_s=0.5
 )
 _REPORT = StageReport(uid="head.0.42", incarnation="0" * 16, status="serving")
+_PARTS = tuple(PartReport(stage=stage, status="serving") for stage in ("head", "tail"))
 
 
 @dataclass
@@ -34,7 +35,12 @@ class _Node:
 
 @asynccontextmanager
 async def _node(
-    name: str, *addresses: str, role: Role | None, stage: StageReport | None = None, admitted_to: str | None = None
+    name: str,
+    *addresses: str,
+    role: Role | None,
+    stage: StageReport | None = None,
+    admitted_to: str | None = None,
+    parts: tuple[PartReport, ...] = (),
 ) -> AsyncIterator[_Node]:
     identity, admission = Identity.create(), None
     if role is not None:
@@ -45,7 +51,8 @@ async def _node(
     await endpoint.start()
     discovery = StaticDiscovery(endpoint, addresses, _QUICK, keeps_callers=True)
     await discovery.start()
-    await discovery.announce(announcement(identity, node_id=name, run_id=RUN_ID, address=endpoint.address, stage=stage))
+    said = {"node_id": name, "run_id": RUN_ID, "address": endpoint.address, "stage": stage, "parts": parts}
+    await discovery.announce(announcement(identity, **said))
     try:
         yield _Node(endpoint, discovery)
     finally:
@@ -63,22 +70,27 @@ async def test_members_are_found_strangers_and_false_roles_are_not_and_the_revok
     async with (
         _node("worker", role="worker", stage=_REPORT) as worker,
         _node("driver", worker.endpoint.address, role="driver") as driver,
+        _node("whole", worker.endpoint.address, role="node", parts=_PARTS) as whole,
+        _node("whole as driver", worker.endpoint.address, role="node"),
+        _node("driver as whole", worker.endpoint.address, role="driver", parts=_PARTS),
+        _node("worker as whole", worker.endpoint.address, role="worker", parts=_PARTS),
         _node("worker as driver", worker.endpoint.address, role="worker"),
         _node("driver as worker", worker.endpoint.address, role="driver", stage=_REPORT),
         _node("monitor as driver", worker.endpoint.address, role="monitor"),
         _node("worker of the tail", worker.endpoint.address, role="worker", stage=_REPORT, admitted_to="tail"),
         _node("stranger", worker.endpoint.address, role=None) as stranger,
     ):
-        await _until_known(driver, "worker")
-        await _until_known(worker, "driver")
+        await _until_known(driver, "worker", "whole")
+        await _until_known(worker, "driver", "whole")
+        await _until_known(whole, "driver", "worker")
         await asyncio.sleep(1.0)  # For the others to be heard of, if they were believed.
-        assert await driver.knows() == {"worker"}
-        assert await worker.knows() == {"driver"}
+        assert await driver.knows() == {"worker", "whole"}
+        assert await worker.knows() == {"driver", "whole"}
         assert await stranger.knows() == set()
         admission = worker.endpoint.admission
         assert admission is not None
         admission.revoke(RevokedPeers.issue(_AUTHORITY, RUN_ID, 1, [driver.endpoint.peer_id], time.time()))
-        assert await worker.knows() == set()
+        assert await worker.knows() == {"whole"}
         assert all(said.peer_id != driver.endpoint.peer_id for said in worker.discovery.heard())
 
 

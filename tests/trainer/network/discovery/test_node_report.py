@@ -253,3 +253,11 @@ async def test_through_a_dht_reports_are_looked_up_and_requests_counted() -> Non
             assert traffic.stores > 0
             assert traffic.finds > 0
             assert traffic.records > 0
+
+
+def test_a_rounds_stage_is_told_and_a_report_without_one_reads_as_before() -> None:
+    """Earlier releases refuse fields that they do not know."""
+    rounds = (ReportedRound(round_index=4, ended_at=900.0, stage="tail"), ReportedRound(round_index=5, ended_at=901.0))
+    wire = signed(role="node", rounds=rounds)
+    assert [it.stage for it in check(wire).rounds] == ["tail", ""]
+    assert wire.count(b'"stage"') == 2  # The report's own, and of the round that has one.

@@ -9,7 +9,7 @@ from trainer.collective import CollectiveConfig
 from trainer.errors import TrainerUsageError
 from trainer.outer.diloco import DiLoCoConfig
 from trainer.outer.sparseloco import SparseLoCoConfig
-from trainer.run.cli.train import path_of
+from trainer.run.cli.train import path_of, with_given
 from trainer.run.config import RunConfig
 
 
@@ -54,3 +54,9 @@ def test_options_out_of_range_are_named(options: dict[str, object], message: str
 def test_inner_steps_on_the_command_line_are_those_of_the_strategy() -> None:
     assert path_of("inner_steps", {"strategy": "sparseloco"}) == "sparseloco.inner_steps"
     assert path_of("inner_steps", {}) == "diloco.inner_steps"
+    for given in ({"strategy": "sparseloco", "inner_steps": 7}, {"inner_steps": 7, "strategy": "sparseloco"}):
+        assert with_given({"seed": 3}, given) == {
+            "seed": 3,
+            "strategy": "sparseloco",
+            "sparseloco": {"inner_steps": 7},
+        }

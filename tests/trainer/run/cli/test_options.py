@@ -23,7 +23,8 @@ from trainer.run.cli.app import run
 from trainer.run.cli.displays import training_display
 from trainer.run.cli.train import config_of
 from trainer.run.config import RunConfig, from_mapping
-from trainer.run.node.ports import require_free_ports
+from trainer.run.config.unused import tell_unused, unused_options
+from trainer.run.node.ports import require_free_ports, require_rounds_folder
 from trainer.run.node.stopping import StopRequest
 
 
@@ -49,7 +50,7 @@ def test_a_mistake_in_a_file_names_the_file_and_any_other_does_not(tmp_path: Pat
         config_of(file, ["modle.preset=tiny"], {})
 
 
-def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
+def test_a_taken_port_is_found_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for option, where in (("--port", "rpc"), ("--api-port", "api")):
@@ -58,9 +59,93 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
                 require_free_ports(config)
         without_api = {"node_id": "a", "api": {"host": "127.0.0.1", "port": port, "enabled": False}}
         require_free_ports(from_mapping(RunConfig, without_api))
+        for option in ("--port", "--relay-port"):
+            arguments = [
+                "seed",
+                "--host",
+                "127.0.0.1",
+                "--relay",
+                "--port",
+                "0",
+                "--relay-port",
+                "0",
+                option,
+                str(port),
+            ]
+            assert run(arguments) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"trainer: {option} {port}: expected a port") and said.count("\n") == 1
     elsewhere = {"node_id": "a", "rpc": {"host": "192.0.2.77", "port": port}}
     with pytest.raises(TrainerUsageError, match="not of this machine"):
         require_free_ports(from_mapping(RunConfig, elsewhere))
+
+
+def test_a_folder_for_rounds_that_cannot_be_written_is_one_line_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for where, said in (
+        (
+            "/proc/genesis",
+            "--rounds /proc/genesis: expected a folder that can be made and written, found: No such file",
+        ),
+        (f"{tmp_path}/file", f"--rounds: expected a folder or s3://bucket/prefix, found the file {tmp_path}/file"),
+        (f"{tmp_path}/file/below", f"--rounds {tmp_path}/file/below: expected a folder that can be made and written, "),
+        ("s3:/bucket", "--rounds: expected "),
+    ):
+        assert run(["--node-id", "a", "--rounds", where, "--set", "rule.validation=log", "--no-api"]) == 2
+        found = capsys.readouterr().err
+        assert found.startswith(f"trainer: {said}") and found.count("\n") == 1
+    fine = {"node_id": "a", "bucket": {"url": str(tmp_path / "new" / "rounds")}, "rule": {"validation": "log"}}
+    require_rounds_folder(from_mapping(RunConfig, fine))
+    assert list((tmp_path / "new" / "rounds").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "holds_stage", "unused"),
+    [
+        ({}, False, {}),
+        ({"bucket": {"cdn": "https://x/y"}}, False, {"bucket.cdn": "--rounds (bucket.url)"}),
+        ({"bucket": {"url": "/r", "cdn": "https://x/y"}, "rule": {"validation": "log"}}, False, {}),
+        ({"sparseloco": {"inner_steps": 7}}, False, {"sparseloco.inner_steps": "strategy sparseloco"}),
+        ({"strategy": "sparseloco", "sparseloco": {"inner_steps": 7}}, False, {}),
+        (
+            {"strategy": "sparseloco", "diloco": {"inner_steps": 7}, "grad": {"num_slices": 3}},
+            False,
+            {"diloco.inner_steps": "strategy diloco", "grad.num_slices": "strategy grad"},
+        ),
+        ({"swarm": {"num_stages": 2}}, True, {}),
+        (
+            {"swarm": {"num_stages": 2, "sparta": {"every_steps": 9}}},
+            True,
+            {"swarm.sparta.every_steps": "strategy async"},
+        ),
+        ({"swarm": {"num_stages": 2}, "pipeline": "swarm"}, False, {}),
+        ({"swarm": {"num_stages": 2}}, False, {"swarm.num_stages": "--pipeline swarm, 'trainer worker' or"}),
+        ({"collective": {"max_grace_s": 1.0}}, False, {"collective.max_grace_s": "collective.quorum"}),
+        ({"collective": {"max_grace_s": 1.0, "quorum": 0.5}}, False, {}),
+        ({"log": {"every_steps": 3}}, False, {"log.every_steps": "--log-to"}),
+    ],
+)
+def test_options_without_effect_are_told_in_one_line(
+    caplog: pytest.LogCaptureFixture, options: dict[str, object], holds_stage: bool, unused: dict[str, str]
+) -> None:
+    config = from_mapping(RunConfig, options)
+    tell_unused(config, holds_stage=holds_stage)
+    assert len(caplog.messages) == bool(unused)
+    for name, needs in unused.items():
+        assert name in caplog.text and f"of use with {needs}" in caplog.text
+    assert unused_options(config, holds_stage=holds_stage).keys() == unused.keys()
+
+
+def test_a_run_says_which_of_its_options_are_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--node-id", "a", "--store", str(tmp_path / "none"), "--no-api", "--set", f"state_dir={tmp_path}"]
+    assert run([*line, "--set", "sparseloco.inner_steps=7", "--set", "bucket.cdn=https://x/y"]) == 1
+    said = capsys.readouterr().err + caplog.text
+    assert "set and without effect here: " in said
+    assert "sparseloco.inner_steps (of use with strategy sparseloco)" in said
 
 
 @pytest.mark.parametrize(

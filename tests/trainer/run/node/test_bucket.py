@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.s3_servers import Server, free_port, moto_s3, rclone_s3, speaking_to
 from tests.support.trainer_command import ROOT, WAIT_S, RunningTrainer, TrainerCommand, TrainerHere, differences
 from trainer.bucket_rounds.config import BucketConfig
-from trainer.bucket_rounds.documents import Claims, ContributionHeader, credential_field
+from trainer.bucket_rounds.documents import Agreement, Claims, ContributionHeader, credential_field
 from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.round import BUCKET_CRASH_POINTS
 from trainer.network.rpc import Identity
@@ -30,6 +32,7 @@ from trainer.network.rpc.credential import Credential, Role
 from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node.admission import admission_client
+from trainer.run.node.bucket_network import seen_members
 from trainer.run.node.bucket_settings import settings_of
 
 ROUNDS = (
@@ -339,3 +342,21 @@ def test_a_store_that_is_away_for_a_minute_costs_time_only(
     assert torch.equal(anchor_of(trainer, 0), anchor_of(other, 0))
     rounds = [event for event in nodes[0].events if event["kind"] == "round"]
     assert [(each["round_index"], len(each["members"])) for each in rounds] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_whoever_was_in_none_of_the_latest_rounds_is_not_listed_any_more() -> None:
+    def agreement(round_index: int, **weights: float) -> Agreement:
+        members = tuple(SimpleNamespace(member=key, weight=weight) for key, weight in weights.items())
+        return cast(
+            "Agreement", SimpleNamespace(round_index=round_index, members=members, state_digest=f"d{round_index}")
+        )
+
+    seen = seen_members({}, agreement(0, a=1.0, b=2.0), 1)
+    for round_index in range(1, 5):
+        seen = seen_members(seen, agreement(round_index, a=3.0), 1)
+        assert seen["b"].last_round == 0 and seen["b"].weight == 2.0
+    assert (seen["a"].last_round, seen["a"].weight, seen["a"].outer_step, seen["a"].state_digest) == (4, 3.0, 4, "d4")
+    seen = seen_members(seen, agreement(5, a=3.0), 1)
+    assert seen.keys() == {"a"}
+    halved = seen_members({}, agreement(5, a=1.0), 2)["a"]
+    assert (halved.outer_step, halved.state_digest) == (2, "")

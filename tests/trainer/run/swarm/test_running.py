@@ -96,6 +96,20 @@ def test_all_workers_and_drivers_get_names_ports_and_places_to_begin() -> None:
     assert specs[6].api_url.rpartition(":")[2] == specs[6].command[specs[6].command.index("--api-port") + 1]
 
 
+def test_whole_nodes_begin_where_the_others_do_and_drive_nothing() -> None:
+    swarm = _swarm(num_whole_nodes=2, max_steps=7)
+    specs = swarm_specs(swarm, _ports(swarm), [])
+    assert [(spec.name, spec.role) for spec in specs[-2:]] == [("whole-1", "whole node"), ("whole-2", "whole node")]
+    for spec in specs[-2:]:
+        line = " ".join(spec.command)
+        assert "--pipeline" not in line and " worker " not in line and "--max-steps 7" in line
+        assert [v for n, v in pairwise(spec.command) if n == "--initial-peers"] == [
+            v for n, v in pairwise(specs[0].command) if n == "--initial-peers"
+        ]
+    assert len(set(swarm.port_names)) == len(swarm.port_names)
+    assert swarm.describe() == "starting 1 worker of each of head, body-1, tail; 1 driver, 2 whole nodes"
+
+
 def test_seeds_know_those_before_them_and_all_others_know_those_that_are_ready(tmp_path: Path) -> None:
     swarm = _swarm(num_seeds=2)
     ports = _ports(swarm)
@@ -115,7 +129,7 @@ def test_seeds_know_those_before_them_and_all_others_know_those_that_are_ready(t
 @pytest.mark.slow
 def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Path) -> None:
     shown = Shown()
-    swarm = _swarm(num_seeds=2, max_steps=8)
+    swarm = _swarm(num_seeds=2, num_whole_nodes=1, max_steps=8)
     outcome = run_local(swarm, tmp_path / "logs", RestartPolicy(), shown, lambda: False)
     assert (outcome.exit_code, outcome.reason) == (0, "all drivers are done")
     started = [json.loads(line) for line in calls.read_text().splitlines()]
@@ -126,8 +140,8 @@ def test_a_whole_swarm_runs_until_its_drivers_are_done(calls: Path, tmp_path: Pa
     assert shown.snapshots[-1].stages is not None, "what was said last is shown last, though nobody answers any more"
     assert [count.running for count in shown.snapshots[-1].processes if count.name == "drivers"] == [0]
     wanted = {count.name: count.wanted for count in seen[0].processes}
-    assert wanted == {"seeds": 2, "head": 1, "body-1": 1, "tail": 1, "drivers": 1}
-    logs = ("seed-1", "seed-2", "head.1", "body-1.1", "tail.1", "driver-1")
+    assert wanted == {"seeds": 2, "head": 1, "body-1": 1, "tail": 1, "drivers": 1, "whole nodes": 1}
+    logs = ("seed-1", "seed-2", "head.1", "body-1.1", "tail.1", "driver-1", "whole-1")
     assert {path.stem for path in (tmp_path / "logs").glob("*.log")} == set(logs)
 
 
@@ -178,7 +192,9 @@ def test_the_command_ends_whole_on_ctrl_c(calls: Path, tmp_path: Path) -> None:
     assert process.stdout is not None
     try:
         first = json.loads(process.stdout.readline())
-        assert first["kind"] == "event" and "driver-1 answers at http://127.0.0.1:" in first["text"]
+        assert first == {"kind": "event", "text": "starting 1 worker of each of head, tail; 1 driver"} | first
+        second = json.loads(process.stdout.readline())
+        assert second["kind"] == "event" and "driver-1 answers at http://127.0.0.1:" in second["text"]
         deadline_s = time.monotonic() + 60
         while not calls.exists() or len(calls.read_text().splitlines()) < 3:
             assert time.monotonic() < deadline_s
@@ -232,10 +248,28 @@ def test_one_line_and_exit_code_for_a_mistake(tmp_path, monkeypatch, capsys):
     file = _run_file(tmp_path, "num_stages: 1")
     assert run(["swarm", "up", "--run", str(file)]) == 2
     assert capsys.readouterr().err == f"trainer: {file}: swarm.num_stages: expected 2 or more, found 1\n"
+    assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--whole-nodes", "2"]) == 2
+    assert "--whole-nodes: expected a run with swarm.whole_nodes" in capsys.readouterr().err
     refused = ExitStatus(2, "head.1: expected a folder for checkpoints")
     monkeypatch.setattr("trainer.run.swarm.running.run_local", lambda *_: refused)
     assert run(["swarm", "up", "--run", str(_run_file(tmp_path)), "--folder", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"trainer: {refused.reason}\n"
+
+
+@pytest.mark.parametrize(("given", "wholes"), [([], 1), (["--whole-nodes", "0"], 0), (["--whole-nodes", "3"], 3)])
+def test_a_mixed_run_is_started_with_a_whole_node_unless_told_otherwise(tmp_path, monkeypatch, given, wholes):
+    started = []
+
+    def run_local(swarm, *_):
+        started.append(swarm.num_whole_nodes)
+        return ExitStatus(2, "enough")
+
+    monkeypatch.setattr("trainer.run.swarm.running.run_local", run_local)
+    file = _run_file(tmp_path, "num_stages: 2, vocab_rows: 2048, whole_nodes: true")
+    with file.open("a") as more:
+        more.write("inner: {micro_batch_size: 2}\n")
+    assert run(["swarm", "up", "--run", str(file), "--folder", str(tmp_path), *given]) == 2
+    assert started == [wholes]
 
 
 def test_a_swarm_is_a_table_redrawn_in_place_or_a_line_or_an_object(monkeypatch):

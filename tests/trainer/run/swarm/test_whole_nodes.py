@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.announcements import announcement
+from tests.support.mixed_run import STAGES, check_one_state, newest, part_states, rounds_of_all
 from tests.support.pipeline_swarm import PipelineSwarm, steps_of
 from tests.support.trainer_command import TrainerCommand, finished
-from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingNode, TrainingSwarm, merged
+from tests.support.training_swarm import TERMINATED, WAIT_S, TrainingSwarm, merged
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Identity
 from trainer.run.config import RunConfig, from_mapping
@@ -29,7 +29,6 @@ from trainer.run.swarm.whole_node import PartsReplica
 
 IDENTITY = Identity.create()
 SMALL: dict[str, Any] = {"model": {"preset": "tiny"}, "inner": {"micro_batch_size": 2}}
-STAGES = ("head", "tail")
 OPTIONS: dict[str, Any] = {
     "strategy": "diloco",
     "diloco": {"inner_steps": 8},
@@ -45,42 +44,6 @@ OPTIONS: dict[str, Any] = {
     },
 }
 """Steps of four micro-batches in the pipeline and at whole nodes; links that carry 16 of 128 values."""
-
-
-def part_states(node: TrainingNode, stage: str) -> dict[int, str]:
-    """Digest of a stage's part by outer step, as the node hands it out."""
-    return {
-        int(event.number("outer_step")): str(event.fields["digest"])
-        for event in node.events("part_state")
-        if event.fields["stage"] == stage
-    }
-
-
-def newest(nodes: Iterable[TrainingNode], stage: str) -> int:
-    """The newest outer step of a stage's part that every one of these nodes holds."""
-    return min(max(part_states(node, stage), default=0) for node in nodes)
-
-
-def rounds_of(node: TrainingNode, stage: str) -> dict[int, frozenset[str]]:
-    """Members of a node's committed rounds of a stage, by the outer step that the round made."""
-    return {
-        int(event.number("outer_step")): frozenset(event.fields["members"])
-        for event in node.events("round")
-        if event.fields.get("stage", node.name.partition(".")[0]) == stage
-    }
-
-
-def check_one_state(nodes: Iterable[TrainingNode], stage: str) -> int:
-    """All members of a round hold the same state of the stage after it; returns of how many rounds two or more do."""
-    held: dict[tuple[int, frozenset[str]], list[str]] = {}
-    for node in nodes:
-        states = part_states(node, stage)
-        for step, members in rounds_of(node, stage).items():
-            if step in states:  # One that others overtook was not handed out.
-                held.setdefault((step, members), []).append(states[step])
-    for (step, members), digests in held.items():
-        assert len(set(digests)) == 1, f"{stage}, outer step {step} of {len(members)}: {digests}"
-    return sum(len(digests) > 1 for digests in held.values())
 
 
 @pytest.mark.parametrize(
@@ -152,12 +115,7 @@ def test_a_swarm_and_whole_nodes_train_one_model(tmp_path: Path) -> None:
             begun = {stage: newest(members[stage], stage) for stage in STAGES}
 
             def together(stage: str) -> int:
-                rounds = [rounds_of(node, stage) for node in members[stage]]
-                if not all(rounds):
-                    return 0
-                everybody = {node.peer_id for node in members[stage]}
-                common = set.intersection(*(set(each) for each in rounds))
-                return sum(step > begun[stage] and everybody <= rounds[0][step] for step in common)
+                return sum(step > begun[stage] for step in rounds_of_all(members[stage], stage))
 
             alive = [driver, *{node.name: node for nodes in members.values() for node in nodes}.values()]
             swarm.wait(lambda: all(together(stage) >= count for stage in STAGES), what, 4 * WAIT_S, alive)

@@ -86,6 +86,8 @@ const COLUMNS = [
   { key: "stage", title: "part", kind: "text", value: node => node.stage || (node.role === "node" ? null : node.role) || null },
   { key: "step", title: "outer step", ofSwarm: "version", hint: "outer steps in its state, or the version of its stage", value: node => node.step, show: (node, value) => formatNumber(value) },
   { key: "behind", title: "lag", hint: "behind the newest of its kind", value: node => node.behind, show: (node, value) => formatNumber(value) },
+  { key: "last", title: "last round", hint: "the newest agreed one it was in", value: node => node.last_round, show: (node, value) => formatNumber(value) },
+  { key: "weight", title: "weight", hint: "in that round", value: node => node.weight, show: (node, value) => formatNumber(value, 2) },
   { key: "loss", title: "loss", hint: "mean of its latest 50 or so steps", value: node => node.loss, show: (node, value) => formatNumber(value, 4) },
   { key: "speed", title: "tokens/s", value: node => node.tokens_per_s || null, show: (node, value) => formatNumber(value) },
   { key: "pflops", title: "PFLOP", hint: "claimed, over all its lives seen", value: node => node.pflops, show: (node, value) => small(value) },
