@@ -290,9 +290,14 @@ class AdmissionClient:
                 try:
                     return await self._join_once(address)
                 except RefusedError as error:
-                    if error.reason == "unreachable" and elsewhere is not None:
-                        address, elsewhere = await elsewhere() or address, None
-                    raise
+                    if error.reason != "unreachable" or elsewhere is None:
+                        raise
+                    look, elsewhere = elsewhere, None
+                    found = await look()
+                    if not found:
+                        raise
+                    address = found
+                return await self._join_once(address)
         raise AdmissionError("expected an answer of the run's authority, found none")
 
     async def _join_once(self, address: str) -> Credential:

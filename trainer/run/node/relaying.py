@@ -2,7 +2,8 @@
 
     20 s, others are there, nobody has connected     → registers with two relays at most: at hosts named to this node
                                                        (port 4002), and of nodes that announce one and were reached
-    a relay without an address for 25 s              → is left for ten minutes; another is tried
+    a relay without an address for 25 s, or for 10 s
+    after it has refused or was lost                 → is left for ten minutes; another is tried
     a relay that says "reached directly", and nobody connects for three minutes → the same
     relay.serve: a peer finds this relay reachable,
     or only nodes that nobody reaches connect to it  → announced; asked again every ten minutes
@@ -41,6 +42,8 @@ _GRACE_S: Final = 20.0
 _LOOK_S: Final = 1.0
 _CALLED_S: Final = 900.0
 _TRIAL_S: Final = 25.0
+_FAILED_S: Final = 10.0
+"""Time for a relay that has refused, or was lost, to take the node again."""
 _UNCALLED_S: Final = 180.0
 _PAUSE_S: Final = 600.0
 _CHECK_TIMEOUT_S: Final = 25.0
@@ -154,14 +157,17 @@ class RelayFinder:
     def _candidates(self, peers: Sequence[Announcement]) -> list[str]:
         announced = list(announced_relays(peers))
         self._rng.shuffle(announced)  # So that nodes do not all take the same.
+        hosts = {_host_of(relay) for relay in announced}
+        named = [relay for relay in self._named if _host_of(relay) not in hosts]
         now_s = self._clock()
         self._paused_until_s = {relay: until_s for relay, until_s in self._paused_until_s.items() if until_s > now_s}
-        return [relay for relay in (*self._named, *announced) if relay not in self._paused_until_s]
+        return [relay for relay in (*named, *announced) if relay not in self._paused_until_s]
 
     def _fault(self, state: LinkState, called_s: float) -> str:
         """Returns why a relay does not serve; empty: it does, or is still being tried."""
         since_s = self._clock() - state.changed_s
-        if not state.lent_address and not state.direct_address and since_s > _TRIAL_S:
+        limit_s = _FAILED_S if state.failure else _TRIAL_S
+        if not state.lent_address and not state.direct_address and since_s > limit_s:
             return state.failure or "it does not answer"
         if state.direct_address and since_s > _UNCALLED_S and called_s < state.changed_s:
             return f"it says that this node is reached at {state.direct_address}, and nobody connects there"
@@ -196,6 +202,7 @@ class ServedRelay:
         self._rng = random.Random(endpoint.peer_id)
         self.announced_port = 0
         """What to announce; 0: not found reachable."""
+        self._is_reached: bool | None = None  # Nobody has said yet.
         self._is_called = False
         endpoint.contacts.when_served.append(self._served)
 
@@ -205,7 +212,8 @@ class ServedRelay:
         while True:
             await asyncio.sleep(pause_s)
             is_reached = await self.check()
-            if is_reached is not None and bool(self.announced_port) != is_reached:
+            if is_reached is not None and is_reached != self._is_reached:
+                self._is_reached = is_reached
                 self._take(is_reached=is_reached)
                 changed()
             unknown_s = _FIRST_CHECK_S if not self.announced_port else _CHECK_AGAIN_S
