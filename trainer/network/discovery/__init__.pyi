@@ -9,10 +9,10 @@ from .base import PeerWatchdog as PeerWatchdog
 from .base import open_discovery as open_discovery
 from .config import DiscoveryConfig as DiscoveryConfig
 from .dht import DhtDiscovery as DhtDiscovery
-from .dht import SeedConfig as SeedConfig
-from .dht import seed as seed
 from .node_report import NodeReport as NodeReport
 from .report_exchange import ReportExchange as ReportExchange
+from .seed import SeedConfig as SeedConfig
+from .seed import seed as seed
 from .stage_report import StagePartitions as StagePartitions
 from .stage_report import settled_uid as settled_uid
 from .stage_report import workers_of as workers_of

@@ -81,6 +81,8 @@ class Announcement(Message):
     stage: StageReport | None = None
     parts: Annotated[tuple[PartReport, ...], Field(max_length=MAX_PARTS)] = ()
     """Of a node that holds a whole model among swarms of stages: where each stage's part of it is."""
+    relay_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Where other nodes of the run may register at its host to be relayed; 0: nowhere."""
     filed_under: Annotated[str, Field(pattern=r"^(|(head|tail|body[1-9][0-9]{0,3})\.0)$")] = ""
     """Of a worker, in a DHT partitioned by stage: its partition (`StagePartitions`)."""
     sent_at: Instant = 0.0
@@ -125,7 +127,7 @@ class KnownPeer:
 
 def _content(announcement: Announcement) -> dict[str, JsonValue]:
     content: dict[str, JsonValue] = announcement.model_dump(mode="json")
-    for name in ("stage", "filed_under", "parts"):
+    for name in ("stage", "filed_under", "parts", "relay_port"):
         if not content[name]:
             del content[name]
     return content

@@ -1,4 +1,4 @@
-"""Discovery through hivemind's DHT, where no node's address is known to all, and its bootstrap peers, the seeds.
+"""Discovery through hivemind's DHT, where no node's address is known to all.
 
 Each node stores its signed announcement under the run's key and its own peer id, and looks the key up every few
 seconds; workers may be stored by stage (`StagePartitions`). One seed that answers is enough, and any may come and go.
@@ -15,18 +15,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
-from pathlib import Path
 
-from genesis.hangup import stop_signals
-from trainer.errors import DiscoveryError, TrainerUsageError
+from trainer.errors import DiscoveryError
 from trainer.network.discovery.announcement import Announcement, KnownPeer
 from trainer.network.discovery.base import MAX_NEWS, Discovery
-from trainer.network.discovery.config import DiscoveryConfig, check_seed_address
+from trainer.network.discovery.config import DiscoveryConfig
 from trainer.network.discovery.dht_client import DhtProcess, DhtSettings
 from trainer.network.discovery.node_report import DhtTraffic
 from trainer.network.discovery.stage_report import StagePartitions, StageUid, dht_key
-from trainer.network.relay import Relay, RelayConfig
 from trainer.network.rpc.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -181,79 +177,3 @@ def listen_address(host: str, port: int) -> str:
     except ValueError:
         raise DiscoveryError(f"dht_host: expected an IP address to listen on, found {host!r}") from None
     return f"/ip{version}/{host}/tcp/{port}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeedConfig:
-    """The address and identity of a seed; seeds should name each other, so that all of them stay one DHT."""
-
-    port: int = 4001
-    """TCP port to listen on; 0 takes a free one, which changes with each start."""
-    host: str = "0.0.0.0"
-    """IP address to listen on."""
-    public_host: str = ""
-    """IP address others reach it at, if not one of this machine's (behind a router); empty: all it listens on."""
-    identity_path: str = "~/.neuroshard/seed.id"
-    """File of its key, made at the first start; it keeps the address the same."""
-    initial_peers: tuple[str, ...] = ()
-    """Addresses of other seeds."""
-    start_timeout_s: float = 60.0
-    """Seconds it may take to become ready."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise TrainerUsageError(f"port: expected 0 to 65535, found {self.port}")
-        if self.public_host and self.port == 0:
-            raise TrainerUsageError("public_host: expected a fixed port with it, found port 0")
-        for address in self.initial_peers:
-            check_seed_address(address)
-
-
-def seed(
-    config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None], relaying: RelayConfig = RelayConfig()
-) -> None:
-    """Runs a DHT node with a persistent identity and port, to begin at, until SIGINT, SIGTERM or SIGHUP, then returns.
-
-    It may be killed and restarted at any time. ``on_ready`` is called once with the addresses to give to nodes as
-    ``--initial-peers``; with a port in ``relaying`` it is a relay too. Raises `DiscoveryError` where it does not become
-    ready; the log says why.
-    """
-    asyncio.run(_serve_seed(config, on_ready, Relay(relaying) if relaying.port else None))
-
-
-async def _serve_seed(config: SeedConfig, on_ready: Callable[[tuple[str, ...]], None], relay: Relay | None) -> None:
-    path = Path(config.identity_path).expanduser()
-    if path.is_dir():
-        raise DiscoveryError(f"identity_path: expected a file, found the folder {path}")
-    settings = DhtSettings(
-        parent_pid=os.getpid(),
-        initial_peers=config.initial_peers,
-        listen=(listen_address(config.host, config.port),),
-        announce=(listen_address(config.public_host, config.port),) if config.public_host else (),
-        identity_path=str(path.absolute()),
-        map_port=not config.host.startswith("127."),
-    )
-    process = DhtProcess(settings)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in stop_signals():
-        loop.add_signal_handler(number, stop.set)
-    if relay is not None:
-        await relay.start()
-    process.start()
-    stopping = asyncio.create_task(stop.wait())
-    starting = asyncio.create_task(process.wait_ready(config.start_timeout_s, first_start_only=True))
-    try:
-        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if not stop.is_set():
-            await starting
-            on_ready((await process.status(10.0)).addresses)
-        await stop.wait()
-    finally:
-        for task in (stopping, starting):
-            task.cancel()
-        await asyncio.gather(stopping, starting, return_exceptions=True)
-        await process.close()
-        if relay is not None:
-            await relay.stop()
-    logger.info("the seed has stopped")

@@ -16,6 +16,8 @@ HELLO_METHOD: Final = "reach/hello"
 """Asks for release, clock, and how the asker is seen; answered to anybody, also without a credential."""
 DIAL_BACK_METHOD: Final = "reach/dial-back"
 """Asks to be connected to, at the address that the call comes from."""
+RELAY_CHECK_METHOD: Final = "reach/relay"
+"""Asks to be connected to at the asker's address as a node that wants to be relayed would, and at a port lent so."""
 BANDWIDTH_METHOD: Final = "reach/bandwidth"
 """Takes a payload and answers with one, for the asker to time."""
 

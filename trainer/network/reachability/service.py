@@ -12,25 +12,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast, get_args
 
 from genesis import __version__
-from trainer.errors import RefusedError
+from trainer.errors import PeerUnavailableError, RefusedError
 from trainer.network.reachability.dial_back import DialBack, NotReachedError
 from trainer.network.reachability.messages import (
     BANDWIDTH_METHOD,
     DIAL_BACK_METHOD,
     HELLO_METHOD,
     PROBE_METHOD,
+    RELAY_CHECK_METHOD,
     BandwidthReply,
     BandwidthRequest,
     DialBackReply,
     DialBackRequest,
     Hello,
     HelloReply,
+    Outcome,
     Probe,
     ProbeReply,
 )
+from trainer.network.relay.probing import probe_relay
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.network.rpc.dialing import address_group, parse_ip
 from trainer.network.rpc.endpoint import Endpoint
@@ -39,6 +42,8 @@ from trainer.network.rpc.token_buckets import TokenBuckets
 
 _HELLOS, _HELLOS_PER_S = 16.0, 1.0
 _DIALS, _DIALS_PER_S = 6.0, 0.1
+_MAX_RELAY_CHECKS: Final = 16
+_MIN_PORT: Final = 1024
 _UNIT_BYTES: Final = 64 << 10
 _BYTES, _BYTES_PER_S = 48 << 20, 128 << 10
 _ALL_BYTES, _ALL_BYTES_PER_S = 192 << 20, 1 << 20
@@ -66,6 +71,7 @@ class ReachabilityService:
         self._all_units = TokenBuckets(_ALL_BYTES / _UNIT_BYTES, _ALL_BYTES_PER_S / _UNIT_BYTES)
         self._dial_back: DialBack | None = None
         self._noise = b""
+        self._num_relay_checks = 0
 
     def register(self) -> None:
         """Makes it answerable; before the endpoint starts. With admission the endpoint answers probes already."""
@@ -74,6 +80,7 @@ class ReachabilityService:
         register = self._endpoint.register
         register(HELLO_METHOD, Hello, self._hello, max_payload_bytes=0, any_recipient=True, needs_credential=False)
         register(DIAL_BACK_METHOD, DialBackRequest, self._dial, max_payload_bytes=0, any_recipient=True)
+        register(RELAY_CHECK_METHOD, DialBackRequest, self._check_relay, max_payload_bytes=0, any_recipient=True)
         register(BANDWIDTH_METHOD, BandwidthRequest, self._measure, any_recipient=True)
 
     async def close(self) -> None:
@@ -89,20 +96,41 @@ class ReachabilityService:
         seen_host = "" if is_relayed else request.remote_address[:64]
         return Reply(HelloReply(version=__version__, now=self._clock(), seen_host=seen_host))
 
-    async def _dial(self, request: Request[DialBackRequest]) -> Reply[DialBackReply]:
-        host = _own_host(request.body.host, request.remote_address)
+    def _take_dial(self, request: Request[DialBackRequest]) -> tuple[str, str]:
+        """Returns the host that may be connected to and the whole address; raises RefusedError: none, or not now."""
+        host, port = _own_host(request.body.host, request.remote_address), request.body.port
         if self._endpoint.may_be_relayed(request.remote_address):  # That address is one of this machine itself.
             raise RefusedError(
                 "address", "expected a call that comes directly, found one by way of a relay; ask another"
             )
         if not self._dials.take(request.remote_address):
             raise _too_often("dial-backs")
+        return host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def _check_relay(self, request: Request[DialBackRequest]) -> Reply[DialBackReply]:
+        """Looks whether the sender's relay is reached at the sender's own address."""
+        host, address = self._take_dial(request)
+        if request.body.port < _MIN_PORT:
+            raise RefusedError("address", f"expected a port of {_MIN_PORT} or above, found {request.body.port}")
+        if self._num_relay_checks >= _MAX_RELAY_CHECKS:
+            raise RefusedError(Reason.BUSY, f"expected at most {_MAX_RELAY_CHECKS} relays to be checked at once")
+        self._num_relay_checks += 1
+        outcome: Outcome = "reached"
+        try:
+            await probe_relay(host, request.body.port, request.sender)
+        except PeerUnavailableError as error:
+            outcome = cast("Outcome", error.cause) if error.cause in get_args(Outcome) else "failed"
+        finally:
+            self._num_relay_checks -= 1
+        return Reply(DialBackReply(outcome=outcome, address=address))
+
+    async def _dial(self, request: Request[DialBackRequest]) -> Reply[DialBackReply]:
+        host, address = self._take_dial(request)
         if self._dial_back is None:
             endpoint = self._endpoint
             self._dial_back = DialBack(
                 endpoint.identity, endpoint.run_id, allow_private=False, tls=self._tls, admission=endpoint.admission
             )
-        address = f"[{host}]:{request.body.port}" if ":" in host else f"{host}:{request.body.port}"
         try:
             await self._dial_back.check(request.sender, address, host)
         except NotReachedError as error:

@@ -8,6 +8,9 @@ from trainer.errors import TrainerUsageError
 from trainer.network.rpc.config import split_address
 
 MAX_RELAYS = 2
+DEFAULT_PORT = 4002
+"""Where nodes register at a relay that was given no port, and where nodes look for one at hosts named to them."""
+SERVED_BYTES_PER_S = 2.5e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,10 +19,15 @@ class RelayConfig:
 
     through: tuple[str, ...] = ()
     """``host:port`` of one or two relays, for a node that others cannot connect to."""
+    auto: bool = True
+    """Look for relays where nobody connects to this node and `through` names none: nodes that `serve`, and port 4002 of
+    the hosts of the initial peers. Two at most are used, and none while the node is reached directly."""
     wait_s: float = 30.0
     """Seconds to wait for a relay at the start, before the node goes on without one and keeps trying."""
+    serve: bool = False
+    """Relay for other nodes of the run, and announce that to them, as long as others find `port` reachable."""
     port: int = 0
-    """TCP port at which others may register to be relayed by this node; 0: relays for nobody."""
+    """TCP port at which others may register to be relayed by this node; 0: relays for nobody, or with `serve` 4002."""
     host: str = "0.0.0.0"
     """The interface to listen on, for nodes and for those that call them."""
     public_host: str = ""
@@ -27,7 +35,8 @@ class RelayConfig:
     first_port: int = 0
     """Lowest port to lend, of `max_nodes` in a row; 0: any free ones."""
     bytes_per_s: float = 0.0
-    """Bytes a second in all, both directions counted, shared evenly by the nodes that use it; 0: no bound."""
+    """Bytes a second in all, both directions counted, shared evenly by the nodes that use it; 0: no bound, but
+    2,500,000 with `serve`, so that a node's own training has the rest of its link."""
     max_nodes: int = 64
     """Nodes that may be registered at once."""
     max_nodes_per_host: int = 8
@@ -40,7 +49,27 @@ class RelayConfig:
     max_connections_per_host: int = 32
     """Among them, from one IPv4 address or IPv6 /64."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the operator has asked for either side."""
+        return bool(self.through or self.port or self.serve)
+
+    @property
+    def listen_port(self) -> int:
+        """Where others register; 0: nowhere."""
+        return self.port or (DEFAULT_PORT if self.serve else 0)
+
+    @property
+    def limit_bytes_per_s(self) -> float:
+        """Bytes a second that are carried; 0: no bound."""
+        return self.bytes_per_s or (SERVED_BYTES_PER_S if self.serve else 0.0)
+
     def __post_init__(self) -> None:
+        if self.serve and self.through:
+            raise TrainerUsageError(
+                "relay.serve: expected a node that others reach, found relay.through, by which others reach one that "
+                "they do not reach otherwise; leave one of the two out"
+            )
         if len(self.through) > MAX_RELAYS:
             raise TrainerUsageError(f"relay.through: expected {MAX_RELAYS} relays at most, found {len(self.through)}")
         for address in self.through:

@@ -2,12 +2,15 @@
 
     node                                        relay
     Register(peer_id, listen_port, certificate) ──▶
-                                                ◀── Challenge(nonce)
-    Proof(signature over nonce and relay)       ──▶
+                                                ◀── Challenge(nonce, members_of)
+    Proof(signature over nonce and relay,
+          credential where members_of a run)    ──▶
                                                 ◀── Lent(port, seen_host, is_direct)
-    Ping | Check                                ──▶
+    Ping | Check | Show(a newer credential)     ──▶
                                                 ◀── Pong | Checked(is_direct) | Incoming(token, host)
     on a connection of its own: Accept(token)   ──▶     from here on the bytes of the caller
+
+    another node that checks the relay: Probe(nonce) ──▶ Probed(port, signature), and the same again at that port
 
 The lines are not encrypted. Somebody on the way could cut the connection, as they could any other; they can register
 nobody, since a proof names the relay and its nonce, and read nothing, since what is carried is TLS between its ends. A
@@ -18,6 +21,7 @@ register there those that register with it, which cuts them off there, and lets 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import Iterable
 from typing import Annotated, Final, Literal, TypeVar
@@ -25,15 +29,18 @@ from typing import Annotated, Final, Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.errors import PeerUnavailableError
+from trainer.network.rpc.credential import MAX_CREDENTIAL_BYTES
 from trainer.network.rpc.messages import Message
 
 PROTOCOL_VERSION: Final = 1
 MAX_LINE_BYTES: Final = 4096
+MAX_REFUSAL_CHARS: Final = 300
 SILENCE_S: Final = 45.0
 """A side that has heard nothing for so long gives the other up; a node pings three times in it."""
 COPY_BYTES: Final = 1 << 16
 _FLUSH_S: Final = 10.0
 _DOMAIN: Final = b"genesis relay 1\n"
+_PROBE_DOMAIN: Final = b"genesis relay probe 1\n"
 
 T = TypeVar("T")
 
@@ -41,6 +48,9 @@ _PeerId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Host = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z.:%_-]*$")]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
+_Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+_Credential = Annotated[str, Field(max_length=4 * -(-MAX_CREDENTIAL_BYTES // 3), pattern=r"^[0-9A-Za-z+/=]*$")]
+"""In base64: a credential, or a pass by which a newcomer is reached while it joins."""
 
 
 class Register(Message):
@@ -58,14 +68,17 @@ class Challenge(Message):
 
     kind: Literal["challenge"] = "challenge"
     nonce: _Hex32
+    members_of: Annotated[str, Field(max_length=128)] = ""
+    """The run whose members alone are relayed, by the credentials of its authority; empty: anybody is."""
 
 
 class Proof(Message):
-    """The node's signature of `proof_text`."""
+    """The node's signature of `proof_text`, and its credential where the challenge names a run."""
 
     kind: Literal["proof"] = "proof"
     relay: Annotated[str, Field(max_length=262)]
-    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+    signature: _Signature
+    credential: _Credential = ""
 
 
 class Lent(Message):
@@ -84,7 +97,7 @@ class Refusal(Message):
     """Why the relay does not serve; the connection ends with it."""
 
     kind: Literal["refusal"] = "refusal"
-    text: Annotated[str, Field(max_length=300)]
+    text: Annotated[str, Field(max_length=MAX_REFUSAL_CHARS)]
 
 
 class Ping(Message):
@@ -103,6 +116,13 @@ class Check(Message):
     """The node asks again whether it can be reached directly."""
 
     kind: Literal["check"] = "check"
+
+
+class Show(Message):
+    """A newer credential of the node, in place of the one that it has registered with; answered by `Pong`."""
+
+    kind: Literal["show"] = "show"
+    credential: _Credential
 
 
 class Checked(Message):
@@ -128,19 +148,54 @@ class Accept(Message):
     token: _Hex32
 
 
-FirstLine = Annotated[Register | Accept, Field(discriminator="kind")]
-NodeLine = Annotated[Ping | Check, Field(discriminator="kind")]
+class Probe(Message):
+    """Another node asks whether a relay is there, and whether the ports that it lends are reached."""
+
+    kind: Literal["probe"] = "probe"
+    nonce: _Hex32
+
+
+class Probed(Message):
+    """The answer, at the relay's port and, to whoever connects, at ``port`` for ten seconds."""
+
+    kind: Literal["probed"] = "probed"
+    port: _Port
+    signature: _Signature
+    """Of the relay's node over `probe_text`."""
+
+
+FirstLine = Annotated[Register | Accept | Probe, Field(discriminator="kind")]
+NodeLine = Annotated[Ping | Check | Show, Field(discriminator="kind")]
 RelayLine = Annotated[Lent | Challenge | Refusal | Pong | Checked | Incoming, Field(discriminator="kind")]
 
-FIRST_LINE: Final[TypeAdapter[Register | Accept]] = TypeAdapter(FirstLine)
+FIRST_LINE: Final[TypeAdapter[Register | Accept | Probe]] = TypeAdapter(FirstLine)
 PROOF_LINE: Final[TypeAdapter[Proof]] = TypeAdapter(Proof)
-NODE_LINE: Final[TypeAdapter[Ping | Check]] = TypeAdapter(NodeLine)
+NODE_LINE: Final[TypeAdapter[Ping | Check | Show]] = TypeAdapter(NodeLine)
+PROBED_LINE: Final[TypeAdapter[Probed]] = TypeAdapter(Probed)
 RELAY_LINE: Final[TypeAdapter[Lent | Challenge | Refusal | Pong | Checked | Incoming]] = TypeAdapter(RelayLine)
 
 
 def proof_text(nonce: str, relay: str, peer_id: str) -> bytes:
     """Returns what a node signs: the nonce, the relay's address as the node has dialled it, and its own key."""
     return _DOMAIN + f"{nonce}\n{relay}\n{peer_id}".encode()
+
+
+def probe_text(nonce: str, port: int, peer_id: str) -> bytes:
+    """Returns what the node of a relay signs for who checks it: the nonce, the port lent for that, and its own key."""
+    return _PROBE_DOMAIN + f"{nonce}\n{port}\n{peer_id}".encode()
+
+
+def pack_credential(wire: bytes) -> str:
+    """Returns a credential as lines have it."""
+    return base64.b64encode(wire).decode()
+
+
+def unpack_credential(text: str) -> bytes:
+    """Returns the credential of a line; what is no base64 becomes one that nobody believes."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return text.encode()
 
 
 async def read_line(reader: asyncio.StreamReader, form: TypeAdapter[T], timeout_s: float, who: str) -> T:

@@ -1,11 +1,12 @@
-"""The relay: lends ports to nodes that prove their key, and joins what connects there to what the node opens for it.
+"""The relay: lends ports to nodes that pass its `Gate`, and joins what connects there to what the node opens for it.
 
 Whatever anybody can send is bounded first: connections that have proven nothing yet (256, 16 of one host, ten seconds a
-line; hosts with a registered node are not kept out by others'), registrations (`RelayConfig`, and per host 8 and then
-one in ten seconds), a node's lines (16 and then one a second), connections carried in all, for a node and from a host,
-and how fast a host calls a node (64 and then 4 a second), the time until a node accepts one. Carried connections take
-at most a quarter of the files that the process may open. A relay connects to nobody but, once a registration or check,
-to the address that a node's own connection comes from, at the port it says it listens on: no third party can be named.
+line; hosts with a registered node are not kept out by others'), registrations and probes (`RelayConfig`, and per host 8
+and then one in ten seconds), a node's lines (16 and then one a second), connections carried in all, for a node and from
+a host, and how fast a host calls a node (64 and then 4 a second), the time until a node accepts one. Carried
+connections take at most a quarter of the files that the process may open. A relay connects to nobody but, once a
+registration or check, to the address that a node's own connection comes from, at the port it says it listens on: no
+third party can be named.
 """
 
 from __future__ import annotations
@@ -15,55 +16,62 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, TypeAlias
 
 from genesis.open_files import raise_open_files
-from trainer.errors import PeerUnavailableError, TrainerUsageError
+from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.relay.carrying import FairShares, Streams, carry
 from trainer.network.relay.config import RelayConfig
+from trainer.network.relay.gate import LINE_S, Gate
 from trainer.network.relay.protocol import (
     COPY_BYTES,
     FIRST_LINE,
+    MAX_REFUSAL_CHARS,
     NODE_LINE,
-    PROOF_LINE,
-    PROTOCOL_VERSION,
     SILENCE_S,
-    Challenge,
+    Accept,
     Check,
     Checked,
     Incoming,
     Lent,
     Pong,
+    Probe,
+    Probed,
     Refusal,
     Register,
+    Show,
     cancel_once,
     end,
-    proof_text,
+    probe_text,
     read_line,
     write_line,
 )
+from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.channels import fetch_certificate
-from trainer.network.rpc.config import split_address
 from trainer.network.rpc.dialing import address_group
-from trainer.network.rpc.identity import certificate_digest, verify_signature
+from trainer.network.rpc.identity import Identity, certificate_digest
+from trainer.network.rpc.messages import Reason
 from trainer.network.rpc.token_buckets import TokenBuckets, count_down
 
 logger = logging.getLogger(__name__)
 
-_LINE_S: Final = 10.0
+_Called: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
 _ACCEPT_S: Final = 10.0
 _DIAL_BACK_S: Final = 5.0
 _MAX_UNPROVEN: Final = 256
 _MAX_UNPROVEN_PER_HOST: Final = 16
-_REGISTRATION_BURST: Final = 8.0
-_REGISTRATIONS_PER_S: Final = 0.1
 _LINES, _LINES_PER_S = 16.0, 1.0
 _CALLS, _CALLS_PER_S = 64.0, 4.0
 _FILES_PER_CONNECTION: Final = 8
 """Two are its sockets: so the rest of the process keeps three quarters of what it may open."""
 _MIN_PORT: Final = 1024
+_PROBE_S: Final = 10.0
+_SWEEP_S: Final = 1.0
+_LAST_LINE_S: Final = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +81,7 @@ class _LentPort:
     peer_id: str
     host: str
     control: asyncio.StreamWriter
+    until: float  # Seconds since 1970, when what it has shown expires.
     server: asyncio.Server | None = None
     connections: Counter[str] = field(default_factory=Counter)  # By the host they come from.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -86,20 +95,30 @@ class _LentPort:
 
 
 class Relay:
-    """Relays for others between `start` and `stop`; everything happens on the event loop of `start`."""
+    """Relays for others between `start` and `stop`; everything happens on the event loop of `start`.
 
-    def __init__(self, config: RelayConfig) -> None:
+    With ``admission`` it does so for members of that run alone. ``identity`` is that of its node, which answers probes;
+    a relay without one, such as a seed's, answers none.
+    """
+
+    def __init__(
+        self, config: RelayConfig, admission: Admission | None = None, identity: Identity | None = None
+    ) -> None:
         self._config = config
+        self._gate = Gate(config, admission)
+        self._identity = identity
+        self._sweeping: asyncio.Task[None] | None = None
+        self.paused = ""
+        """Why nobody new gets a port; empty: whoever passes the gate does."""
         self._server: asyncio.Server | None = None
         self._nodes: dict[str, _LentPort] = {}
         self._waiting: dict[str, asyncio.Future[Streams]] = {}
         """By token: callers whose node has not come for them yet."""
         self._unproven: Counter[str] = Counter()
-        self._registrations = TokenBuckets(_REGISTRATION_BURST, _REGISTRATIONS_PER_S)
         self._lines = TokenBuckets(_LINES, _LINES_PER_S)
         self._calls = TokenBuckets(_CALLS, _CALLS_PER_S)
         self._max_connections = config.max_connections
-        self._shares = FairShares(config.bytes_per_s)
+        self._shares = FairShares(config.limit_bytes_per_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self.carried_bytes = 0
 
@@ -117,7 +136,7 @@ class Relay:
     def port(self) -> int:
         """Where nodes register; known after `start`."""
         if self._server is None:
-            return self._config.port
+            return self._config.listen_port
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -125,13 +144,14 @@ class Relay:
         """Begins to listen; raises TrainerUsageError where the port cannot be had."""
         try:
             self._server = await asyncio.start_server(
-                self._accepted, self._config.host, self._config.port, limit=COPY_BYTES
+                self._accepted, self._config.host, self._config.listen_port, limit=COPY_BYTES
             )
         except OSError as error:
             raise TrainerUsageError(
-                f"relay.port: expected a free port of {self._config.host}, found {self._config.port} ({error}); "
+                f"relay.port: expected a free port of {self._config.host}, found {self._config.listen_port} ({error}); "
                 "choose another"
             ) from None
+        self._sweeping = asyncio.create_task(self._sweep_forever(), name="genesis-relay-sweep")
         granted = raise_open_files(_FILES_PER_CONNECTION * self._config.max_connections)
         self._max_connections = max(1, min(self._config.max_connections, granted // _FILES_PER_CONNECTION))
         if self._max_connections < self._config.max_connections:
@@ -143,6 +163,10 @@ class Relay:
 
     async def stop(self) -> None:
         """Ends everything that is carried."""
+        sweeping, self._sweeping = self._sweeping, None
+        if sweeping is not None:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -158,23 +182,33 @@ class Relay:
             is_handed_over = False
             try:
                 host = _host_of(writer)
-                refusal = ""
+                until = 0.0
                 with self._counted_unproven(host):
-                    first = await read_line(reader, FIRST_LINE, _LINE_S, host)
+                    first = await read_line(reader, FIRST_LINE, LINE_S, host)
                     if isinstance(first, Register):
-                        refusal = await self._proven(first, host, reader, writer)
-                if refusal:
-                    await write_line(writer, Refusal(text=refusal), _LINE_S, host)
-                elif isinstance(first, Register):
-                    await self._keep_node(first, host, reader, writer)
-                elif (waiting := self._waiting.pop(first.token, None)) is not None and not waiting.done():
-                    waiting.set_result((reader, writer))
-                    is_handed_over = True
+                        until = await self._admitted(first, host, (reader, writer))
+                    elif isinstance(first, Probe):
+                        await self._answer_probe(first, host, (reader, writer))
+                if isinstance(first, Register):
+                    await self._keep_node(first, host, until, (reader, writer))
+                elif isinstance(first, Accept):
+                    is_handed_over = self._hand_over(first.token, (reader, writer))
             except PeerUnavailableError as error:
                 logger.info("a relayed node or its connection has gone: %s", error)
+            except RefusedError as error:
+                logger.info("no port for a node of %s (%s): %s", _host_of(writer), error.reason, error)
+                await _refuse(writer, error)
             finally:
                 if not is_handed_over:
                     await end(writer)
+
+    def _hand_over(self, token: str, streams: Streams) -> bool:
+        """Gives a node's connection to the caller that it is for; returns whether there is one."""
+        waiting = self._waiting.pop(token, None)
+        if waiting is None or waiting.done():
+            return False
+        waiting.set_result(streams)
+        return True
 
     @contextlib.contextmanager
     def _counted_unproven(self, host: str) -> Iterator[None]:
@@ -192,22 +226,31 @@ class Relay:
         finally:
             count_down(self._unproven, host)
 
-    async def _keep_node(
-        self, asked: Register, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Lends the node a port and answers it until it goes away, which raises PeerUnavailableError."""
-        node = _LentPort(asked.peer_id, host, writer)
+    async def _admitted(self, asked: Register, host: str, streams: Streams) -> float:
+        """Returns until when a node may have a port; raises RefusedError where it may have none."""
+        if self.paused:
+            raise RefusedError(Reason.STOPPING, self.paused)
+        others = [it.host for it in self._nodes.values() if it.peer_id != asked.peer_id]
+        return await self._gate.pass_through(asked, host, self.port, others, streams)
+
+    async def _keep_node(self, asked: Register, host: str, until: float, streams: Streams) -> None:
+        """Lends the node a port and answers it until it goes away, which raises PeerUnavailableError.
+
+        Raises RefusedError where it shows a credential that does not count.
+        """
+        reader, writer = streams
+        node = _LentPort(asked.peer_id, host, writer, until)
         before = self._nodes.get(asked.peer_id)
         if before is not None:  # It has proven its key: its old connection is dead, or it has restarted.
             self._forget(before)
         self._nodes[asked.peer_id] = node
         try:
-            node.server = await self._listen(node)
+            node.server = await self._listen(partial(self._called, node))
             is_direct = await _answers_directly(asked, _ip_of(writer))
             lent = Lent(
                 port=node.port, public_host=self._config.public_host, seen_host=_ip_of(writer), is_direct=is_direct
             )
-            await write_line(writer, lent, _LINE_S, host)
+            await write_line(writer, lent, LINE_S, host)
             logger.info("relays for node %s… of %s at port %d", asked.peer_id[:12], host, node.port)
             while True:
                 line = await read_line(reader, NODE_LINE, SILENCE_S, host)
@@ -215,58 +258,57 @@ class Relay:
                     raise PeerUnavailableError(
                         f"{host}: expected three lines in {SILENCE_S:g} s, found more than one a second"
                     )
+                if isinstance(line, Show):
+                    node.until = self._gate.until(asked.peer_id, line.credential)
                 if not isinstance(line, Check):
-                    await write_line(writer, Pong(), _LINE_S, host)
+                    await write_line(writer, Pong(), LINE_S, host)
                     continue
-                is_direct = self._registrations.take(host) and await _answers_directly(asked, _ip_of(writer))
-                await write_line(writer, Checked(is_direct=is_direct), _LINE_S, host)
+                is_direct = self._gate.take(host) and await _answers_directly(asked, _ip_of(writer))
+                await write_line(writer, Checked(is_direct=is_direct), LINE_S, host)
         finally:
             self._forget(node)
 
-    async def _proven(
-        self, asked: Register, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> str:
-        """Returns why the node gets no port; empty: it has proven its key, and may have one."""
-        if asked.version != PROTOCOL_VERSION:
-            return f"expected version {PROTOCOL_VERSION} of the relay's protocol, found {asked.version}"
-        if not self._registrations.take(host):
-            return f"expected fewer registrations of one host, found too many of {host}; try again in a minute"
-        nonce = secrets.token_hex(16)
-        await write_line(writer, Challenge(nonce=nonce), _LINE_S, host)
-        proof = await read_line(reader, PROOF_LINE, _LINE_S, host)
-        if not verify_signature(
-            asked.peer_id, proof_text(nonce, proof.relay, asked.peer_id), bytes.fromhex(proof.signature)
-        ):
-            return "expected the nonce signed by the node's key, found another signature"
-        if not self._is_own(proof.relay, writer):
-            own = f"{self._config.public_host or 'port'}{':' if self._config.public_host else ' '}{self.port}"
-            return f"expected a proof for {own}, found one for {proof.relay[:80]}; name the relay so"
-        others = [it for it in self._nodes.values() if it.peer_id != asked.peer_id]
-        if len(others) >= self._config.max_nodes:
-            return f"expected fewer than {self._config.max_nodes} nodes at this relay, found it full; choose another"
-        if sum(it.host == host for it in others) >= self._config.max_nodes_per_host:
-            return f"expected fewer than {self._config.max_nodes_per_host} nodes of {host}, found as many already"
-        return ""
+    async def _sweep_forever(self) -> None:
+        """Takes their ports from nodes that are revoked, or whose credentials have expired."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for node in list(self._nodes.values()):
+                try:
+                    self._gate.check_still(node.peer_id, node.until)
+                except RefusedError as error:
+                    logger.info("node %s… loses its port (%s): %s", node.peer_id[:12], error.reason, error)
+                    await _refuse(node.control, error)
+                    self._forget(node)
 
-    def _is_own(self, address: str, writer: asyncio.StreamWriter) -> bool:
-        """Returns whether a node that has dialled ``address`` meant this relay.
+    async def _answer_probe(self, probe: Probe, host: str, streams: Streams) -> None:
+        """Shows another node that this relay, and a port that it lends, are reached; raises RefusedError."""
+        identity = self._identity
+        if identity is None or not self._gate.take(host):
+            raise RefusedError(Reason.RATE, "expected fewer probes of a relay that answers them; try again in a minute")
 
-        Else another, with which the node registers, could pass its proof on, and take the node's place here. A relay
-        that was not told its public host knows itself by its port alone: behind a router it is called by another host.
-        """
+        async def called(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            async with self._tracked():
+                try:
+                    await write_line(writer, answer, LINE_S, host)
+                except PeerUnavailableError:
+                    pass  # Who has asked finds out.
+                finally:
+                    await end(writer, at_once=False)
+
+        server = await self._listen(called)
         try:
-            host, port = split_address(address)
-        except TrainerUsageError:
-            return False
-        public = self._config.public_host
-        own_ip = str(writer.get_extra_info("sockname", ("",))[0])
-        return port == self.port and (not public or host == public or address_group(host) == address_group(own_ip))
+            port: int = server.sockets[0].getsockname()[1]
+            signature = identity.sign(probe_text(probe.nonce, port, identity.peer_id)).hex()
+            answer = Probed(port=port, signature=signature)
+            await write_line(streams[1], answer, LINE_S, host)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PROBE_S):
+                    await streams[0].read(1)  # Until whoever has asked closes.
+        finally:
+            server.close()
 
-    async def _listen(self, node: _LentPort) -> asyncio.Server:
-        async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            async with self._tracked(node.tasks):
-                await self._carry(node, (reader, writer))
-
+    async def _listen(self, called: _Called) -> asyncio.Server:
+        """Listens at a port to lend."""
         first = self._config.first_port
         for port in range(first, first + self._config.max_nodes) if first else (0,):
             with contextlib.suppress(OSError):
@@ -274,6 +316,10 @@ class Relay:
         raise PeerUnavailableError("this relay has no free port left")
 
     # -- connections at lent ports -------------------------------------------------------------------------------------
+
+    async def _called(self, node: _LentPort, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._tracked(node.tasks):
+            await self._carry(node, (reader, writer))
 
     async def _carry(self, node: _LentPort, caller: Streams) -> None:
         host = _host_of(caller[1])
@@ -309,7 +355,7 @@ class Relay:
         waiting: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
         self._waiting[token] = waiting
         try:
-            await write_line(node.control, Incoming(token=token, host=host), _LINE_S, node.host)
+            await write_line(node.control, Incoming(token=token, host=host), LINE_S, node.host)
             async with asyncio.timeout(_ACCEPT_S):
                 return await waiting
         except (PeerUnavailableError, TimeoutError, asyncio.CancelledError) as error:
@@ -358,6 +404,12 @@ async def _answers_directly(asked: Register, ip: str) -> bool:
     except PeerUnavailableError:
         return False
     return bool(asked.certificate_sha256) and certificate_digest(found) == asked.certificate_sha256
+
+
+async def _refuse(writer: asyncio.StreamWriter, error: RefusedError) -> None:
+    """Tells a node why it has no port (any more); whether it hears it does not matter."""
+    with contextlib.suppress(PeerUnavailableError):
+        await write_line(writer, Refusal(text=str(error)[:MAX_REFUSAL_CHARS]), _LAST_LINE_S, _host_of(writer))
 
 
 def _ip_of(writer: asyncio.StreamWriter) -> str:

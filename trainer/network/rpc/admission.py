@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from trainer.errors import RefusedError
-from trainer.network.rpc.credential import Credential, RevokedPeers, Role
+from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RelayPass, RevokedPeers, Role
 from trainer.network.rpc.messages import PeerId, Reason
 from trainer.network.rpc.token_buckets import remember
 
@@ -27,6 +27,8 @@ CREDENTIAL_KEY: Final = "genesis-credential-bin"
 """The metadata of a call in which each side shows its credential."""
 
 MAX_KNOWN: Final = 4096
+_RELAYED: Final[frozenset[Role]] = frozenset({"node", "worker", "driver"})
+"""Whom others may have to reach."""
 _JOIN_HINT: Final = "join the run by its authority (--authority URL --token T)"
 
 logger = logging.getLogger(__name__)
@@ -129,6 +131,32 @@ class Admission:
         # An older one that is shown again must not shorten what a newer one allows.
         if known is None or known[1].expires_at <= credential.expires_at:
             remember(self._known, credential.peer_id, (credential.wire(), credential), MAX_KNOWN)
+
+    def until_relayed(self, peer_id: PeerId, shown: bytes) -> float:
+        """Checks what a peer shows a relay, its credential or a pass; returns until when it counts, in seconds of 1970.
+
+        Raises RefusedError (``credential``, ``role`` or ``revoked``). Who shows nothing has to be known already.
+        """
+        if b'"kind":"relay-pass"' in shown:
+            found = RelayPass.parse(shown)
+            if found.peer_id != peer_id:
+                text = f"expected the relay pass of {peer_id[:16]}…, found that of {found.peer_id[:16]}…"
+                raise RefusedError(Reason.CREDENTIAL, text)
+            found.check(self.run_name, self.authorities, self._clock(), self._revoked)
+            self.num_verified += 1
+            found.check_signature()
+            return found.expires_at + MAX_CLOCK_SKEW_S
+        self.admit(self.screen(peer_id, shown or None))
+        self.check_role(peer_id, _RELAYED)
+        if peer_id in self.authorities:
+            return float("inf")
+        return self._known[peer_id][1].expires_at + MAX_CLOCK_SKEW_S
+
+    def check_still_relayed(self, peer_id: PeerId, until: float) -> None:
+        """Raises RefusedError once a peer that a relay carries for is revoked, or what it has shown has expired."""
+        self.check_revoked(peer_id)
+        if self._clock() >= until:
+            raise RefusedError(Reason.CREDENTIAL, "expected a credential that is valid, found that it has expired")
 
     def check_revoked(self, peer_id: PeerId | None) -> None:
         """Raises RefusedError (``revoked``) for a peer that an authority has revoked."""

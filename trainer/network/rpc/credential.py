@@ -1,8 +1,8 @@
-"""Credentials and lists of revoked peers: what the authority of a run signs, and every node checks by itself.
+"""Credentials, relay passes and lists of revoked peers: what a run's authority signs, and every node checks itself.
 
 A credential says that a key may take part in a run, in which role, and until when. It proves nothing to whoever only
-copies it: a peer proves the key with each message, and the credential proves the key's admission. Both documents are
-canonical JSON under a prefix of their own, so that neither signature can pass for the other, nor for an announcement.
+copies it: a peer proves the key with each message, and the credential proves the key's admission. All documents are
+canonical JSON under prefixes of their own, so that no signature can pass for another's, nor for an announcement's.
 
     {"expires_at":…,"issued_at":…,"issuer":"…","peer_id":"…","role":"worker",…,"signature":"…"}      500 to 700 bytes
     {"issued_at":…,"issuer":"…","number":7,"revoked":["…", …],"run_name":"…","signature":"…"}        66 bytes a peer
@@ -33,6 +33,9 @@ MAX_CLOCK_SKEW_S: Final = 120.0
 
 _CREDENTIAL_DOMAIN: Final = b"genesis credential 1\n"
 _REVOKED_DOMAIN: Final = b"genesis revoked peers 1\n"
+_RELAY_PASS_DOMAIN: Final = b"genesis relay pass 1\n"
+MAX_RELAY_PASS_S: Final = 600.0
+"""Longest life of a relay pass: a newcomer joins in it."""
 _BAD = Reason.CREDENTIAL
 
 Role: TypeAlias = Literal["node", "worker", "driver", "monitor"]
@@ -138,6 +141,52 @@ class Credential(_SignedDocument):
         """Checks all of it; raises RefusedError."""
         self.check(run_name, authorities, now, revoked)
         self.check_signature()
+
+
+class RelayPass(_SignedDocument):
+    """The statement of an authority that a peer may ask to join, and be reached by relays for some minutes to do so.
+
+    A newcomer behind a router cannot be dialled back without a relay, and has no credential before it was. Nothing but
+    relays believes a pass.
+    """
+
+    kind: Literal["relay-pass"] = "relay-pass"
+    peer_id: PeerKey
+    expires_at: UnixTime
+
+    @classmethod
+    def issue(cls, authority: Identity, run_name: str, peer_id: PeerId, now: float, life_s: float) -> Self:
+        """Returns a pass that ``authority`` has signed, which expires ``life_s`` seconds from ``now``."""
+        content: dict[str, Any] = {
+            "kind": "relay-pass",
+            "run_name": run_name,
+            "issuer": authority.peer_id,
+            "issued_at": float(now),
+            "peer_id": peer_id,
+            "expires_at": float(now) + life_s,
+        }
+        return cls(**content, signature=authority.sign(_RELAY_PASS_DOMAIN + canonical_json(content)).hex())
+
+    @classmethod
+    def parse(cls, wire: bytes) -> Self:
+        """Reads one that came from anywhere; nothing about it is verified yet. Raises RefusedError."""
+        return _parse(cls, wire, MAX_CREDENTIAL_BYTES)
+
+    def check(self, run_name: str, authorities: Collection[PeerId], now: float, revoked: Collection[PeerId]) -> None:
+        """Checks everything but the signature; raises RefusedError, for a revoked peer with reason ``revoked``."""
+        if self.peer_id in revoked:
+            raise RefusedError(Reason.REVOKED, f"the run's authority has revoked {self.peer_id[:16]}…")
+        self._check_issuer(run_name, authorities, now)
+        if not 0 < self.expires_at - self.issued_at <= MAX_RELAY_PASS_S:
+            raise RefusedError(_BAD, f"expected a relay pass for at most {MAX_RELAY_PASS_S:g} s, found a longer one")
+        if self.expires_at + MAX_CLOCK_SKEW_S <= now:
+            raise RefusedError(
+                _BAD, f"expected a relay pass that is valid, found one that expired {now - self.expires_at:.0f} s ago"
+            )
+
+    def check_signature(self) -> None:
+        """Checks that the issuer signed it; raises RefusedError."""
+        self._check_signature(_RELAY_PASS_DOMAIN)
 
 
 class RevokedPeers(_SignedDocument):

@@ -32,6 +32,7 @@ from trainer.run.authority.messages import (
     INFO_PATH,
     JOIN_PATH,
     MAX_REQUEST_BYTES,
+    RELAY_PATH,
     Refusal,
 )
 from trainer.run.authority.service import AuthorityService
@@ -82,6 +83,10 @@ def create_app(service: AuthorityService) -> FastAPI:
     @app.post(ADDRESSES_PATH)
     async def addresses(request: Request) -> Response:
         return _json(await service.addresses(await _body(service, request), _remote_host(request)))
+
+    @app.post(RELAY_PATH)
+    async def relay_pass(request: Request) -> Response:
+        return _json(await service.relay_pass(await _body(service, request), _remote_host(request)))
 
     @app.get(INFO_PATH)
     async def info(request: Request) -> Response:

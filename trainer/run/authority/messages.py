@@ -25,6 +25,7 @@ from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.rpc.credential import (
     Credential,
     PeerKey,
+    RelayPass,
     RevokedPeers,
     Role,
     RunName,
@@ -40,6 +41,7 @@ JOIN_PATH: Final = "/v1/join"
 CHECK_PATH: Final = "/v1/check"
 INFO_PATH: Final = "/v1/authority"
 ADDRESSES_PATH: Final = "/v1/bucket"
+RELAY_PATH: Final = "/v1/relay-pass"
 MAX_REQUEST_BYTES: Final = 16 << 10
 MAX_ADDRESSES: Final = 32
 """Of the bucket that one request asks for."""
@@ -158,6 +160,12 @@ class JoinReply(Message):
 
     credential: Credential
     revoked: RevokedPeers | None = None
+
+
+class RelayPassReply(Message):
+    """What a node that may join shows relays, so that the authority can dial it back by way of one."""
+
+    relay_pass: RelayPass
 
 
 class CheckInReply(Message):

@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 from genesis.errors import GenesisError
 from trainer.errors import RefusedError, TrainerUsageError
 from trainer.network.reachability import DialBack
-from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RevokedPeers
+from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RelayPass, RevokedPeers
 from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.identity import Identity
 from trainer.network.rpc.messages import Reason
@@ -36,6 +36,7 @@ from trainer.run.authority.messages import (
     CheckInReply,
     JoinReply,
     JoinRequest,
+    RelayPassReply,
     SignedAddressRequest,
     SignedCheckIn,
     SignedJoin,
@@ -49,6 +50,8 @@ from trainer.run.authority.register import Register
 logger = logging.getLogger(__name__)
 
 LIFE_S: Final = 4 * 3600.0
+RELAY_PASS_S: Final = 300.0
+"""Life of a relay pass: a node joins in it, and then shows relays its credential."""
 _REFUSALS_LOGGED, _REFUSALS_LOGGED_PER_S = 20.0, 0.2
 _UNREACHED_OK: Final = frozenset({"driver", "monitor"})
 """Roles of nodes that call and need not be called: their key has signed the request, which proves it."""
@@ -131,6 +134,20 @@ class AuthorityService:
             self._note_refusal("join", error, remote_host)
             raise
 
+    async def relay_pass(self, wire: bytes, remote_host: str) -> RelayPassReply:
+        """Lets the sender of a join request be reached by relays while it joins; raises RefusedError.
+
+        Whoever may join may have one: a member, a key on the allow-list, or the holder of an invitation, no use of
+        which it takes.
+        """
+        try:
+            request, _ = await self._entitled(wire)
+        except RefusedError as error:
+            self._note_refusal("request for a relay pass", error, remote_host)
+            raise
+        issued = RelayPass.issue(self.identity, self.run_name, request.peer_id, self.clock(), RELAY_PASS_S)
+        return RelayPassReply(relay_pass=issued)
+
     async def check_in(self, wire: bytes, remote_host: str) -> CheckInReply:
         """Notes that a member is there, and returns a newer list of revoked peers; raises RefusedError."""
         try:
@@ -184,11 +201,7 @@ class AuthorityService:
         return newest
 
     async def _join(self, wire: bytes, remote_host: str) -> JoinReply:
-        signed = parse_request(SignedJoin, wire)
-        request = signed.request
-        self._check_addressed(request.run_name, request.sent_at)
-        check_join_signatures(signed)
-        is_member = await asyncio.to_thread(self.register.begin_join, request, self.clock())
+        request, is_member = await self._entitled(wire)
         if self.config.package_digests and request.package_digest not in self.config.package_digests:
             raise RefusedError(
                 "package",
@@ -214,6 +227,14 @@ class AuthorityService:
             where = f"at {request.address}" if request.address else "without an address"
             logger.info("admitted %s… as %s%s %s", request.peer_id[:16], request.role, place, where)
         return JoinReply(credential=credential, revoked=await self.revoked())
+
+    async def _entitled(self, wire: bytes) -> tuple[JoinRequest, bool]:
+        """Returns the request of one who may join, and whether it is a member already; raises RefusedError."""
+        signed = parse_request(SignedJoin, wire)
+        request = signed.request
+        self._check_addressed(request.run_name, request.sent_at)
+        check_join_signatures(signed)
+        return request, await asyncio.to_thread(self.register.begin_join, request, self.clock())
 
     async def _is_reached(self, request: JoinRequest, remote_host: str, *, is_member: bool) -> bool:
         """Returns whether the sender's key answers at its address; raises RefusedError where it has to."""

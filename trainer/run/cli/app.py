@@ -19,7 +19,18 @@ from genesis.errors import GenesisError
 from loader import LoaderError, LoaderUsageError
 from manifests import ContractError
 from trainer.errors import TrainerError, TrainerUsageError
-from trainer.run.cli import authority, commands, doctor, evaluating, monitoring, profile, reporting, run_file, train
+from trainer.run.cli import (
+    authority,
+    commands,
+    doctor,
+    evaluating,
+    monitoring,
+    profile,
+    reporting,
+    run_file,
+    seed,
+    train,
+)
 
 # typer brings its own copy of click since 0.27 and the real one before: this is the base of usage errors in either.
 _CLICK_ERROR: type[Exception] = next(
@@ -38,7 +49,7 @@ app = typer.Typer(
 )
 app.callback()(train.train_command)
 app.command("worker")(train.worker_command)
-app.command("seed")(commands.seed_command)
+app.command("seed")(seed.seed_command)
 app.command("identity")(commands.identity_command)
 app.command("export")(commands.export_command)
 app.command("eval")(evaluating.eval_command)

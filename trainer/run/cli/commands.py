@@ -1,4 +1,4 @@
-"""The commands of `python -m trainer` that do not train: seed, identity, rollback, plot, export, swarm."""
+"""The commands of `python -m trainer` that do not train: identity, rollback, plot, export, swarm."""
 
 from __future__ import annotations
 
@@ -31,53 +31,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _FORMS = ("hf", "torchtitan")
 _CHECKPOINTS = "~/.neuroshard/checkpoints"
 swarm_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-def seed_command(
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 4001,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    public_host: Annotated[str, typer.Option(help="Address others reach this machine at, behind a router.")] = "",
-    identity: Annotated[str, typer.Option(help="File of its key; with it the address stays the same.")] = (
-        "~/.neuroshard/seed.id"
-    ),
-    initial_peers: Annotated[list[str] | None, typer.Option(help="Addresses of other seeds.")] = None,
-    relay: Annotated[
-        bool, typer.Option("--relay", help="Also carry connections to nodes that cannot be reached (docs/relays.md).")
-    ] = False,
-    relay_port: Annotated[int, typer.Option(help="Port at which such nodes register.")] = 4002,
-    relay_first_port: Annotated[
-        int, typer.Option(help="Lowest of the 64 ports to lend to them, to be opened in a firewall; 0: any free ones.")
-    ] = 0,
-    relay_mbit: Annotated[float, typer.Option(help="Mbit/s for all of them together; 0: no bound.")] = 0.0,
-) -> None:
-    """Runs a bootstrap peer: holds no model, forwards announcements; run two, either may be down."""
-    from trainer.network.discovery import SeedConfig, seed
-    from trainer.network.relay import RelayConfig
-    from trainer.run.node.ports import require_free_port
-
-    require_free_port("--port", host, port)
-    if relay:
-        require_free_port("--relay-port", host, relay_port)
-    config = SeedConfig(
-        port=port, host=host, public_host=public_host, identity_path=identity, initial_peers=tuple(initial_peers or ())
-    )
-    relaying = RelayConfig(
-        port=relay_port if relay else 0,
-        host=host,
-        public_host=public_host,
-        first_port=relay_first_port,
-        bytes_per_s=relay_mbit * 1e6 / 8,
-    )
-
-    def on_ready(addresses: tuple[str, ...]) -> None:
-        typer.echo("seed is ready; give nodes one of these:")
-        for address in addresses:
-            typer.echo(f"  --initial-peers {address}")
-        if relay:
-            reached = public_host or ("THIS-HOST" if host in ("0.0.0.0", "::") else host)
-            typer.echo(f"nodes that cannot be reached add:\n  --relay {reached}:{relay_port}")
-
-    seed(config, on_ready, relaying)
 
 
 def identity_command(

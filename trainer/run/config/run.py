@@ -378,7 +378,12 @@ class RunConfig:
             self._check_quorum()
         if self.engine == "torch" and self.pipeline == "swarm":
             raise TrainerUsageError("pipeline swarm: expected engine p2p, found engine torch")
-        if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.through):
+        if self.pipeline == "swarm" and self.relay.serve:
+            raise TrainerUsageError(
+                "pipeline swarm: expected relay.serve false at a driver, which nobody finds as a relay, found true; "
+                "let workers serve, or give relay.port and tell the nodes (--relay)"
+            )
+        if self.engine == "torch" and (self.discovery.initial_peers or self.rpc.port or self.relay.is_used):
             raise TrainerUsageError(
                 "engine torch: expected no initial_peers, no port and no relay, since torchrun says who belongs "
                 "together, found one; leave it out, or take engine p2p"
@@ -507,7 +512,7 @@ class RunConfig:
             *([f"pipeline {self.pipeline}"] if self.pipeline != "none" else []),
             *(["a port (rpc.port)"] if self.rpc.port else []),
             *(["peers (discovery.initial_peers)"] if self.discovery.initial_peers else []),
-            *(["a relay (relay.through, relay.port)"] if self.relay.through or self.relay.port else []),
+            *(["a relay (relay.through, relay.port, relay.serve)"] if self.relay.is_used else []),
         ]
         if found:
             raise TrainerUsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
@@ -64,10 +64,12 @@ def authority_clock_finding(config: AdmissionConfig, clock: Callable[[], float])
     return Finding.skipped("run", "authority-clock", "no authority has told its time")
 
 
-async def join(client: AdmissionClient, endpoint: Endpoint, clock: Callable[[], float]) -> Finding:
-    """Gets the node admitted, as its start would."""
+async def join(
+    client: AdmissionClient, endpoint: Endpoint, clock: Callable[[], float], by_relay: Callable[[], Awaitable[str]]
+) -> Finding:
+    """Gets the node admitted, as its start would; ``by_relay`` as there where the authority does not reach it."""
     try:
-        credential = await client.join(endpoint.address)
+        credential = await client.join(endpoint.address, elsewhere=by_relay)
     except AdmissionRefusedError as error:
         cure = _CURES.get(error.reason, "see the log of the authority")
         return Finding.failed("run", "admission", problem_of(error), cure)

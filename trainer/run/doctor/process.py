@@ -35,19 +35,22 @@ from trainer.errors import DiscoveryError, RpcError, TrainerError, TrainerUsageE
 from trainer.inner.machine import choose_device
 from trainer.model import ModelConfig, available_memory_bytes, rows_for
 from trainer.model.config import stage_names
-from trainer.network.discovery import open_discovery
+from trainer.network.discovery import Announcement, open_discovery
 from trainer.network.reachability import DialBackReply, measure_bandwidth, register_probe
+from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint, Identity, Peer
 from trainer.network.rpc.config import has_port, split_address
 from trainer.network.rpc.endpoint import SPARE_DESCRIPTORS, reachable_host
 from trainer.run.config import RunConfig
-from trainer.run.doctor import link, machine, membership, peers, port
+from trainer.run.doctor import link, machine, membership, peers, port, relays
 from trainer.run.doctor import store as run_store
 from trainer.run.doctor.peers import Greeting, Silence
 from trainer.run.doctor.port import Place
+from trainer.run.doctor.relays import Tried
 from trainer.run.doctor.subject import AUTO_STAGE, Share, Subject
-from trainer.run.node.admission import AdmissionClient, admission_client
+from trainer.run.node.admission import AdmissionClient, admission_client, reach_of
 from trainer.run.node.identity import terms_of
+from trainer.run.node.relaying import announced_relays, named_relays
 from trainer.run.node.resolving import resolve
 from trainer.run.swarm.shape import DRIVER, SwarmShape, shape_of
 
@@ -59,6 +62,7 @@ _MOST_GREETED: Final = 8
 _MOST_ASKED: Final = 3
 _DHT_S: Final = 40.0
 _SETTLE_S: Final = 2.0
+_RELAY_WAIT_S: Final = 15.0
 _LOOK_S: Final = 0.2
 _CALLED_AGAIN_S: Final = 75.0
 """How long peers are asked that call a silent port back only so often: after 10, 30, then 60 s (`Dialing`)."""
@@ -206,6 +210,9 @@ class _Network:
         self._model = model
         self._identity = identity
         self._greetings: list[Greeting] = []
+        self._nodes: Sequence[Announcement] = ()  # That the DHT knows.
+        self._reach = RelayedReach(subject.config.relay)
+        self._tried: tuple[Tried, ...] = ()  # Relays that were asked for a port.
 
     async def look(self) -> None:
         """Makes them."""
@@ -304,7 +311,12 @@ class _Network:
             await endpoint.stop()
 
     def _made(self, config: RunConfig, client: AdmissionClient | None) -> Endpoint:
-        endpoint = Endpoint(self._identity, config.run_id, config.rpc, None if client is None else client.admission)
+        # A node that relays for others may run already, and have the port of that.
+        wait_s = min(_RELAY_WAIT_S, config.relay.wait_s)
+        options = replace(config, relay=replace(config.relay, serve=False, port=0, wait_s=wait_s))
+        self._reach = reach_of(options, client)
+        admission = None if client is None else client.admission
+        endpoint = Endpoint(self._identity, config.run_id, config.rpc, admission, self._reach)
         if client is None:
             register_probe(endpoint)
         else:
@@ -312,9 +324,17 @@ class _Network:
         return endpoint
 
     async def _is_admitted(self, client: AdmissionClient, endpoint: Endpoint) -> bool:
-        finding = await membership.join(client, endpoint, self._subject.clock)
+        finding = await membership.join(client, endpoint, self._subject.clock, self._joins_by_relay)
         self._checkup.add(finding)
         return finding.status == "ok"
+
+    async def _joins_by_relay(self) -> str:
+        """Looks for a relay where the run's authority does not reach this node; returns its address there."""
+        if self._config.relay.through:
+            return ""
+        self._tried = await relays.try_relays(self._reach, named_relays(self._config.discovery))
+        self._checkup.add(relays.relay_finding(self._tried))
+        return self._reach.address
 
     async def _find_by_dht(self, endpoint: Endpoint) -> None:
         if self._checkup.has_failed("peers"):
@@ -330,7 +350,8 @@ class _Network:
                 await asyncio.sleep(_LOOK_S)
                 if not is_settling and await discovery.peers():
                     ends_s, is_settling = time.monotonic() + _SETTLE_S, True
-            nodes = (await discovery.peers())[:_MOST_GREETED]
+            self._nodes = await discovery.peers()
+            nodes = self._nodes[:_MOST_GREETED]
             why = discovery.no_peers_reason()
         except DiscoveryError as error:
             nodes, why = (), problem_of(error)
@@ -351,6 +372,13 @@ class _Network:
         if not subject.has_port:
             checkup.add(Finding.skipped("network", "reachable", f"a {subject.role} calls and need not be called"))
             return
+        if self._config.relay.through:
+            checkup.add(relays.named_findings(self._reach.states()))
+            return
+        if self._tried:  # The run's authority does not reach it, or did by a relay only.
+            why = "others do not reach this node directly; see relay"
+            checkup.add(Finding.skipped("network", "reachable", why))
+            return
         able = [each for each in self._greetings if each.version]
         rpc = self._config.rpc
         others = [each.peer.address for each in able] + list(self._config.discovery.initial_peers)
@@ -363,8 +391,9 @@ class _Network:
             able[0] if able else None,
             split_address(first)[0] if first else "",
         )
-        checkup.add(port.address_finding(place))
+        address = port.address_finding(place)
         if not able:
+            checkup.add(address)
             if taken is not None:
                 checkup.add(port.taken_finding(place.port, taken))
             checkup.add(Finding.skipped("network", "reachable", "no peer is there to call this node back"))
@@ -372,11 +401,24 @@ class _Network:
         called = await self._called_back(endpoint, able[:_MOST_ASKED], place)
         if isinstance(called, tuple):
             greeting, reply = called
-            checkup.add(port.reached_finding(place, reply, greeting.name, taken="" if taken is None else str(taken)))
+            reached = port.reached_finding(place, reply, greeting.name, taken="" if taken is None else str(taken))
+            if reply.outcome == "reached" or taken is not None:
+                checkup.add((address, reached))
+                return
+            self._tried = await self._try_relays(endpoint)
+            checkup.add(relays.with_relay(each, self._tried) for each in (address, reached))
+            checkup.add(relays.relay_finding(self._tried))
             return
+        checkup.add(address)
         if taken is not None:
             checkup.add(port.taken_finding(place.port, taken))
         checkup.add(port.not_dialled_finding(called))
+
+    async def _try_relays(self, endpoint: Endpoint) -> tuple[Tried, ...]:
+        """Asks the relays of this run that can be seen for a port, one of which stays in use."""
+        is_dht = self._config.discovery.uses_dht
+        found = announced_relays(self._nodes) if is_dht else await relays.announced(endpoint, self._config)
+        return await relays.try_relays(self._reach, (*named_relays(self._config.discovery), *found))
 
     async def _called_back(
         self, endpoint: Endpoint, able: Sequence[Greeting], place: Place

@@ -15,7 +15,7 @@ import platform
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -29,15 +29,17 @@ from genesis.store.limits import RetryPolicy
 from trainer.errors import AdmissionError, AdmissionRefusedError, PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.discovery.base import Discovery
 from trainer.network.reachability import register_probe
+from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint, Identity, Message
 from trainer.network.rpc.admission import Admission
-from trainer.network.rpc.credential import Credential, RevokedPeers, Role
+from trainer.network.rpc.credential import Credential, RelayPass, RevokedPeers, Role
 from trainer.network.rpc.dialing import is_private_host
 from trainer.run.authority.messages import (
     ADDRESSES_PATH,
     CHECK_PATH,
     INFO_PATH,
     JOIN_PATH,
+    RELAY_PATH,
     AddressReply,
     AddressRequest,
     AuthorityInfo,
@@ -45,6 +47,7 @@ from trainer.run.authority.messages import (
     CheckInReply,
     JoinReply,
     JoinRequest,
+    RelayPassReply,
     WantedAddress,
     invitation_key,
     package_digest,
@@ -55,6 +58,7 @@ from trainer.run.authority.messages import (
 from trainer.run.config import RunConfig
 from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node.authority_client import TEMPORARY, AuthorityClient
+from trainer.run.node.relaying import address_by_relay
 from trainer.run.node.revocation_news import RevocationNews
 from trainer.run.signed import SignedRun
 
@@ -64,6 +68,7 @@ RENEW_AT: Final = 0.5
 """Share of a credential's life after which it is renewed."""
 _TIMEOUT_S: Final = 10.0
 _JOIN_TIMEOUT_S: Final = 30.0  # The authority dials back meanwhile.
+_PASS_LEFT_S: Final = 60.0  # Of a relay pass, which joining by it takes.
 _RENEWAL: Final = RetryPolicy(first_wait_s=1.0, longest_wait_s=60.0)
 _JOINING: Final = RetryPolicy(first_wait_s=0.5, longest_wait_s=10.0)
 
@@ -110,6 +115,7 @@ class AdmissionClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._asking = asyncio.Lock()
         self._addresses_asked_at = 0.0
+        self._relay_pass: RelayPass | None = None
 
     def go_by(self, authorities: frozenset[str]) -> None:
         """Takes up the keys that the run names now; a run whose file names none goes by those that are given."""
@@ -121,10 +127,16 @@ class AdmissionClient:
         register_probe(endpoint)
         self._news.register(endpoint)
 
-    async def join(self, address: str, stop: Callable[[], bool] = lambda: False) -> Credential:
+    async def join(
+        self,
+        address: str,
+        stop: Callable[[], bool] = lambda: False,
+        elsewhere: Callable[[], Awaitable[str]] | None = None,
+    ) -> Credential:
         """Gets a credential for this node, whose endpoint answers at ``address``; returns it.
 
-        Where no authority answers for `join_timeout_s`, a stored credential that is still valid has to do.
+        ``elsewhere`` is asked once for another address, if the authority does not reach the node at that one. Where no
+        authority answers for `join_timeout_s`, a stored credential that is still valid has to do.
 
         Raises:
             TrainerUsageError: the authority refuses this node, which trying again does not change.
@@ -138,7 +150,7 @@ class AdmissionClient:
             )
         timeout_s = self._config.join_timeout_s if self.admission.own is None else 0.0
         try:
-            return await self._joined(address, _JOINING, timeout_s, stop)
+            return await self._joined(address, _JOINING, timeout_s, stop, elsewhere)
         except RefusedError as error:
             text = f"the run's authority refuses this node ({error.reason}): {error}"
             raise AdmissionRefusedError(error.reason, text) from None
@@ -161,6 +173,23 @@ class AdmissionClient:
         """
         self._next = (await self._asked_to_join(address, stage)).credential
         self._store()
+
+    async def relay_pass(self) -> bytes:
+        """Returns what relays are shown before this node has joined: its credential of before, or a pass to join by.
+
+        Raises RpcError: no authority answers, or it refuses; TrainerUsageError as `join`.
+        """
+        self._take_stored()
+        if self.admission.own is not None:
+            return self.admission.own_wire
+        known = self._relay_pass
+        if known is None or known.expires_at < self._clock() + _PASS_LEFT_S:
+            await self._learn_authorities()
+            reply = await self._authorities.ask_any(
+                RELAY_PATH, lambda: self._join_request("", self.stage), RelayPassReply, _TIMEOUT_S
+            )
+            known = self._relay_pass = reply.relay_pass
+        return known.wire()
 
     async def addresses(self, wanted: tuple[WantedAddress, ...]) -> AddressReply:
         """Has addresses of the run's bucket signed; one request after the other, since each has a later time.
@@ -237,7 +266,12 @@ class AdmissionClient:
         self.admission.authorities = frozenset(found)
 
     async def _joined(
-        self, address: str, policy: RetryPolicy, timeout_s: float, stop: Callable[[], bool] = lambda: False
+        self,
+        address: str,
+        policy: RetryPolicy,
+        timeout_s: float,
+        stop: Callable[[], bool] = lambda: False,
+        elsewhere: Callable[[], Awaitable[str]] | None = None,
     ) -> Credential:
         """Asks the authorities in turn until one answers, for ``timeout_s``; raises its refusal, or the last error."""
 
@@ -253,6 +287,16 @@ class AdmissionClient:
         )
         async for attempt in controller:
             with attempt:
+                try:
+                    return await self._join_once(address)
+                except RefusedError as error:
+                    if error.reason != "unreachable" or elsewhere is None:
+                        raise
+                    look, elsewhere = elsewhere, None
+                    found = await look()
+                    if not found:
+                        raise
+                    address = found
                 return await self._join_once(address)
         raise AdmissionError("expected an answer of the run's authority, found none")
 
@@ -432,6 +476,26 @@ def admission_client(config: RunConfig, identity: Identity, role: Role, stage: s
     if run is not None:
         client.go_by(run.authorities())  # A change may have named others since the run's file.
     return client
+
+
+def reach_of(config: RunConfig, client: AdmissionClient | None) -> RelayedReach:
+    """Returns how a node's endpoint is reached by way of relays, which a newcomer shows a pass of its authority."""
+    return RelayedReach(config.relay, None if client is None else client.relay_pass)
+
+
+async def join_reachably(
+    client: AdmissionClient,
+    endpoint: Endpoint,
+    reach: RelayedReach,
+    config: RunConfig,
+    stop: Callable[[], bool] = lambda: False,
+) -> Credential:
+    """Joins as `AdmissionClient.join` does; by way of a relay where the authority reaches the node at no other way."""
+
+    async def by_relay() -> str:
+        return await address_by_relay(config.relay, config.discovery, reach)
+
+    return await client.join(endpoint.address, stop, by_relay)
 
 
 def _memory_bytes() -> int:

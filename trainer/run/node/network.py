@@ -19,11 +19,10 @@ from trainer.errors import TrainerError
 from trainer.network.discovery import Announcement, PeerWatchdog, open_discovery
 from trainer.network.discovery.stage_report import MOST_SHARDS_BESIDE_PARTS
 from trainer.network.reachability import ReachabilityService
-from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Counters, Endpoint, Identity, Peer, scoped_endpoint
 from trainer.network.transfer import choose_state
 from trainer.run.config import RunConfig
-from trainer.run.node.admission import admission_client
+from trainer.run.node.admission import admission_client, join_reachably, reach_of
 from trainer.run.node.identity import (
     FitCheck,
     NodeStats,
@@ -33,6 +32,7 @@ from trainer.run.node.identity import (
 )
 from trainer.run.node.loop_thread import LoopThread
 from trainer.run.node.peer_book import PeerBook, StateChoice, as_said, holds_whole_model
+from trainer.run.node.relaying import RelayFinder, ServedRelay
 from trainer.run.node.remembered_peers import RememberedPeers
 from trainer.run.node.reporting import NodeReporter, OwnFigures
 from trainer.run.node.round_group import RoundGroup
@@ -98,9 +98,13 @@ class Network(RoundGroup[S]):
         self._is_of_pipeline = bool(near)
         self._admission = admission_client(config, identity, "worker" if stage else "node", stage)
         admission = None if self._admission is None else self._admission.admission
-        self.endpoint = Endpoint(identity, config.run_id, config.rpc, admission, RelayedReach(config.relay))
+        self._reach = reach_of(config, self._admission)
+        self.endpoint = Endpoint(identity, config.run_id, config.rpc, admission, self._reach)
         """Further methods are registered on it before `start`."""
         self._discovery = open_discovery(self.endpoint, config.discovery_options, stages)
+        self._finder = RelayFinder(config.relay, config.discovery, self.endpoint, self._reach, self._discovery)
+        self._served: ServedRelay | None = None
+        self._relaying: list[asyncio.Task[None]] = []
         if near and config.discovery.partition_by_stage:
             self._discovery.look_for(near)
         self._watchdog = PeerWatchdog(self._discovery, "other node of the run", _UNHEARD_S)
@@ -199,7 +203,8 @@ class Network(RoundGroup[S]):
 
     def _start_limit_s(self) -> float:
         joining_s = self._config.admission.join_timeout_s if self._admission else 0.0
-        return _START_S + joining_s + (self._config.relay.wait_s if self._config.relay.through else 0.0)
+        by_relay_s = self._config.relay.wait_s if self._config.relay.through or self._admission else 0.0
+        return _START_S + joining_s + by_relay_s
 
     def _wait_for_peers(self) -> None:
         deadline_s = time.monotonic() + _FIRST_PEERS_S
@@ -259,11 +264,15 @@ class Network(RoundGroup[S]):
         reporter = self._reporter()
         await self.endpoint.start()
         if self._admission is not None:  # Before anybody is called: without a credential, all would refuse.
-            await self._admission.join(self.endpoint.address, self._stopping)
+            await join_reachably(self._admission, self.endpoint, self._reach, self._config, self._stopping)
             self._admission.start(lambda: self.endpoint.address, self._discovery, self.endpoint)
         await self._discovery.start()
         if self._records is not None:
             self._records.start()
+        self._relaying = [asyncio.create_task(self._finder.run(), name="relay-finder")]
+        if self._config.relay.serve and self._reach.relay is not None:
+            self._served = ServedRelay(self._reach.relay, self.endpoint, self._discovery)
+            self._relaying.append(asyncio.create_task(self._served.run(self.announce), name="relay-check"))
         if reporter is not None:
             self._reporting = asyncio.create_task(reporter.run(), name="node-reports")
         await self._announce()
@@ -277,7 +286,7 @@ class Network(RoundGroup[S]):
         return reporter
 
     async def _stop(self) -> None:
-        for task in (self._refreshing, self._comparing, self._reporting):
+        for task in (self._refreshing, self._comparing, self._reporting, *self._relaying):
             if task is not None:
                 task.cancel()
         if self._records is not None:
@@ -316,7 +325,9 @@ class Network(RoundGroup[S]):
         outer_step, digest = self._book.own_state
         announcement = announcement_of(self._config, self.endpoint, self._terms, self._stats())
         members = self._members if len(self._members) <= 64 else ()
-        changes = {"outer_step": outer_step, "state_digest": digest, "last_round_members": members}
+        changes: dict[str, object] = {"outer_step": outer_step, "state_digest": digest, "last_round_members": members}
+        if self._served is not None:
+            changes["relay_port"] = self._served.announced_port
         if self._groups:
             changes |= self._of_parts(announcement)
         await self._discovery.announce(announcement.model_copy(update=changes))

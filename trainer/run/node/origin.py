@@ -242,23 +242,22 @@ def _asked(config: RunConfig) -> ModelChoice:
 def _first_terms(config: RunConfig, addresses: list[str]) -> Terms | None:
     """Returns what the first of these peers that answers trains; None where none does in time."""
     from trainer.collective import Terms
-    from trainer.network.relay import RelayedReach
     from trainer.network.rpc import Endpoint, Peer
-    from trainer.run.node.admission import admission_client
+    from trainer.run.node.admission import admission_client, join_reachably, reach_of
     from trainer.run.node.identity import TERMS, identity_of
     from trainer.run.node.loop_thread import LoopThread
 
     loop, identity = LoopThread("genesis-question"), identity_of(config)
     client = admission_client(config, identity, "node")
-    admission = None if client is None else client.admission
-    endpoint = Endpoint(identity, config.run_id, config.rpc, admission, RelayedReach(config.relay))
+    admission, reach = None if client is None else client.admission, reach_of(config, client)
+    endpoint = Endpoint(identity, config.run_id, config.rpc, admission, reach)
     nothing = Terms(architecture={}, tokenizer_lineage="", synchronisation={})
 
     async def ask() -> Any:
         if client is not None:  # The others answer members only.
             client.register(endpoint)
             await endpoint.start()
-            await client.join(endpoint.address)
+            await join_reachably(client, endpoint, reach, config)
         for address in addresses:
             try:
                 return (await endpoint.call(Peer(None, address), TERMS, nothing, Terms, timeout_s=_QUESTION_S)).body
@@ -274,7 +273,7 @@ def _first_terms(config: RunConfig, addresses: list[str]) -> Terms | None:
 
     loop.start()
     try:
-        joining_s = 0.0 if client is None else config.admission.join_timeout_s
+        joining_s = 0.0 if client is None else config.admission.join_timeout_s + config.relay.wait_s
         found: Terms | None = loop.run(ask_and_stop(), joining_s + (_QUESTION_S + 1) * (len(addresses) + 1))
         return found
     finally:

@@ -86,7 +86,7 @@ _TABLE: Final[dict[str, dict[Standing, str]]] = {
         "fixed": "tls",
     },
     "relay": {
-        "own": "port host public_host first_port bytes_per_s max_nodes max_nodes_per_host max_connections "
+        "own": "auto serve port host public_host first_port bytes_per_s max_nodes max_nodes_per_host max_connections "
         "max_connections_per_node max_connections_per_host wait_s",
         "offered": "through",
     },

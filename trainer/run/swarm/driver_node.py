@@ -24,7 +24,6 @@ from trainer.errors import LedgerError, TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.reachability import ReachabilityService
-from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint, Peer
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.outer.sparta import frontier_of
@@ -52,7 +51,7 @@ from trainer.pipeline.ledger.records import Record
 from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
 from trainer.run.config.run import keeper_option
-from trainer.run.node.admission import admission_client
+from trainer.run.node.admission import admission_client, reach_of
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
 from trainer.run.node.remembered_peers import RememberedPeers
@@ -119,7 +118,8 @@ class DriverNode:
         self._step_began_s = time.perf_counter()
         self._admission = admission_client(config, identity_of(config), "driver")
         admission = None if self._admission is None else self._admission.admission
-        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc, admission, RelayedReach(config.relay))
+        reach = reach_of(config, self._admission)
+        self._endpoint = Endpoint(identity_of(config), config.run_id, config.rpc, admission, reach)
         self._peers = DriverPeerView(
             config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
         )

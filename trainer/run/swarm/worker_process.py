@@ -21,10 +21,9 @@ from trainer.errors import TrainerUsageError
 from trainer.model.config import stage_names
 from trainer.network.discovery import open_discovery
 from trainer.network.discovery.stage_report import StageReport
-from trainer.network.relay import RelayedReach
 from trainer.network.rpc import Endpoint
 from trainer.run.config import RunConfig
-from trainer.run.node.admission import admission_client
+from trainer.run.node.admission import admission_client, join_reachably, reach_of
 from trainer.run.node.identity import identity_of
 from trainer.run.node.stopping import StopRequest
 from trainer.run.signed import SignedRun
@@ -87,14 +86,14 @@ async def _stage_by_need(config: RunConfig, names: tuple[str, ...], stop: StopRe
     identity = identity_of(config)
     client = admission_client(config, identity, "worker", _AUTO)
     async with AsyncExitStack() as stack:
-        admission = None if client is None else client.admission
-        endpoint = Endpoint(identity, config.run_id, config.rpc, admission, RelayedReach(config.relay))
+        admission, reach = None if client is None else client.admission, reach_of(config, client)
+        endpoint = Endpoint(identity, config.run_id, config.rpc, admission, reach)
         if client is not None:
             client.register(endpoint)
         await endpoint.start()
         stack.push_async_callback(endpoint.stop)
         if client is not None:
-            assigned = (await client.join(endpoint.address, stop)).stage
+            assigned = (await join_reachably(client, endpoint, reach, config, stop)).stage
             if assigned in names:
                 logger.info("the run's authority has put this worker into %s", assigned)
                 return str(assigned)

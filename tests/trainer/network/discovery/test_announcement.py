@@ -25,7 +25,7 @@ from trainer.network.discovery.announcement import (
     verify_announcement,
 )
 from trainer.network.discovery.config import DiscoveryConfig
-from trainer.network.discovery.dht import SeedConfig
+from trainer.network.discovery.seed import SeedConfig
 from trainer.network.discovery.stage_report import (
     FIRST_NUMBER,
     MAX_PARTS,
