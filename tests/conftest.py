@@ -14,6 +14,7 @@ is taken back here, or the processes under test would not hear the signals that 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import signal
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
         places = {path: random.Random(f"{head} {path}").random() for path in {item.path for item in items}}
         items.sort(key=lambda item: places[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collection behind each coroutine every imported module and collected test: half a second of each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,9 +13,6 @@ ParamsP = ParamSpec("ParamsP")
 DEADLINE_S = 60.0
 SETTLE_S = 3.0
 
-# The collections below look through what tests make, not again and again through every imported module (0.1 s).
-gc.freeze()
-
 
 def on_event_loop(test: Callable[ParamsP, Awaitable[None]]) -> Callable[ParamsP, None]:
     """Runs a coroutine function as a test; it fails on tasks still there at its end, and on errors nobody looked at."""
@@ -31,7 +28,7 @@ def on_event_loop(test: Callable[ParamsP, Awaitable[None]]) -> Callable[ParamsP,
         unseen: list[dict[str, Any]] = []
         asyncio.run(run(unseen, *args, **kwargs))
         # What was left open, or failed unseen, says so when it is collected: here, so that the right test fails.
-        gc.collect()
+        gc.collect()  # Not of modules and tests, which `tests/conftest.py` has frozen.
         assert not unseen, unseen
 
     return wrapper

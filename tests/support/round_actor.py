@@ -42,7 +42,7 @@ from trainer.run.node.loop_thread import LoopThread
 RUN_ID = "round-test"
 NUM_VALUES = 40_000
 FACTORED_SHAPES = ((160, 200), (8_000,))  # Of contributions, for rounds of two phases.
-_START_S = 60.0
+_START_S = 240.0
 
 
 def identity_of(number: int) -> Identity:
