@@ -17,10 +17,10 @@ in the paper, leave two of them nearly empty, since what was chosen lies in two 
 1.18 % of the energy sent is lost that way, and 0.43 % this way.
 
 Guarantees: decoding is a function of the bytes in integer arithmetic, the same bits on every machine; what is zero
-stays zero, so a subspace of coordinates is kept; a buffer that no honest encoder made is a ``CodecError``; encoding is deterministic, and the same on every device (of equal magnitudes
-the first is taken). One core encodes 174 million values a second and decodes 958, where ``torch.topk`` alone does 71.
-The
-trade-off: all chunks are as dense, which rows of rare tokens hardly need; in return a message has one size.
+stays zero, so a subspace of coordinates is kept; a buffer that no honest encoder made is a ``CodecError``; encoding is
+deterministic, and the same on every device (of equal magnitudes the first is taken). One core encodes 174 million
+values a second and decodes 958, where ``torch.topk`` alone does 71. The trade-off: all chunks are as dense, which rows
+of rare tokens hardly need; in return a message has one size.
 """
 
 from __future__ import annotations
