@@ -192,3 +192,18 @@ def test_what_does_not_belong_together_is_refused():
     for short in (torch.zeros(3), torch.zeros(plan.num_values, dtype=torch.float64)):
         with pytest.raises(TrainerUsageError, match="is the plan of these shapes"):
             compress_p(plan, short, None, 0)
+
+
+def test_rows_and_columns_of_zeros_stay_zeros_so_that_a_subspace_of_coordinates_is_kept() -> None:
+    generator = torch.Generator().manual_seed(5)
+    writer, embedding = torch.randn(128, 96, generator=generator), torch.randn(300, 128, generator=generator)
+    outside = torch.randperm(128, generator=generator)[16:]
+    writer[outside], embedding[:, outside] = 0.0, 0.0
+    plan = low_rank_plan(
+        (tuple(writer.shape), tuple(embedding.shape)), 24
+    )  # Of more columns than the rank that is left.
+    vector = torch.cat([writer.flatten(), embedding.flatten()])
+    p = orthonormalise(plan, compress_p(plan, vector, None, 3))
+    result = decompress(plan, p, compress_q(plan, vector, p))
+    assert result.norm() > 0.9 * vector.norm()
+    assert not result[vector == 0].any()

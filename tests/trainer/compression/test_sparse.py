@@ -228,3 +228,22 @@ def test_a_message_has_room_for_the_contributions_of_a_whole_round() -> None:
 
 def test_rounds_find_it_by_its_name() -> None:
     assert isinstance(codec_named("sparse"), SparseCodec)
+
+
+@given(seed=st.integers(0, 1 << 16), num_kept=st.integers(0, 128), share_seen=st.floats(0.0, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_what_is_zero_stays_zero_so_that_a_subspace_of_coordinates_is_kept(
+    seed: int, num_kept: int, share_seen: float
+) -> None:
+    """An embedding of which few rows were seen has chunks of fewer than 64 values."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(256, 128, generator=generator)
+    table[:, torch.randperm(128, generator=generator)[num_kept:]] = 0.0
+    table[torch.rand(256, generator=generator) >= share_seen] = -0.0
+    vector = table.flatten()
+    decoded = CODEC.decode_sparse(CODEC.encode(vector), vector.numel())
+    was = vector.numpy()[decoded.indices]
+    assert not decoded.values[was == 0].any()
+    assert (decoded.values * was >= 0).all()
+    if share_seen > 0.5 and num_kept > 64:
+        assert decoded.values.any()

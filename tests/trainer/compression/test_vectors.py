@@ -200,3 +200,12 @@ def test_four_bits_no_honest_encoder_made(name, scale, packed, message):
     encoded = np.array([scale], "<f4").tobytes() + bytes(packed)
     with pytest.raises(CodecError, match=message):
         codec_named(name).decode(encoded, 3)
+
+
+@all_codecs
+def test_what_is_zero_stays_zero_so_that_a_subspace_of_coordinates_is_kept(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    vector = torch.randn(10_000, generator=generator)
+    vector[torch.rand(10_000, generator=generator) < 0.9] = 0.0
+    codec = codec_named(name)
+    assert not codec.decode(codec.encode(vector), vector.numel())[vector == 0].any()

@@ -12,7 +12,7 @@ from trainer.monitor.history import History, SeenReport
 from trainer.monitor.run_text import run_line, run_lines
 from trainer.monitor.run_view import NodeSummary, RunView
 from trainer.network.discovery.node_report import DhtTraffic, NodeReport, ReportedRound
-from trainer.network.discovery.stage_report import StageReport
+from trainer.network.discovery.stage_report import PartReport, StageReport
 from trainer.network.rpc.identity import Identity
 from trainer.run.monitoring.summary import RunSummary
 from trainer.run.monitoring.watcher import Look, WatchedNode
@@ -219,3 +219,15 @@ def test_absurd_figures_of_whoever_likes_stop_nothing_and_hide_no_round() -> Non
     assert not [it for it in view.alarms if it.kind == "failing-rounds"]
     assert RunView.model_validate_json(view.model_dump_json()) == view
     assert all(line.isprintable() for line in run_lines(view))
+
+
+def test_a_whole_node_beside_a_swarm_reports_rounds_of_every_stage() -> None:
+    parts = tuple(PartReport(stage=stage, status="serving", outer_step=3) for stage in STAGES)
+    rounds = tuple(ReportedRound(round_index=3, ended_at=900.0, num_members=2, stage=stage) for stage in STAGES)
+    whole = a_node(3, rounds=rounds, said={"parts": parts, "outer_step": 3})
+    view = shown(seen(*(a_worker(number, stage, 10) for number, stage in enumerate(STAGES)), whole))
+    assert {it.stage for it in view.rounds} == set(STAGES)
+    assert (the(view, 3).role, the(view, 3).stage, the(view, 3).step) == ("node", "", 3)
+    # Before its first report, what it announces tells that it holds all stages.
+    unreported = WatchedNode(whole.peer_id, 1000.0, whole.said, None, is_reached=True)
+    assert the(shown(seen(unreported)), 3).role == "node"

@@ -60,6 +60,7 @@ def test_two_workers_a_stage_and_a_whole_node_meet_by_a_seed_and_an_authority(
         *("--set", "swarm.subspace.rank=16", "--set", "swarm.join.first_peers_s=3"),
         *("--set", "discovery.announce_interval_s=0.5", "--set", "discovery.poll_interval_s=0.3"),
         *("--set", "collective.invite_after_s=2", "--set", "collective.min_members=2"),
+        *("--set", "diloco.overlap_steps=3"),
     )
     own = {
         "state_dir": tmp_path / "home",
