@@ -82,11 +82,12 @@ def _wait_for_a_round_of_two(*nodes: RunningTrainer) -> None:
         wait_until(
             lambda node=node: any(it["kind"] == "round" and len(it["members"]) == 2 for it in node.events),
             "no round of two",
-            150.0,
+            180.0,
         )
 
 
-@pytest.mark.parametrize("is_named", [True, False], ids=["named", "found"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("is_named", [True, pytest.param(False, marks=pytest.mark.long)], ids=["named", "found"])
 def test_two_nodes_behind_routers_average_with_each_other(tmp_path: Path, is_named: bool) -> None:
     with natted_network(2) as net:
         seed = _Seed(net, tmp_path)
