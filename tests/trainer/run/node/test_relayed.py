@@ -132,13 +132,22 @@ def test_members_behind_routers_join_and_train_by_a_relay_that_strangers_cannot_
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_the_doctor_names_the_relay_that_takes_a_node_behind_a_router(tmp_path: Path) -> None:
     """A node at the public host serves; the doctor behind the router sees that it does, and tries it."""
     with natted_network(1) as net:
         starter = (*net.inside(net.public), sys.executable, "-m", "trainer")
         command = TrainerCommand(text_store(), tmp_path / "public", SMALL, starter)
         serving = ("--set", "relay.serve=true", "--set", "relay.first_port=42000", "--set", "rpc.host=0.0.0.0")
-        public = ("--node-id=public", "--port", "4100", "--public-address", f"{PUBLIC_HOST}:4100")
+        public = (
+            "--node-id=public",
+            "--inner-steps",
+            "20",
+            "--port",
+            "4100",
+            "--public-address",
+            f"{PUBLIC_HOST}:4100",
+        )
         with command.running(*public, "--max-steps", "40000", *serving, *_IN_LAB) as node:
             wait_until(lambda: "relays for nodes that cannot be reached" in "".join(node.errors), "", 90.0)
             [(home, options)] = _homes(net, tmp_path, "--initial-peers", f"{PUBLIC_HOST}:4100", "--port", "4100")
