@@ -124,8 +124,9 @@ class RelayFinder:
             await asyncio.sleep(_LOOK_S)
             try:
                 await self.look()
-            except RpcError as error:
-                logger.debug("looking for relays: %s", error)
+            except Exception:
+                # The node trains without a relay, as before; looking for one must not end for good.
+                logger.exception("looking for relays")
 
     async def look(self) -> None:
         """Leaves relays that do not serve, and takes others where this node needs them."""
