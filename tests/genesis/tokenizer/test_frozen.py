@@ -412,7 +412,15 @@ def with_plugin(folder: Path, *arguments: str, **environment: str) -> subprocess
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["tiny-r50k", "tiny-cl100k", "tiny-o200k", "tiny-words"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tiny-r50k", marks=pytest.mark.slow),
+        pytest.param("tiny-cl100k", marks=pytest.mark.slow),
+        "tiny-o200k",
+        "tiny-words",
+    ],
+)
 def test_an_encoding_of_tiktoken_has_tiktokens_ids(tmp_path, name):
     done = with_plugin(tmp_path, "-c", COMPARE, name)
     assert done.returncode == 0, done.stderr

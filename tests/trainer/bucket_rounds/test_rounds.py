@@ -70,8 +70,10 @@ def agreements_in(path: Path) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
-@pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "krum", "centered_clip"])
+@pytest.mark.parametrize("codec", ["fp32", pytest.param("fp16", marks=pytest.mark.slow), "int8"])
+@pytest.mark.parametrize(
+    "rule", ["mean", "trimmed_mean", "krum", pytest.param("centered_clip", marks=pytest.mark.slow)]
+)
 def test_members_end_alike_with_one_agreement_a_round(tmp_path: Path, codec: str, rule: str) -> None:
     replicas = members(tmp_path, 5, codec=codec, rule=RuleConfig(rule=rule))  # type: ignore[arg-type]
     for _ in range(2):

@@ -56,7 +56,15 @@ def test_a_snapshot_comes_back_whole_and_goes_on_after_an_interruption(tmp_path:
     assert num_gets == 3
 
 
-@pytest.mark.parametrize("name", ["descriptor", "pages", "data-000000", "data-000001"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "descriptor",
+        pytest.param("pages", marks=pytest.mark.slow),
+        pytest.param("data-000000", marks=pytest.mark.slow),
+        "data-000001",
+    ],
+)
 @pytest.mark.parametrize("damage", ["flipped", "short", "long", "gone"])
 def test_no_byte_of_a_false_snapshot_is_used(tmp_path: Path, name: str, damage: str) -> None:
     digest, _ = stored(tmp_path)
