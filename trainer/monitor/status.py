@@ -130,7 +130,9 @@ class TrainingStatus(VerifyStatus):
     )
     losses_left_out: int = Field(description="Nodes that announced a loss no model can have.")
     loss: float | None = Field(description="This node's latest loss.")
-    total_steps: int = Field(description="Inner steps, summed over the nodes; of workers of stages only this node's own.")
+    total_steps: int = Field(
+        description="Inner steps, summed over the nodes; of workers of stages only this node's own."
+    )
     steps_skipped: int = Field(description="Steps of this node that applied nothing: loss or gradient not finite.")
     data_shards: int = Field(description="Different shards that the nodes train on.")
     model_convergence: float | None = Field(

@@ -91,8 +91,8 @@ def _relayed_members(run: str, run_name: str, authority_keys: list[str]) -> Admi
     """Returns by what a relay knows the members of its run; None: it relays for anybody.
 
     Raises:
-        TrainerUsageError: the options contradict each other, or name no signed run file and no keys.
-        RunFileError: the file, or one of its changes, is not what its owner has signed.
+        TrainerUsageError: the options contradict each other or are incomplete, or ``run`` is no signed run file.
+        RunFileError: the file cannot be had, or is not what its owner has signed.
     """
     from trainer.network.rpc.admission import Admission
     from trainer.network.rpc.messages import is_peer_id

@@ -6,13 +6,14 @@ A relay sees these nodes come from 127.0.0.1; one that listens at 127.0.0.2 is n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.support.rpc_node import FAST, RUN_ID, ask, register_test_methods
+from tests.support.s3_servers import free_port
 from tests.support.waiting import until
 from trainer.errors import TrainerUsageError
 from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, StaticDiscovery
@@ -27,7 +28,7 @@ FAST_DISCOVERY: dict[str, Any] = {"poll_interval_s": 0.1, "allow_private": True}
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value_s in (
         ("_GRACE_S", 0.0),
         ("_LOOK_S", 0.05),
@@ -36,7 +37,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("_FAILED_S", 0.5),
     ):
         monkeypatch.setattr(relaying, name, value_s)
-    yield
 
 
 class _Node:
@@ -93,14 +93,6 @@ async def _node(listens_at: str = "127.0.0.1", *initial_peers: str, **relay: Any
             await asyncio.gather(*node.tasks, return_exceptions=True)
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def _as_behind_a_router(node: _Node) -> None:
     """Makes a node one that nobody connects to, as far as it knows: here all addresses of the machine are reached."""
     node.endpoint.contacts.when_served.clear()
@@ -108,7 +100,7 @@ def _as_behind_a_router(node: _Node) -> None:
 
 
 async def test_a_node_that_is_reached_serves_and_one_that_is_not_finds_it() -> None:
-    port = _free_port()
+    port = free_port()
     async with (
         _node(serve=True, port=port) as serving,
         _node("127.0.0.1", serving.endpoint.address) as other,
@@ -128,7 +120,7 @@ async def test_a_node_that_is_reached_serves_and_one_that_is_not_finds_it() -> N
 
 
 async def test_a_node_that_others_connect_to_looks_for_no_relay() -> None:
-    port = _free_port()
+    port = free_port()
     async with _node(serve=True, port=port) as serving, _node("127.0.0.2", serving.endpoint.address) as other:
         await until(lambda: serving.served is not None and serving.served.announced_port)
         await until(lambda: other.finder._called_s)
@@ -137,7 +129,7 @@ async def test_a_node_that_others_connect_to_looks_for_no_relay() -> None:
 
 
 async def test_a_relay_that_peers_do_not_reach_is_not_announced_and_takes_nobody() -> None:
-    port = _free_port()
+    port = free_port()
     # Others see this node come from 127.0.0.1, and its relay listens elsewhere: as if a firewall closed its port.
     async with (
         _node(serve=True, port=port, host="127.0.0.3") as serving,
@@ -152,6 +144,7 @@ async def test_a_relay_that_peers_do_not_reach_is_not_announced_and_takes_nobody
         rpc = RpcConfig(**{**FAST, "host": "127.0.0.2"})  # type: ignore[arg-type]
         refused = Endpoint(Identity.create(), RUN_ID, rpc, reach=reach)
         await refused.start()
+        await until(lambda: reach.states()[0].failure)
         assert "they do not reach this one" in reach.states()[0].failure
         await refused.stop()
 
@@ -167,14 +160,13 @@ class _Lent:
         self.num_asked += 1
         await reader.readline()
         writer.write(
-            b'{"kind":"lent","port":%d,"public_host":"","seen_host":"127.0.0.1","is_direct":false}\n' % _free_port()
+            b'{"kind":"lent","port":%d,"public_host":"","seen_host":"127.0.0.1","is_direct":false}\n' % free_port()
         )
         await reader.read()
         writer.transport.abort()
 
 
 async def test_a_relay_whose_lent_ports_are_closed_is_none_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "_FAILED_S", 0.5)
     lie = _Lent()
     async with await asyncio.start_server(lie.answer, "127.0.0.1", 0) as server, _node() as other:
         monkeypatch.setattr(relaying, "DEFAULT_PORT", server.sockets[0].getsockname()[1])
@@ -202,7 +194,7 @@ async def test_a_relay_at_a_named_host_is_found_without_any_announcement(monkeyp
 
 
 async def test_who_wants_no_relay_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "DEFAULT_PORT", _free_port())
+    monkeypatch.setattr(relaying, "DEFAULT_PORT", free_port())
     async with _node() as other, _node("127.0.0.2", other.endpoint.address, auto=False) as hidden:
         assert hidden.tasks[0].done() or not hidden.reach.states()
         await asyncio.sleep(0.3)
