@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.authority import running_authority
 from tests.support.rpc_node import FAST, RUN_ID, ask, register_test_methods
 from tests.support.s3_servers import free_port
 from tests.support.waiting import until
@@ -20,8 +22,11 @@ from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, 
 from trainer.network.reachability import ReachabilityService
 from trainer.network.relay import Relay, RelayConfig, RelayedReach
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
+from trainer.network.rpc.admission import Admission
 from trainer.run.config import RunConfig, from_mapping
+from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node import relaying
+from trainer.run.node.admission import AdmissionClient, join_reachably, reach_of
 from trainer.run.node.relaying import RelayFinder, ServedRelay, announced_relays, named_relays
 
 FAST_DISCOVERY: dict[str, Any] = {"poll_interval_s": 0.1, "allow_private": True}
@@ -34,6 +39,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_LOOK_S", 0.05),
         ("_FIRST_CHECK_S", 0.2),
         ("_CHECK_AGAIN_S", 0.5),
+        ("_CHECKED_EVERY_S", 0.5),  # The first time nobody may be known yet who could say.
         ("_FAILED_S", 0.5),
     ):
         monkeypatch.setattr(relaying, name, value_s)
@@ -199,6 +205,35 @@ async def test_who_wants_no_relay_uses_none(monkeypatch: pytest.MonkeyPatch) -> 
         assert hidden.tasks[0].done() or not hidden.reach.states()
         await asyncio.sleep(0.3)
         assert not hidden.reach.states()
+
+
+async def test_a_newcomer_that_the_authority_does_not_reach_joins_by_a_relay_at_a_named_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_authority(tmp_path) as authority:
+        relay = Relay(RelayConfig(host="127.0.0.1"), Admission(RUN_ID, [authority.key]))
+        await relay.start()
+        monkeypatch.setattr(relaying, "DEFAULT_PORT", relay.port)
+        options = {"run_id": RUN_ID, "discovery": {"initial_peers": ["127.0.0.1:4100"]}}
+        config = from_mapping(RunConfig, options)
+        admission = AdmissionConfig(authorities=(authority.key,), urls=(authority.url,), token=authority.invite())
+        identity = Identity.create()
+        client = AdmissionClient(admission, identity, RUN_ID, "worker", tmp_path / "own.json")
+        reach = reach_of(config, client)
+        nobody_listens_at = f"127.0.0.1:{free_port()}"
+        rpc = RpcConfig(**{**FAST, "host": "127.0.0.2", "tls": False, "public_address": nobody_listens_at})  # type: ignore[arg-type]
+        endpoint = Endpoint(identity, RUN_ID, rpc, client.admission, reach)
+        client.register(endpoint)
+        await endpoint.start()
+        try:
+            assert endpoint.address == nobody_listens_at
+            credential = await join_reachably(client, endpoint, reach, config)
+            assert credential.peer_id == endpoint.peer_id
+            assert endpoint.address != nobody_listens_at
+            assert (relay.num_nodes, authority.register.members()[0].is_reached) == (1, True)
+        finally:
+            await endpoint.stop()
+            await relay.stop()
 
 
 def test_where_relays_are_looked_for() -> None:
