@@ -8,7 +8,7 @@ import sys
 # gRPC's own log goes to the terminal unasked; what matters of it comes back as our errors.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # A round makes and gives back vectors as large as the model. In pages of 2 MB instead of 4 KB the kernel takes a sixth
-# of the time for that: of 125 million parameters, 0.2 s less that training stands still in a round in the background.
+# of the time for that: with 125 million parameters, a round in the background stops training for 0.2 s less.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from genesis.extras import report_missing_extra

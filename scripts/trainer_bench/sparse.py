@@ -349,9 +349,11 @@ def as_text(report: dict[str, Any], arguments: argparse.Namespace) -> str:
             spread = f" ({min(found):.4f} to {max(found):.4f})"
             lines.append(f"  {name:24} {fmean(found):.4f}{spread}   {fmean(found) / beside:.4f} of int8 DiLoCo{asked}")
     if "wall" in report:
-        step = report["wall"].pop("step_s")
+        step = report["wall"]["step_s"]
         lines.append(f"  {step['num_values']:,} parameters, {1e3 * step['step_s']:.0f} ms a step; s of a whole run at")
         for name, found in report["wall"].items():
+            if name == "step_s":
+                continue
             by_link = ", ".join(f"{link} Mbit/s {wall_s:,.0f} s" for link, wall_s in found["wall_s"].items())
             lines.append(
                 f"  {name:24} {found['sent_bits']:>7.3f} bits a parameter sent, {found['times']} times: {by_link}"

@@ -4,8 +4,8 @@ A round may have a second phase, whose vector depends on the first one's result.
 that each of them makes of the first and its commit, and otherwise everything a first phase has. The first one's commit
 then changes nothing at anybody: only both together are a result.
 
-If a coordinator is lost, the next in order takes its place at every point: after the agreement, votes go to the next
-member of it. None of this changes the result.
+If a coordinator is lost, the next in order takes its place at every point: before the agreement as `joining` says;
+after it, votes go to the next member of it. None of this changes the result.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def _pack(chosen: NDArray[np.int32], values: _Values, records: _Bytes) -> None:
 def _quantised(values: _Values) -> tuple[NDArray[np.uint16], _Bytes]:
     """Four means of each row, bf16 as [c, 4] uint16, and which of them each value takes, [c, 64].
 
-    Zeros stay zeros: where a row has some, since there are no 64 other values, they have a mean to themselves.
+    Zeros stay zeros: in a row with some, which has fewer than 64 other values, they have a mean to themselves.
     """
     magnitudes = np.abs(values)
     border = np.mean(magnitudes, axis=1, dtype=np.float64, keepdims=True).astype(np.float32)

@@ -130,14 +130,16 @@ class TrainingStatus(VerifyStatus):
     )
     losses_left_out: int = Field(description="Nodes that announced a loss no model can have.")
     loss: float | None = Field(description="This node's latest loss.")
-    total_steps: int = Field(description="Inner steps, summed over the nodes; of workers of stages none.")
+    total_steps: int = Field(
+        description="Inner steps, summed over the nodes; of workers of stages only this node's own."
+    )
     steps_skipped: int = Field(description="Steps of this node that applied nothing: loss or gradient not finite.")
     data_shards: int = Field(description="Different shards that the nodes train on.")
     model_convergence: float | None = Field(
         description="Percent of all nodes, those behind included, that hold the state most hold."
     )
     tokens_per_s: float = Field(
-        description="Tokens a second, summed over the nodes; of a pipeline those of its drivers, not of its workers."
+        description="Tokens a second, summed over the nodes; of a pipeline those of its drivers, and this node's own."
     )
     speed: SpeedStatus | None = Field(None, description="Of this process; null before its first step.")
     diloco: DiLoCoStatus

@@ -60,7 +60,7 @@ class PlausibleNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundMember:
+class SeenMember:
     """A node that announces nothing, as the rounds of a bucket tell of it."""
 
     peer_id: str

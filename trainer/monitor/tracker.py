@@ -28,7 +28,7 @@ from trainer.monitor.swarm import (
     DigestMemory,
     NodeRole,
     PlausibleNode,
-    RoundMember,
+    SeenMember,
     average_loss,
     holding,
     plausible_node,
@@ -169,7 +169,7 @@ class TrainingTracker:
         """Records what all other nodes announce now, in place of what they announced before."""
         self._know(plausible_node(found, in_stages=self._in_stages) for found in announcements)
 
-    def seen_in_rounds(self, members: Iterable[RoundMember]) -> None:
+    def seen_in_rounds(self, members: Iterable[SeenMember]) -> None:
         """Records who was in the latest rounds, where nodes announce nothing, in place of who was before."""
         found = {member.peer_id: member for member in members}
         own = found.get(self._peer_id)

@@ -199,9 +199,8 @@ def test_rows_and_columns_of_zeros_stay_zeros_so_that_a_subspace_of_coordinates_
     writer, embedding = torch.randn(128, 96, generator=generator), torch.randn(300, 128, generator=generator)
     outside = torch.randperm(128, generator=generator)[16:]
     writer[outside], embedding[:, outside] = 0.0, 0.0
-    plan = low_rank_plan(
-        (tuple(writer.shape), tuple(embedding.shape)), 24
-    )  # Of more columns than the rank that is left.
+    rank = 24  # More than the 16 dimensions that are left.
+    plan = low_rank_plan((tuple(writer.shape), tuple(embedding.shape)), rank)
     vector = torch.cat([writer.flatten(), embedding.flatten()])
     p = orthonormalise(plan, compress_p(plan, vector, None, 3))
     result = decompress(plan, p, compress_q(plan, vector, p))

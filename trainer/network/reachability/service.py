@@ -3,8 +3,9 @@
 Whoever asks pays by address, not by identity: a hello costs 16 at once and then one a second, a dial-back 6 at once and
 then one in 10 s, and payloads are counted up and down together, 48 MiB at once and then 128 KiB a second, of all
 addresses 192 MiB and then 1 MiB a second. A dial-back goes to the address that the call came from and nowhere else, so
-a node can be had to knock at nobody's door but the asker's own. Who comes by way of a relay is not dialled: that call
-comes from an address of the node's own machine, where a stranger must not have it try ports.
+a node can be had to knock at nobody's door but the asker's own. A check of the asker's relay counts as a dial-back and
+goes to the same address, there to ports from 1024 on; 16 go on at once. Who comes by way of a relay is not dialled:
+that call comes from an address of the node's own machine, where a stranger must not have it try ports.
 """
 
 from __future__ import annotations

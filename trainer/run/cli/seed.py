@@ -88,7 +88,12 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _relayed_members(run: str, run_name: str, authority_keys: list[str]) -> Admission | None:
-    """Returns by what a relay knows the members of its run; None: it relays for anybody."""
+    """Returns by what a relay knows the members of its run; None: it relays for anybody.
+
+    Raises:
+        TrainerUsageError: the options contradict each other or are incomplete, or ``run`` is no signed run file.
+        RunFileError: the file cannot be had, or is not what its owner has signed.
+    """
     from trainer.network.rpc.admission import Admission
     from trainer.network.rpc.messages import is_peer_id
     from trainer.run.signed.chain import ChangeChain
@@ -102,7 +107,7 @@ def _relayed_members(run: str, run_name: str, authority_keys: list[str]) -> Admi
             raise TrainerUsageError(f"--run {run}: expected a signed run file (run init makes one), found options")
         chain = ChangeChain(fetched.file)
         chain.add_all(fetched.changes, fetched.where)
-        keys: tuple[str, ...] = chain.authorities_at(1 << 48)
+        keys: tuple[str, ...] = chain.newest_authorities()
         if not keys:
             logger.warning("%s names no authority: this relay carries for anybody", fetched.where)
             return None

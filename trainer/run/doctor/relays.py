@@ -37,11 +37,14 @@ class Tried:
 
     relay: str
     address: str  # Where others would reach this node; empty: it has given no port.
-    why: str  # It has not.
+    why: str  # Why it has given none; empty: it has.
 
 
 async def try_relays(reach: RelayedReach, relays: Sequence[str]) -> tuple[Tried, ...]:
-    """Asks relays for a port; the first that gives one stays in use, and the others are left."""
+    """Asks relays for a port, at most four of them; the first that gives one stays in use, and the others are left.
+
+    Returns that one alone, or all that were asked with the reason why they gave none, after 15 s at the latest.
+    """
     asked = tuple(dict.fromkeys(relays))[:MOST_TRIED]
     for relay in asked:
         reach.use(relay)
@@ -61,12 +64,15 @@ async def try_relays(reach: RelayedReach, relays: Sequence[str]) -> tuple[Tried,
 
 
 async def announced(endpoint: Endpoint, config: RunConfig) -> tuple[str, ...]:
-    """Returns relays that nodes announce to each other, where the run has no DHT."""
+    """Returns relays that nodes announce to each other, where the run has no DHT; empty: none within some seconds.
+
+    Raises DiscoveryError: the discovery does not start.
+    """
     discovery = open_discovery(endpoint, config.discovery)
     try:
         await discovery.start()
         ends_s = time.monotonic() + _ANNOUNCED_S
-        while time.monotonic() < ends_s and not (found := announced_relays(await discovery.peers())):
+        while not (found := announced_relays(await discovery.peers())) and time.monotonic() < ends_s:
             await asyncio.sleep(_LOOK_S)
         return found
     finally:

@@ -490,7 +490,7 @@ async def join_reachably(
     config: RunConfig,
     stop: Callable[[], bool] = lambda: False,
 ) -> Credential:
-    """Joins as `AdmissionClient.join` does; by way of a relay where the authority reaches the node at no other way."""
+    """Joins and raises as `AdmissionClient.join`; by way of a relay where the authority does not reach the node."""
 
     async def by_relay() -> str:
         return await address_by_relay(config.relay, config.discovery, reach)

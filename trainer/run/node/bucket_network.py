@@ -25,7 +25,7 @@ from trainer.bucket_rounds.place import RUN_KEY
 from trainer.bucket_rounds.snapshots import fetch_snapshot
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError, RefusedError, StateTransferError, TrainerUsageError
-from trainer.monitor.swarm import RoundMember
+from trainer.monitor.swarm import SeenMember
 from trainer.network.rpc import Counters, Identity, Message
 from trainer.outer.diloco import SharedState
 from trainer.run.config import RunConfig
@@ -63,16 +63,16 @@ class BucketListener(Protocol):
     def state(self, outer_step: int, digest: str) -> None:
         """Learns that this node holds a state."""
 
-    def seen_in_rounds(self, members: Sequence[RoundMember]) -> None:
+    def seen_in_rounds(self, members: Sequence[SeenMember]) -> None:
         """Receives who was in the latest rounds, after each."""
 
 
-def seen_members(before: Mapping[str, RoundMember], agreement: Agreement, num_fragments: int) -> dict[str, RoundMember]:
+def seen_members(before: Mapping[str, SeenMember], agreement: Agreement, num_fragments: int) -> dict[str, SeenMember]:
     """Returns who was in the latest rounds, this node among them, after one more: all that is known of others here."""
     oldest = agreement.round_index - _ROUNDS_SEEN
     seen = {key: member for key, member in before.items() if member.last_round > oldest}
     for each in agreement.members:
-        seen[each.member] = RoundMember(
+        seen[each.member] = SeenMember(
             peer_id=each.member,
             last_round=agreement.round_index,
             weight=each.weight,
@@ -109,7 +109,7 @@ class BucketNetwork:
         self.collective = BucketCollective(self._settings, self._is_snapshot_due, self._note)
         self._keeping = Keeping(self._settings, self.collective.clock)
         self._listener: BucketListener | None = None
-        self._seen: dict[str, RoundMember] = {}
+        self._seen: dict[str, SeenMember] = {}
         self._own = (-1, "")  # Rounds committed and digest of the state this node holds.
         self._agreements: deque[Agreement] = deque(maxlen=_MOST_UNPUBLISHED)
         self._unpublished: deque[SharedState] = deque(maxlen=_MOST_UNPUBLISHED)

@@ -2,7 +2,8 @@
 
 The architecture is a preset or shape that was named, or that of the model to begin with; else what the checkpoint was
 trained with; else the largest that this machine's memory has room for (spec T-27). The newest whole checkpoint is
-resumed if it is of this run; ranks that a kill left at different rounds go back to the slowest's.
+resumed if it is of this run, and one of another model than was named is put aside; ranks that a kill left at different
+rounds go back to the slowest's.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def resolve(
     A model that begins anew has ``vocab_rows``, or the shape ``first`` of the model it begins with; ``memory_bytes``,
     what one rank has, is called only where it decides. In ``shared_memory`` (on a CPU) lie both the model and DiLoCo's
     vectors. Rows are those of all of a node's ranks.
+
+    Raises:
+        TrainerUsageError: too little memory for the weights of ``first``, rows longer than the architecture is made
+            for, or fewer rows than ranks.
     """
     chosen = None if saved is not None else first or config.model.shape(vocab_rows)
     if saved is not None:

@@ -63,9 +63,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WEIGHT_BYTES = 4
-_NO_POSITION = -1
-_ALONE = RankPlace()
 _STATE_BYTES_PER_PARAMETER = 12  # Anchor, momentum and reference, as they travel to a joiner.
 _GROWTH = 1.5  # A run's vocabulary may be larger than this node's first guess.
 _NO_MEMORY = "can't allocate memory"

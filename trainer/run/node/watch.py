@@ -35,7 +35,7 @@ from trainer.monitor.pages.node_page import NodePage, PageFacts, Role
 from trainer.monitor.pages.routes import PageSource
 from trainer.monitor.speed import Phase
 from trainer.monitor.status import PipelineView
-from trainer.monitor.swarm import RoundMember
+from trainer.monitor.swarm import SeenMember
 from trainer.monitor.work import WorkDone, WorkTally
 from trainer.run.config import RunConfig
 from trainer.run.node.start_facts import start_facts
@@ -177,7 +177,7 @@ class Watch:
         """Records the announcements of all other nodes."""
         self.observer.peers(announcements)
 
-    def seen_in_rounds(self, members: Sequence[RoundMember]) -> None:
+    def seen_in_rounds(self, members: Sequence[SeenMember]) -> None:
         """Records who was in the latest rounds through a bucket, whose nodes announce nothing."""
         self.tracker.seen_in_rounds(members)
 

@@ -85,6 +85,11 @@ class ChangeChain:
         settings = self.settings_by(self.number_at(round_index))
         return tuple(settings.get(AUTHORITIES, self._file.authorities))
 
+    def newest_authorities(self) -> tuple[str, ...]:
+        """Returns those keys by the newest change, for whoever takes part in no rounds."""
+        settings = self.settings_by(self.newest)
+        return tuple(settings.get(AUTHORITIES, self._file.authorities))
+
     # -- as a log of records -------------------------------------------------------------------------------------------
 
     def heads(self) -> dict[str, int]:

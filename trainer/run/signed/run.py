@@ -108,7 +108,8 @@ class SignedRun:
     def authorities(self) -> frozenset[str]:
         """Returns the keys that may admit nodes now; a node without rounds goes by the newest change."""
         round_index = self.round_index()
-        return frozenset(self.chain.authorities_at(round_index if round_index >= 0 else 1 << 48))
+        chain = self.chain
+        return frozenset(chain.authorities_at(round_index) if round_index >= 0 else chain.newest_authorities())
 
     def begin_by(self, number: int) -> None:
         """Notes that what the node does from now on, it does by so many changes."""

@@ -111,7 +111,7 @@ class LocalSwarm:
         return [f"whole-{number}" for number in range(1, self.num_whole_nodes + 1)]
 
     def describe(self) -> str:
-        """What is started, in one line."""
+        """Returns what is started, in one line: how many of each kind of process."""
         counts = [(self.num_seeds, "seed"), (self.num_drivers, "driver"), (self.num_whole_nodes, "whole node")]
         others = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count]
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"

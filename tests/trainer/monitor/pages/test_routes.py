@@ -18,7 +18,7 @@ from trainer.monitor.history import History
 from trainer.monitor.pages.page_view import PageView
 from trainer.monitor.pages.routes import COOKIE, COURSE_PATH, TOKEN_PATH, VIEW_PATH, has_charts
 from trainer.monitor.run_view import AlarmStatus
-from trainer.monitor.swarm import RoundMember
+from trainer.monitor.swarm import SeenMember
 
 TOKEN = "a-token-of-24-characters"
 HOSTILE = "\u202e<script>alert(1)</script>\x1b[2J\ud800" + "x" * 10_000_000
@@ -158,7 +158,7 @@ def test_over_a_bucket_the_members_of_the_latest_rounds_are_the_others():
         node.tracker.set_state(3, "d3")
         told = [("f" * 64, 2, 4.0), ("a" * 64, 2, 3.0), ("b" * 64, 0, 5.0)]
         node.tracker.seen_in_rounds(
-            RoundMember(peer_id=key, last_round=last, weight=weight, outer_step=last, state_digest=f"d{last}")
+            SeenMember(peer_id=key, last_round=last, weight=weight, outer_step=last, state_digest=f"d{last}")
             for key, last, weight in told
         )
         view = PageView.model_validate_json(client.get(VIEW_PATH).content)

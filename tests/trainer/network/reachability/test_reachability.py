@@ -14,6 +14,7 @@ from trainer.errors import RefusedError
 from trainer.network.reachability import (
     DIAL_BACK_METHOD,
     HELLO_METHOD,
+    RELAY_CHECK_METHOD,
     DialBackReply,
     DialBackRequest,
     Hello,
@@ -22,6 +23,7 @@ from trainer.network.reachability import (
     measure_bandwidth,
 )
 from trainer.network.reachability.messages import BANDWIDTH_METHOD, BandwidthReply, BandwidthRequest
+from trainer.network.relay import Relay, RelayConfig
 from trainer.network.rpc import Endpoint, Identity, Peer
 
 TIMEOUT_S = 20.0
@@ -131,5 +133,34 @@ def test_bandwidth_and_clock_are_measured() -> None:
             found = await measure_bandwidth(asker, by_address(other))
             assert found.up_bytes_per_s > 1e5 and found.down_bytes_per_s > 1e5
             assert 0 < found.round_trip_s < TIMEOUT_S
+
+    asyncio.run(ask())
+
+
+def test_a_relay_is_checked_at_the_askers_own_address_alone_and_counts_as_a_dial_back() -> None:
+    async def checked(asker: Endpoint, other: Endpoint, port: int, host: str = "") -> str:
+        body = DialBackRequest(port=port, host=host)
+        try:
+            reply = await asker.call(by_address(other), RELAY_CHECK_METHOD, body, DialBackReply, timeout_s=TIMEOUT_S)
+        except RefusedError as error:
+            return error.reason
+        return reply.body.outcome
+
+    async def ask() -> None:
+        async with node() as asker, node() as other:
+            relay = Relay(RelayConfig(host="127.0.0.1"), identity=asker.identity)
+            await relay.start()
+            assert await checked(asker, other, relay.port) == "reached"
+            anothers = Relay(RelayConfig(host="127.0.0.1"), identity=other.identity)
+            await anothers.start()
+            assert await checked(asker, other, anothers.port) == "another"
+            await anothers.stop()
+            assert await checked(asker, other, relay.port, "127.0.0.2") == "address"
+            assert await checked(asker, other, 1023) == "address"
+            closed_port = relay.port
+            await relay.stop()
+            assert await checked(asker, other, closed_port) == "refused"
+            found = [await checked(asker, other, closed_port) for _ in range(6)]
+            assert "rate" in found, found
 
     asyncio.run(ask())

@@ -139,10 +139,10 @@ def test_two_that_begin_with_different_parts_do_not_wait_for_each_other() -> Non
         ended = list(trainer.after_inner_step())
         begins.clear()
         # One whose own round is over before the other asks for the second answers behind a later step.
-        for _ in range(50):
-            if len(ended) < 2:
-                time.sleep(0.1)
-                ended += trainer.after_inner_step()
+        ends_s = time.monotonic() + WAIT_S
+        while len(ended) < 2 and time.monotonic() < ends_s:
+            time.sleep(0.1)
+            ended += trainer.after_inner_step()
         assert all(result.committed for result in ended)
         return sorted(result.part for result in ended)
 

@@ -60,19 +60,8 @@ def test_a_taken_port_is_found_before_anything_is_loaded(capsys: pytest.CaptureF
         without_api = {"node_id": "a", "api": {"host": "127.0.0.1", "port": port, "enabled": False}}
         require_free_ports(from_mapping(RunConfig, without_api))
         for option in ("--port", "--relay-port"):
-            arguments = [
-                "seed",
-                "--host",
-                "127.0.0.1",
-                "--relay",
-                "--port",
-                "0",
-                "--relay-port",
-                "0",
-                option,
-                str(port),
-            ]
-            assert run(arguments) == 2
+            free = ["seed", "--host", "127.0.0.1", "--relay", "--port", "0", "--relay-port", "0"]
+            assert run([*free, option, str(port)]) == 2
             said = capsys.readouterr().err
             assert said.startswith(f"trainer: {option} {port}: expected a port") and said.count("\n") == 1
     elsewhere = {"node_id": "a", "rpc": {"host": "192.0.2.77", "port": port}}

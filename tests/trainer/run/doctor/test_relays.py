@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from genesis.doctor import Finding
 from tests.support.rpc_node import FAST, RUN_ID
+from tests.support.waiting import until
 from trainer.network.relay import Relay, RelayConfig, RelayedReach
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.network.rpc.admission import Admission
@@ -35,6 +36,11 @@ async def _hidden(*through: str) -> AsyncIterator[tuple[Endpoint, RelayedReach]]
         yield endpoint, reach
     finally:
         await endpoint.stop()
+
+
+async def _until_answered(hidden: tuple[Endpoint, RelayedReach]) -> None:
+    _, reach = hidden
+    await until(lambda: all(it.failure or it.lent_address or it.direct_address for it in reach.states()))
 
 
 _UNREACHED = Finding.failed("network", "reachable", "nothing answered", "the router: forward the port")
@@ -76,11 +82,11 @@ def test_where_there_is_none_to_try_the_doctor_says_so() -> None:
 
 @pytest.mark.parametrize("serves", [True, False])
 async def test_relays_that_were_given_are_judged_by_what_they_do(serves: bool) -> None:
-    async with (
-        _relay(max_nodes_per_host=1) as relay,
-        _hidden(*([] if serves else [relay])),
-        _hidden(relay) as (node, reach),
-    ):
+    async with _relay(max_nodes_per_host=1) as relay, AsyncExitStack() as stack:
+        if not serves:  # Another node of this host has its only place.
+            await _until_answered(await stack.enter_async_context(_hidden(relay)))
+        node, reach = await stack.enter_async_context(_hidden(relay))
+        await _until_answered((node, reach))
         findings = named_findings(reach.states())
         if serves:
             assert [(it.check, it.status) for it in findings] == [("reachable", "ok")]

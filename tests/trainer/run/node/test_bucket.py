@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.s3_servers import Server, free_port, moto_s3, rclone_s3, speaking_to
 from tests.support.trainer_command import ROOT, WAIT_S, RunningTrainer, TrainerCommand, TrainerHere, differences
 from trainer.bucket_rounds.config import BucketConfig
-from trainer.bucket_rounds.documents import Agreement, Claims, ContributionHeader, credential_field
+from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, ContributionHeader, credential_field
 from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.round import BUCKET_CRASH_POINTS
 from trainer.network.rpc import Identity
@@ -346,10 +344,8 @@ def test_a_store_that_is_away_for_a_minute_costs_time_only(
 
 def test_whoever_was_in_none_of_the_latest_rounds_is_not_listed_any_more() -> None:
     def agreement(round_index: int, **weights: float) -> Agreement:
-        members = tuple(SimpleNamespace(member=key, weight=weight) for key, weight in weights.items())
-        return cast(
-            "Agreement", SimpleNamespace(round_index=round_index, members=members, state_digest=f"d{round_index}")
-        )
+        members = tuple(AgreedMember.model_construct(member=key, weight=weight) for key, weight in weights.items())
+        return Agreement.model_construct(round_index=round_index, members=members, state_digest=f"d{round_index}")
 
     seen = seen_members({}, agreement(0, a=1.0, b=2.0), 1)
     for round_index in range(1, 5):

@@ -6,37 +6,43 @@ A relay sees these nodes come from 127.0.0.1; one that listens at 127.0.0.2 is n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.authority import running_authority
 from tests.support.rpc_node import FAST, RUN_ID, ask, register_test_methods
+from tests.support.s3_servers import free_port
 from tests.support.waiting import until
 from trainer.errors import TrainerUsageError
 from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, StaticDiscovery
 from trainer.network.reachability import ReachabilityService
 from trainer.network.relay import Relay, RelayConfig, RelayedReach
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
+from trainer.network.rpc.admission import Admission
 from trainer.run.config import RunConfig, from_mapping
+from trainer.run.config.admission import AdmissionConfig
 from trainer.run.node import relaying
+from trainer.run.node.admission import AdmissionClient, join_reachably, reach_of
 from trainer.run.node.relaying import RelayFinder, ServedRelay, announced_relays, named_relays
 
 FAST_DISCOVERY: dict[str, Any] = {"poll_interval_s": 0.1, "allow_private": True}
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value_s in (
         ("_GRACE_S", 0.0),
         ("_LOOK_S", 0.05),
         ("_FIRST_CHECK_S", 0.2),
         ("_CHECK_AGAIN_S", 0.5),
+        ("_CHECKED_EVERY_S", 0.5),  # The first time nobody may be known yet who could say.
         ("_FAILED_S", 0.5),
     ):
         monkeypatch.setattr(relaying, name, value_s)
-    yield
 
 
 class _Node:
@@ -93,14 +99,6 @@ async def _node(listens_at: str = "127.0.0.1", *initial_peers: str, **relay: Any
             await asyncio.gather(*node.tasks, return_exceptions=True)
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def _as_behind_a_router(node: _Node) -> None:
     """Makes a node one that nobody connects to, as far as it knows: here all addresses of the machine are reached."""
     node.endpoint.contacts.when_served.clear()
@@ -108,7 +106,7 @@ def _as_behind_a_router(node: _Node) -> None:
 
 
 async def test_a_node_that_is_reached_serves_and_one_that_is_not_finds_it() -> None:
-    port = _free_port()
+    port = free_port()
     async with (
         _node(serve=True, port=port) as serving,
         _node("127.0.0.1", serving.endpoint.address) as other,
@@ -128,7 +126,7 @@ async def test_a_node_that_is_reached_serves_and_one_that_is_not_finds_it() -> N
 
 
 async def test_a_node_that_others_connect_to_looks_for_no_relay() -> None:
-    port = _free_port()
+    port = free_port()
     async with _node(serve=True, port=port) as serving, _node("127.0.0.2", serving.endpoint.address) as other:
         await until(lambda: serving.served is not None and serving.served.announced_port)
         await until(lambda: other.finder._called_s)
@@ -137,7 +135,7 @@ async def test_a_node_that_others_connect_to_looks_for_no_relay() -> None:
 
 
 async def test_a_relay_that_peers_do_not_reach_is_not_announced_and_takes_nobody() -> None:
-    port = _free_port()
+    port = free_port()
     # Others see this node come from 127.0.0.1, and its relay listens elsewhere: as if a firewall closed its port.
     async with (
         _node(serve=True, port=port, host="127.0.0.3") as serving,
@@ -152,6 +150,7 @@ async def test_a_relay_that_peers_do_not_reach_is_not_announced_and_takes_nobody
         rpc = RpcConfig(**{**FAST, "host": "127.0.0.2"})  # type: ignore[arg-type]
         refused = Endpoint(Identity.create(), RUN_ID, rpc, reach=reach)
         await refused.start()
+        await until(lambda: reach.states()[0].failure)
         assert "they do not reach this one" in reach.states()[0].failure
         await refused.stop()
 
@@ -167,14 +166,13 @@ class _Lent:
         self.num_asked += 1
         await reader.readline()
         writer.write(
-            b'{"kind":"lent","port":%d,"public_host":"","seen_host":"127.0.0.1","is_direct":false}\n' % _free_port()
+            b'{"kind":"lent","port":%d,"public_host":"","seen_host":"127.0.0.1","is_direct":false}\n' % free_port()
         )
         await reader.read()
         writer.transport.abort()
 
 
 async def test_a_relay_whose_lent_ports_are_closed_is_none_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "_FAILED_S", 0.5)
     lie = _Lent()
     async with await asyncio.start_server(lie.answer, "127.0.0.1", 0) as server, _node() as other:
         monkeypatch.setattr(relaying, "DEFAULT_PORT", server.sockets[0].getsockname()[1])
@@ -202,11 +200,40 @@ async def test_a_relay_at_a_named_host_is_found_without_any_announcement(monkeyp
 
 
 async def test_who_wants_no_relay_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "DEFAULT_PORT", _free_port())
+    monkeypatch.setattr(relaying, "DEFAULT_PORT", free_port())
     async with _node() as other, _node("127.0.0.2", other.endpoint.address, auto=False) as hidden:
         assert hidden.tasks[0].done() or not hidden.reach.states()
         await asyncio.sleep(0.3)
         assert not hidden.reach.states()
+
+
+async def test_a_newcomer_that_the_authority_does_not_reach_joins_by_a_relay_at_a_named_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_authority(tmp_path) as authority:
+        relay = Relay(RelayConfig(host="127.0.0.1"), Admission(RUN_ID, [authority.key]))
+        await relay.start()
+        monkeypatch.setattr(relaying, "DEFAULT_PORT", relay.port)
+        options = {"run_id": RUN_ID, "discovery": {"initial_peers": ["127.0.0.1:4100"]}}
+        config = from_mapping(RunConfig, options)
+        admission = AdmissionConfig(authorities=(authority.key,), urls=(authority.url,), token=authority.invite())
+        identity = Identity.create()
+        client = AdmissionClient(admission, identity, RUN_ID, "worker", tmp_path / "own.json")
+        reach = reach_of(config, client)
+        nobody_listens_at = f"127.0.0.1:{free_port()}"
+        rpc = RpcConfig(**{**FAST, "host": "127.0.0.2", "tls": False, "public_address": nobody_listens_at})  # type: ignore[arg-type]
+        endpoint = Endpoint(identity, RUN_ID, rpc, client.admission, reach)
+        client.register(endpoint)
+        await endpoint.start()
+        try:
+            assert endpoint.address == nobody_listens_at
+            credential = await join_reachably(client, endpoint, reach, config)
+            assert credential.peer_id == endpoint.peer_id
+            assert endpoint.address != nobody_listens_at
+            assert (relay.num_nodes, authority.register.members()[0].is_reached) == (1, True)
+        finally:
+            await endpoint.stop()
+            await relay.stop()
 
 
 def test_where_relays_are_looked_for() -> None:
