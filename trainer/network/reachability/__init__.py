@@ -19,6 +19,7 @@ from trainer.network.reachability.messages import (
     HelloReply,
     Probe,
     ProbeReply,
+    RelayCheckRequest,
 )
 from trainer.network.reachability.service import ReachabilityService, register_probe
 
@@ -37,6 +38,7 @@ __all__ = [
     "Probe",
     "ProbeReply",
     "ReachabilityService",
+    "RelayCheckRequest",
     "measure_bandwidth",
     "register_probe",
 ]
