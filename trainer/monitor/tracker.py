@@ -65,6 +65,7 @@ class TrainingTracker:
         self._role: NodeRole = role
         self._stage = stage
         self._in_stages = bool(stages)
+        self._stages = frozenset(stages or ("",))  # Others may announce what they like: no other ones are compared.
         self._outer_steps = dict.fromkeys(stages if role == "node" else (), 0)  # Of the parts of a whole model.
         self._lock = threading.RLock()
         self._node_id = node_id
@@ -183,7 +184,7 @@ class TrainingTracker:
         kept = tuple(sorted(known.values(), key=lambda peer: -peer.expires_at)[:_MAX_PEERS])
         with self._lock:
             self._peers = kept
-            held = {name: state for peer in kept for name, state in peer.holdings.items()}
+            held = {name: state for peer in kept for name, state in self._comparable(peer).items()}
             for name, (step, digest) in held.items():
                 self._digests.add(name, step, digest)
             self._digests.keep([*self._own_holdings(), *held])
@@ -258,7 +259,7 @@ class TrainingTracker:
                 rounds_failed=self._num_rounds_failed,
                 last_round=self._last_round,
             )
-            held = [*self._own_holdings(), *(name for peer in others for name in peer.holdings)]
+            held = [*self._own_holdings(), *(name for peer in others for name in self._comparable(peer))]
             agreed = self._digests.agreement_of_stages(held)
         nodes = (own, *sorted(others, key=lambda peer: (peer.node_id, peer.peer_id)))
         # A stage counts each token once more: those of a pipeline are its drivers'.
@@ -287,6 +288,9 @@ class TrainingTracker:
             diloco=diloco,
             nodes=tuple(_node_status(node, is_self=node is own) for node in nodes[:_MAX_NODES_SHOWN]),
         )
+
+    def _comparable(self, peer: PlausibleNode) -> dict[str, tuple[int, str]]:
+        return {name: state for name, state in peer.holdings.items() if name.rpartition("/")[2] in self._stages}
 
     def _own_holdings(self) -> list[str]:
         if self._role == "driver":

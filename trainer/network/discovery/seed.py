@@ -122,6 +122,9 @@ async def _hear_forever(process: DhtProcess, members: Admission | None) -> None:
             await hear_revocations(process, members)
         except DiscoveryError as error:
             logger.debug("lists of revoked peers in the DHT: %s", error)
+        except Exception:
+            # Whatever stands in the DHT: a relay that hears no more lists would carry for those who are revoked.
+            logger.exception("lists of revoked peers in the DHT")
         await asyncio.sleep(_LOOK_UP_INTERVAL_S)
 
 

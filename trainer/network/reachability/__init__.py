@@ -20,6 +20,7 @@ from trainer.network.reachability.messages import (
     HelloReply,
     Probe,
     ProbeReply,
+    RelayCheckRequest,
 )
 from trainer.network.reachability.service import ReachabilityService, register_probe
 
@@ -38,6 +39,7 @@ __all__ = [
     "Probe",
     "ProbeReply",
     "ReachabilityService",
+    "RelayCheckRequest",
     "measure_bandwidth",
     "register_probe",
 ]

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from trainer.network.discovery.announcement import Instant
+from trainer.network.relay.protocol import Hex32
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
 from trainer.network.rpc.messages import Message
 
@@ -63,6 +64,13 @@ class DialBackRequest(Message):
     host: _Host = ""
     """The address itself, which has to be one of those the call may come from: of IPv6 a limit counts, and a handler is
     told, the /64 only. Empty: the IPv4 address of the call."""
+
+
+class RelayCheckRequest(DialBackRequest):
+    """Asks whether the sender's relay, at a port of its own address, is reached."""
+
+    ticket: Hex32
+    """To be shown to the relay, which lends a port for the check to nobody else."""
 
 
 class DialBackReply(Message):

@@ -33,6 +33,7 @@ from trainer.network.reachability.messages import (
     Outcome,
     Probe,
     ProbeReply,
+    RelayCheckRequest,
 )
 from trainer.network.relay.probing import probe_relay
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
@@ -81,7 +82,7 @@ class ReachabilityService:
         register = self._endpoint.register
         register(HELLO_METHOD, Hello, self._hello, max_payload_bytes=0, any_recipient=True, needs_credential=False)
         register(DIAL_BACK_METHOD, DialBackRequest, self._dial, max_payload_bytes=0, any_recipient=True)
-        register(RELAY_CHECK_METHOD, DialBackRequest, self._check_relay, max_payload_bytes=0, any_recipient=True)
+        register(RELAY_CHECK_METHOD, RelayCheckRequest, self._check_relay, max_payload_bytes=0, any_recipient=True)
         register(BANDWIDTH_METHOD, BandwidthRequest, self._measure, any_recipient=True)
 
     async def close(self) -> None:
@@ -97,7 +98,7 @@ class ReachabilityService:
         seen_host = "" if is_relayed else request.remote_address[:64]
         return Reply(HelloReply(version=__version__, now=self._clock(), seen_host=seen_host))
 
-    def _take_dial(self, request: Request[DialBackRequest]) -> tuple[str, str]:
+    def _take_dial(self, request: Request[DialBackRequest] | Request[RelayCheckRequest]) -> tuple[str, str]:
         """Returns the host that may be connected to and the whole address; raises RefusedError: none, or not now."""
         host, port = _own_host(request.body.host, request.remote_address), request.body.port
         if self._endpoint.may_be_relayed(request.remote_address):  # That address is one of this machine itself.
@@ -108,7 +109,7 @@ class ReachabilityService:
             raise _too_often("dial-backs")
         return host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    async def _check_relay(self, request: Request[DialBackRequest]) -> Reply[DialBackReply]:
+    async def _check_relay(self, request: Request[RelayCheckRequest]) -> Reply[DialBackReply]:
         """Looks whether the sender's relay is reached at the sender's own address."""
         host, address = self._take_dial(request)
         if request.body.port < _MIN_PORT:
@@ -118,7 +119,7 @@ class ReachabilityService:
         self._num_relay_checks += 1
         outcome: Outcome = "reached"
         try:
-            await probe_relay(host, request.body.port, request.sender)
+            await probe_relay(host, request.body.port, request.sender, request.body.ticket)
         except PeerUnavailableError as error:
             outcome = cast("Outcome", error.cause) if error.cause in get_args(Outcome) else "failed"
         finally:

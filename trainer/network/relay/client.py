@@ -3,7 +3,9 @@
 A relay that only carries for members of the run is shown the node's credential, and the newer one when it is renewed;
 before a newcomer has one, the pass that the authority gives it to join by. A relay that the operator has not named is
 judged before it is dialled, as all addresses of strangers are (`Dialing`), and counts once this node has reached itself
-at the port that it was lent: one that lends ports which a firewall closes, or of another host, is none.
+at the port that it was lent, and while it does so again every ten minutes: one that lends ports which a firewall
+closes, or of another host, is none. Any relay is left that says more than its part: 512 lines at once and then 64 a
+second, or a check that was not asked for, by which it could have this node announce another address each second.
 
 Each connection that a relay announces is joined to this node's own listening port by way of the loopback interface,
 from an address in 127.0.0.0/8 that stands for the caller's host: so limits that this node shares by address still tell
@@ -51,6 +53,7 @@ from trainer.network.rpc.config import split_address
 from trainer.network.rpc.dialing import Dialing, Socket, address_group, parse_ip
 from trainer.network.rpc.identity import Identity, certificate_digest
 from trainer.network.rpc.messages import Peer
+from trainer.network.rpc.token_buckets import TokenBuckets
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ _PAUSES_S: Final = (1.0, 60.0)
 _MAX_CONNECTIONS: Final = 256
 _PASS_S: Final = 8.0  # Less than a relay waits for a proof.
 _OWN_PORT_S: Final = 10.0  # For this node to reach itself by way of a relay.
+_LINES, _LINES_PER_S = 512.0, 64.0
+"""Of a relay, which tells of at most 128 callers that are there at once."""
 _NAME: Final = re.compile(r"[0-9A-Za-z.-]{1,253}")
 """Of a host, as announcements have it."""
 
@@ -199,6 +204,8 @@ class _Link:
         self._changed = changed
         self._carrying: set[asyncio.Task[None]] = set()
         self._shown = b""
+        self._lines = TokenBuckets(_LINES, _LINES_PER_S)
+        self._num_checks_asked = 0
         self._failure = ""
         self._own_port_failure = ""
         self._changed_s = time.monotonic()
@@ -226,6 +233,12 @@ class _Link:
                         level = logging.WARNING if self._judge is None else logging.INFO
                         logger.log(level, "relay %s: %s; trying again", self._relay, self._failure)
                         last = self._failure
+                except Exception as error:
+                    # Whatever a relay says, it is asked again: a node that no longer tries is reached by nobody.
+                    self._failure = f"it cannot be used ({type(error).__name__})"
+                    if self._failure != last:
+                        logger.exception("relay %s", self._relay)
+                        last = self._failure
                 self._lose()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSES_S[1])
@@ -236,7 +249,7 @@ class _Link:
     async def _register_once(self) -> None:
         host, port = await self._where(self._relay)
         reader, writer = await self._connect(host, port)
-        self._own_port_failure = ""
+        self._own_port_failure, self._num_checks_asked = "", 0
         tasks = []
         try:
             lent = await self._lent(reader, writer)
@@ -249,12 +262,14 @@ class _Link:
             tasks += [asyncio.create_task(self._ping(writer)), asyncio.create_task(self._check(writer))]
             while True:
                 line = await read_line(reader, RELAY_LINE, SILENCE_S, self._relay)
+                if not self._lines.take(""):
+                    raise PeerUnavailableError(f"expected {_LINES_PER_S:g} lines a second at most, found more")
                 if isinstance(line, Incoming) and len(self._carrying) < _MAX_CONNECTIONS:
                     task = asyncio.create_task(self._take_up(line, host, port))
                     self._carrying.add(task)
                     task.add_done_callback(self._carrying.discard)
                 elif isinstance(line, Checked):
-                    self._take_direct(lent.seen_host, line.is_direct)
+                    self._take_checked(lent.seen_host, line)
                 elif isinstance(line, Refusal):
                     raise _refusal(line)
         finally:
@@ -279,8 +294,10 @@ class _Link:
         line = await read_line(reader, RELAY_LINE, _LINE_S, self._relay)
         if isinstance(line, Challenge):
             self._shown = await place.credential.first(line.members_of) if line.members_of else b""
-            signature = place.identity.sign(proof_text(line.nonce, self._relay, own)).hex()
-            proof = Proof(relay=self._relay, signature=signature, credential=pack_credential(self._shown))
+            ip = _dialled_ip(writer)
+            signature = place.identity.sign(proof_text(line.nonce, self._relay, own, ip)).hex()
+            shown = pack_credential(self._shown)
+            proof = Proof(relay=self._relay, dialled_ip=ip, signature=signature, credential=shown)
             await write_line(writer, proof, _LINE_S, self._relay)
             line = await read_line(reader, RELAY_LINE, _LENDING_S, self._relay)
         if isinstance(line, Lent):
@@ -290,20 +307,23 @@ class _Link:
         raise PeerUnavailableError(f"expected a port, found {line.kind}")
 
     async def _reach_own(self, shown: str, dialled: Socket, writer: asyncio.StreamWriter) -> None:
-        """Takes the lent address once this node has reached itself there; else ends the registration."""
-        try:
-            where = await self._where(shown)
-            found = await fetch_certificate(*where, _OWN_PORT_S)
-            if certificate_digest(found) != self._place.certificate_sha256:
-                raise PeerUnavailableError("another answers there")
-        except (PeerUnavailableError, OSError) as error:
-            self._own_port_failure = f"it lends {shown}, where this node does not reach itself ({error})"
-            writer.transport.abort()
-            return
-        if self._judge is not None:  # Both may be dialled again, without the pauses of addresses that are silent.
-            self._judge.answered(dialled)
-            self._judge.answered(where)
-        self._take_lent(shown)
+        """Takes the lent address while this node reaches itself there; once it does not, ends the registration."""
+        while True:
+            try:
+                where = await self._where(shown)
+                found = await fetch_certificate(*where, _OWN_PORT_S)
+                if certificate_digest(found) != self._place.certificate_sha256:
+                    raise PeerUnavailableError("another answers there")
+            except (PeerUnavailableError, OSError) as error:
+                self._own_port_failure = f"it lends {shown}, where this node does not reach itself ({error})"
+                writer.transport.abort()
+                return
+            if self._judge is not None:  # Both may be dialled again, without the pauses of addresses that are silent.
+                self._judge.answered(dialled)
+                self._judge.answered(where)
+            if not self.lent_address:
+                self._take_lent(shown)
+            await asyncio.sleep(_CHECK_S)
 
     async def _ping(self, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -318,6 +338,7 @@ class _Link:
     async def _check(self, writer: asyncio.StreamWriter) -> None:
         while True:
             await asyncio.sleep(_CHECK_S)
+            self._num_checks_asked += 1
             await write_line(writer, Check(), _LINE_S, self._relay)
 
     async def _take_up(self, incoming: Incoming, host: str, port: int) -> None:
@@ -367,6 +388,12 @@ class _Link:
             self.direct_address = found
             self._note_change()
 
+    def _take_checked(self, host: str, said: Checked) -> None:
+        if self._num_checks_asked < 1:
+            raise PeerUnavailableError("expected an answer to a check, found one that nobody has asked for")
+        self._num_checks_asked -= 1
+        self._take_direct(host, said.is_direct)
+
     def _note_change(self) -> None:
         self._changed_s = time.monotonic()
         self._changed()
@@ -379,6 +406,12 @@ class _Link:
             self.lent_address = self.direct_address = ""
             self._note_change()
         cancel_once(self._carrying)
+
+
+def _dialled_ip(writer: asyncio.StreamWriter) -> str:
+    name = writer.get_extra_info("peername")
+    ip = parse_ip(str(name[0])) if name else None
+    return "" if ip is None else str(ip)
 
 
 def _refusal(line: Refusal) -> PeerUnavailableError:

@@ -4,15 +4,17 @@ The checks go from cheap to expensive: version, rate of the host (8 registration
 the signature of the node's key (140 µs), which relay it is meant for, how many nodes there are, and the authority's
 signature of the credential, once for each that is new. So strangers, a flood of them too, cost a host's ration of
 signatures and no more. A relay of a run with an authority carries for its members (roles node, worker and driver) and,
-for some minutes, for those to whom the authority gave a pass to join by; both lose their port when what they have shown
-expires without a newer one, and within a second once the authority has revoked them. A relay without one takes anybody.
+for some minutes, for those to whom the authority gave a pass to join by. They have a quarter of its places at most,
+since one invitation is good for passes of any number of keys. Both lose their port when what they have shown expires
+without a newer one, and within seconds once the authority has revoked them. A relay without one takes anybody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Final
 
 from trainer.errors import RefusedError, TrainerUsageError
@@ -30,7 +32,8 @@ from trainer.network.relay.protocol import (
 )
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.config import split_address
-from trainer.network.rpc.dialing import address_group
+from trainer.network.rpc.credential import is_relay_pass
+from trainer.network.rpc.dialing import address_group, host_kind
 from trainer.network.rpc.identity import verify_signature
 from trainer.network.rpc.messages import Reason
 from trainer.network.rpc.token_buckets import TokenBuckets
@@ -39,6 +42,18 @@ LINE_S: Final = 10.0
 """Time for a line to come, or to be taken."""
 _REGISTRATION_BURST: Final = 8.0
 _REGISTRATIONS_PER_S: Final = 0.1
+_PASSES_SHARE: Final = 4
+"""One place in so many is for those who only have a pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a node that has, or gets, a port has shown for it."""
+
+    host: str
+    until: float
+    """Seconds since 1970, when it expires."""
+    is_by_pass: bool
 
 
 class Gate:
@@ -58,13 +73,14 @@ class Gate:
         asked: Register,
         host: str,
         port: int,
-        others: Collection[str],
+        others: Callable[[], Collection[Place]],
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    ) -> float:
-        """Has a node prove that it may have a port; returns until when it may, in seconds since 1970.
+    ) -> Place:
+        """Has a node prove that it may have a port; returns what it has then, and until when.
 
-        ``port`` is the relay's own, ``others`` the hosts of the other nodes. Raises RefusedError: it may not, and why;
-        PeerUnavailableError: it says nothing more.
+        ``port`` is the relay's own; ``others`` returns what the other nodes have, and is asked once nothing is waited
+        for any more, so that nodes that come at once do not all get the last place. Raises RefusedError: it may not,
+        and why; PeerUnavailableError: it says nothing more.
         """
         reader, writer = streams
         if asked.version != PROTOCOL_VERSION:
@@ -77,12 +93,17 @@ class Gate:
         run_name = "" if self._admission is None else self._admission.run_name
         await write_line(writer, Challenge(nonce=nonce, members_of=run_name), LINE_S, host)
         proof = await read_line(reader, PROOF_LINE, LINE_S, host)
-        signed = proof_text(nonce, proof.relay, asked.peer_id)
+        signed = proof_text(nonce, proof.relay, asked.peer_id, proof.dialled_ip)
         if not verify_signature(asked.peer_id, signed, bytes.fromhex(proof.signature)):
             raise RefusedError(Reason.SIGNATURE, "expected the nonce signed by the node's key, found another signature")
         self._check_is_own(proof, port, str(writer.get_extra_info("sockname", ("",))[0]))
-        self._check_room(host, others)
-        return self.until(asked.peer_id, proof.credential)
+        found = others()
+        self._check_room(host, found)
+        is_by_pass = self._admission is not None and is_relay_pass(unpack_credential(proof.credential))
+        if is_by_pass and sum(other.is_by_pass for other in found) >= max(1, self._config.max_nodes // _PASSES_SHARE):
+            text = "expected fewer newcomers at this relay, found too many that only have a pass; choose another"
+            raise RefusedError(Reason.BUSY, text)
+        return Place(host, self.until(asked.peer_id, proof.credential), is_by_pass)
 
     def until(self, peer_id: str, credential: str) -> float:
         """Returns until when a node may be relayed that shows this; raises RefusedError where it may not be."""
@@ -95,12 +116,12 @@ class Gate:
         if self._admission is not None:
             self._admission.check_still_relayed(peer_id, until)
 
-    def _check_room(self, host: str, others: Collection[str]) -> None:
+    def _check_room(self, host: str, others: Collection[Place]) -> None:
         config = self._config
         if len(others) >= config.max_nodes:
             text = f"expected fewer than {config.max_nodes} nodes at this relay, found it full; choose another"
             raise RefusedError(Reason.BUSY, text)
-        if sum(other == host for other in others) >= config.max_nodes_per_host:
+        if sum(other.host == host for other in others) >= config.max_nodes_per_host:
             text = f"expected fewer than {config.max_nodes_per_host} nodes of {host}, found as many already"
             raise RefusedError(Reason.BUSY, text)
 
@@ -108,14 +129,17 @@ class Gate:
         """Raises RefusedError where a node that has dialled ``proof.relay`` meant another relay.
 
         Else another, with which the node registers, could pass its proof on, and take the node's place here. A relay
-        that was not told its public host knows itself by its port alone: behind a router it is called by another host.
+        that was not told its public host knows itself by the address that it is connected to at, where that is a public
+        one; behind a router it is called by another, and knows itself by its port alone.
         """
         public = self._config.public_host
         try:
             host, named_port = split_address(proof.relay)
         except TrainerUsageError:
             host, named_port = "", 0
-        is_host = not public or host == public or address_group(host) == address_group(own_ip)
+        is_own_ip = address_group(host) == address_group(own_ip)
+        is_dialled = not proof.dialled_ip or address_group(proof.dialled_ip) == address_group(own_ip)
+        is_host = host == public or is_own_ip if public else is_dialled or host_kind(own_ip) != "public"
         if named_port != port or not is_host:
             own = f"{public}:{port}" if public else f"port {port}"
             text = f"expected a proof for {own}, found one for {proof.relay[:80]}; name the relay so"

@@ -23,12 +23,13 @@ _MIN_PORT: Final = 1024
 """Whoever asks for a check names the second port: no service of another machine behind the same address."""
 
 
-async def probe_relay(host: str, port: int, peer_id: PeerId) -> None:
+async def probe_relay(host: str, port: int, peer_id: PeerId, ticket: str) -> None:
     """Asks the relay of ``peer_id`` at an address; raises PeerUnavailableError where it, or its lent port, is silent.
 
+    ``ticket`` is what that relay gave for it (`Relay.new_ticket`).
     The error's ``cause`` is ``refused`` or ``timeout`` where nothing answers, ``another`` where something else does.
     """
-    probe = Probe(nonce=secrets.token_hex(16))
+    probe = Probe(nonce=secrets.token_hex(16), ticket=ticket)
     async with _connected(host, port) as (reader, writer):  # The relay lends a port while this is open.
         await write_line(writer, probe, _LINE_S, host)
         first = await read_line(reader, PROBED_LINE, _LINE_S, f"{host}:{port}")

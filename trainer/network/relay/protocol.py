@@ -3,19 +3,20 @@
     node                                        relay
     Register(peer_id, listen_port, certificate) ──▶
                                                 ◀── Challenge(nonce, members_of)
-    Proof(signature over nonce and relay,
+    Proof(signature over nonce, relay and IP,
           credential where members_of a run)    ──▶
                                                 ◀── Lent(port, seen_host, is_direct)
     Ping | Check | Show(a newer credential)     ──▶
                                                 ◀── Pong | Checked(is_direct) | Incoming(token, host)
     on a connection of its own: Accept(token)   ──▶     from here on the bytes of the caller
 
-    another node that checks the relay: Probe(nonce) ──▶ Probed(port, signature), and the same again at that port
+    a node that the relay's has asked to check it:
+    Probe(nonce, ticket)                        ──▶ Probed(port, signature), and the same again at that port
 
 The lines are not encrypted. Somebody on the way could cut the connection, as they could any other; they can register
 nobody, since a proof names the relay and its nonce, and read nothing, since what is carried is TLS between its ends. A
-relay that was not told its `public_host` checks the port of its name only: then another relay of the same port could
-register there those that register with it, which cuts them off there, and lets nobody pass for them.
+relay behind a router that was not told its `public_host` checks the port of its name only: then another relay of the
+same port could register there those that register with it, which cuts them off there, and lets nobody pass for them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _PROBE_DOMAIN: Final = b"genesis relay probe 1\n"
 T = TypeVar("T")
 
 _PeerId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Host = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z.:%_-]*$")]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
 _Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
@@ -67,7 +68,7 @@ class Challenge(Message):
     """What the node has to sign."""
 
     kind: Literal["challenge"] = "challenge"
-    nonce: _Hex32
+    nonce: Hex32
     members_of: Annotated[str, Field(max_length=128)] = ""
     """The run whose members alone are relayed, by the credentials of its authority; empty: anybody is."""
 
@@ -77,6 +78,9 @@ class Proof(Message):
 
     kind: Literal["proof"] = "proof"
     relay: Annotated[str, Field(max_length=262)]
+    """As the node calls it."""
+    dialled_ip: Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Fa-f:.]*$")] = ""
+    """Where the node's connection goes to; empty: an earlier release, which does not say."""
     signature: _Signature
     credential: _Credential = ""
 
@@ -136,7 +140,7 @@ class Incoming(Message):
     """Somebody has connected to the node's port; the token counts once and for ten seconds."""
 
     kind: Literal["incoming"] = "incoming"
-    token: _Hex32
+    token: Hex32
     host: _Host
     """Where from, as limits count hosts."""
 
@@ -145,14 +149,16 @@ class Accept(Message):
     """First line of the connection that the node opens for an `Incoming`."""
 
     kind: Literal["accept"] = "accept"
-    token: _Hex32
+    token: Hex32
 
 
 class Probe(Message):
     """Another node asks whether a relay is there, and whether the ports that it lends are reached."""
 
     kind: Literal["probe"] = "probe"
-    nonce: _Hex32
+    nonce: Hex32
+    ticket: Hex32
+    """What the relay's node has given the asker: nobody else can have it lend a port."""
 
 
 class Probed(Message):
@@ -175,9 +181,10 @@ PROBED_LINE: Final[TypeAdapter[Probed]] = TypeAdapter(Probed)
 RELAY_LINE: Final[TypeAdapter[Lent | Challenge | Refusal | Pong | Checked | Incoming]] = TypeAdapter(RelayLine)
 
 
-def proof_text(nonce: str, relay: str, peer_id: str) -> bytes:
-    """Returns what a node signs: the nonce, the relay's address as the node has dialled it, and its own key."""
-    return _DOMAIN + f"{nonce}\n{relay}\n{peer_id}".encode()
+def proof_text(nonce: str, relay: str, peer_id: str, dialled_ip: str = "") -> bytes:
+    """Returns what a node signs: the nonce, the relay's address as it calls it, its own key, and the IP it dialled."""
+    dialled = f"\n{dialled_ip}" if dialled_ip else ""
+    return _DOMAIN + f"{nonce}\n{relay}\n{peer_id}{dialled}".encode()
 
 
 def probe_text(nonce: str, port: int, peer_id: str) -> bytes:

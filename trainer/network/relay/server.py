@@ -1,12 +1,12 @@
 """The relay: lends ports to nodes that pass its `Gate`, and joins what connects there to what the node opens for it.
 
 Whatever anybody can send is bounded first: connections that have proven nothing yet (256, 16 of one host, ten seconds a
-line; hosts with a registered node are not kept out by others'), registrations and probes (`RelayConfig`, and per host 8
-and then one in ten seconds), a node's lines (16 and then one a second), connections carried in all, for a node and from
-a host, and how fast a host calls a node (64 and then 4 a second), the time until a node accepts one. Carried
-connections take at most a quarter of the files that the process may open. A relay connects to nobody but, once a
-registration or check, to the address that a node's own connection comes from, at the port it says it listens on: no
-third party can be named.
+line; hosts with a registered node are not kept out by others'), registrations (`RelayConfig`, and per host 8 and then
+one in ten seconds), probes (each by a ticket of this node's), a node's lines (16 and then one a second), connections
+carried in all, for a node and from a host, and how fast a host calls a node (64 and then 4 a second), the time until a
+node accepts one. Carried connections take at most a quarter of the files that the process may open. A relay connects to
+nobody but, once a registration or check, to the address that a node's own connection comes from, at the port it says it
+listens on: no third party can be named.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import Counter
+import time
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -25,7 +26,7 @@ from genesis.open_files import raise_open_files
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.relay.carrying import FairShares, Streams, carry
 from trainer.network.relay.config import RelayConfig
-from trainer.network.relay.gate import LINE_S, Gate
+from trainer.network.relay.gate import LINE_S, Gate, Place
 from trainer.network.relay.protocol import (
     COPY_BYTES,
     FIRST_LINE,
@@ -47,14 +48,16 @@ from trainer.network.relay.protocol import (
     end,
     probe_text,
     read_line,
+    unpack_credential,
     write_line,
 )
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.channels import fetch_certificate
+from trainer.network.rpc.credential import is_relay_pass
 from trainer.network.rpc.dialing import address_group
 from trainer.network.rpc.identity import Identity, certificate_digest
 from trainer.network.rpc.messages import Reason
-from trainer.network.rpc.token_buckets import TokenBuckets, count_down
+from trainer.network.rpc.token_buckets import TokenBuckets, count_down, remember
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,8 @@ _FILES_PER_CONNECTION: Final = 8
 """Two are its sockets: so the rest of the process keeps three quarters of what it may open."""
 _MIN_PORT: Final = 1024
 _PROBE_S: Final = 10.0
+_TICKET_S: Final = 30.0
+_MAX_TICKETS: Final = 16
 _SWEEP_S: Final = 1.0
 _LAST_LINE_S: Final = 2.0
 
@@ -79,12 +84,15 @@ class _LentPort:
     """A node that is registered, and what is carried for it."""
 
     peer_id: str
-    host: str
     control: asyncio.StreamWriter
-    until: float  # Seconds since 1970, when what it has shown expires.
+    place: Place
     server: asyncio.Server | None = None
     connections: Counter[str] = field(default_factory=Counter)  # By the host they come from.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def host(self) -> str:
+        return self.place.host
 
     @property
     def port(self) -> int:
@@ -97,8 +105,8 @@ class _LentPort:
 class Relay:
     """Relays for others between `start` and `stop`; everything happens on the event loop of `start`.
 
-    With ``admission`` it does so for members of that run alone. ``identity`` is that of its node, which answers probes;
-    a relay without one, such as a seed's, answers none.
+    With ``admission`` it does so for members of that run alone. ``identity`` is that of its node, which answers probes
+    by those that it has given a ticket (`new_ticket`); a relay without one, such as a seed's, answers none.
     """
 
     def __init__(
@@ -112,6 +120,8 @@ class Relay:
         """Why nobody new gets a port; empty: whoever passes the gate does."""
         self._server: asyncio.Server | None = None
         self._nodes: dict[str, _LentPort] = {}
+        self._tickets: OrderedDict[str, float] = OrderedDict()
+        """Of probes that this node has asked others for: until when each is answered, once."""
         self._waiting: dict[str, asyncio.Future[Streams]] = {}
         """By token: callers whose node has not come for them yet."""
         self._unproven: Counter[str] = Counter()
@@ -126,6 +136,12 @@ class Relay:
     def num_nodes(self) -> int:
         """Nodes that have a port now."""
         return len(self._nodes)
+
+    def new_ticket(self) -> str:
+        """Returns what another node shows that is to check this relay; it counts once, and for half a minute."""
+        ticket = secrets.token_hex(16)
+        remember(self._tickets, ticket, time.monotonic() + _TICKET_S, _MAX_TICKETS)
+        return ticket
 
     @property
     def num_connections(self) -> int:
@@ -182,15 +198,15 @@ class Relay:
             is_handed_over = False
             try:
                 host = _host_of(writer)
-                until = 0.0
+                place: Place | None = None
                 with self._counted_unproven(host):
                     first = await read_line(reader, FIRST_LINE, LINE_S, host)
                     if isinstance(first, Register):
-                        until = await self._admitted(first, host, (reader, writer))
+                        place = await self._admitted(first, host, (reader, writer))
                     elif isinstance(first, Probe):
                         await self._answer_probe(first, host, (reader, writer))
-                if isinstance(first, Register):
-                    await self._keep_node(first, host, until, (reader, writer))
+                if isinstance(first, Register) and place is not None:
+                    await self._keep_node(first, place, (reader, writer))
                 elif isinstance(first, Accept):
                     is_handed_over = self._hand_over(first.token, (reader, writer))
             except PeerUnavailableError as error:
@@ -226,20 +242,23 @@ class Relay:
         finally:
             count_down(self._unproven, host)
 
-    async def _admitted(self, asked: Register, host: str, streams: Streams) -> float:
-        """Returns until when a node may have a port; raises RefusedError where it may have none."""
+    async def _admitted(self, asked: Register, host: str, streams: Streams) -> Place:
+        """Returns what a node has that may have a port; raises RefusedError where it may have none."""
         if self.paused:
             raise RefusedError(Reason.STOPPING, self.paused)
-        others = [it.host for it in self._nodes.values() if it.peer_id != asked.peer_id]
+
+        def others() -> list[Place]:
+            return [it.place for it in self._nodes.values() if it.peer_id != asked.peer_id]
+
         return await self._gate.pass_through(asked, host, self.port, others, streams)
 
-    async def _keep_node(self, asked: Register, host: str, until: float, streams: Streams) -> None:
+    async def _keep_node(self, asked: Register, place: Place, streams: Streams) -> None:
         """Lends the node a port and answers it until it goes away, which raises PeerUnavailableError.
 
         Raises RefusedError where it shows a credential that does not count.
         """
         reader, writer = streams
-        node = _LentPort(asked.peer_id, host, writer, until)
+        host, node = place.host, _LentPort(asked.peer_id, writer, place)
         before = self._nodes.get(asked.peer_id)
         if before is not None:  # It has proven its key: its old connection is dead, or it has restarted.
             self._forget(before)
@@ -259,7 +278,9 @@ class Relay:
                         f"{host}: expected three lines in {SILENCE_S:g} s, found more than one a second"
                     )
                 if isinstance(line, Show):
-                    node.until = self._gate.until(asked.peer_id, line.credential)
+                    shown = unpack_credential(line.credential)
+                    until = self._gate.until(asked.peer_id, line.credential)
+                    node.place = replace(place, until=until, is_by_pass=place.is_by_pass and is_relay_pass(shown))
                 if not isinstance(line, Check):
                     await write_line(writer, Pong(), LINE_S, host)
                     continue
@@ -272,19 +293,24 @@ class Relay:
         """Takes their ports from nodes that are revoked, or whose credentials have expired."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            for node in list(self._nodes.values()):
-                try:
-                    self._gate.check_still(node.peer_id, node.until)
-                except RefusedError as error:
-                    logger.info("node %s… loses its port (%s): %s", node.peer_id[:12], error.reason, error)
-                    await _refuse(node.control, error)
-                    self._forget(node)
+            await asyncio.gather(*(self._sweep(node) for node in list(self._nodes.values())))
+
+    async def _sweep(self, node: _LentPort) -> None:
+        try:
+            self._gate.check_still(node.peer_id, node.place.until)
+        except RefusedError as error:
+            logger.info("node %s… loses its port (%s): %s", node.peer_id[:12], error.reason, error)
+            if node.server is not None:
+                node.server.close()
+            cancel_once(node.tasks)  # Before it is told, which it may take its time to hear.
+            await _refuse(node.control, error)
+            self._forget(node)
 
     async def _answer_probe(self, probe: Probe, host: str, streams: Streams) -> None:
         """Shows another node that this relay, and a port that it lends, are reached; raises RefusedError."""
-        identity = self._identity
-        if identity is None or not self._gate.take(host):
-            raise RefusedError(Reason.RATE, "expected fewer probes of a relay that answers them; try again in a minute")
+        identity, until_s = self._identity, self._tickets.pop(probe.ticket, 0.0)
+        if identity is None or time.monotonic() > until_s:
+            raise RefusedError(Reason.RECIPIENT, "expected a probe that this relay's node has asked for, found another")
 
         async def called(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             async with self._tracked():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from trainer.errors import RefusedError
-from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RelayPass, RevokedPeers, Role
+from trainer.network.rpc.credential import MAX_CLOCK_SKEW_S, Credential, RelayPass, RevokedPeers, Role, is_relay_pass
 from trainer.network.rpc.messages import PeerId, Reason
 from trainer.network.rpc.token_buckets import remember
 
@@ -137,7 +137,7 @@ class Admission:
 
         Raises RefusedError (``credential``, ``role`` or ``revoked``). Who shows nothing has to be known already.
         """
-        if b'"kind":"relay-pass"' in shown:
+        if is_relay_pass(shown):
             found = RelayPass.parse(shown)
             if found.peer_id != peer_id:
                 text = f"expected the relay pass of {peer_id[:16]}…, found that of {found.peer_id[:16]}…"

@@ -189,6 +189,11 @@ class RelayPass(_SignedDocument):
         self._check_signature(_RELAY_PASS_DOMAIN)
 
 
+def is_relay_pass(wire: bytes) -> bool:
+    """Returns whether what somebody shows is to be read as a relay pass, and not as a credential."""
+    return b'"kind":"relay-pass"' in wire
+
+
 class RevokedPeers(_SignedDocument):
     """All peers that an authority has revoked and whose credentials could still be valid; a higher number is newer."""
 

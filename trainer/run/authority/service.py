@@ -53,6 +53,8 @@ LIFE_S: Final = 4 * 3600.0
 RELAY_PASS_S: Final = 300.0
 """Life of a relay pass: a node joins in it, and then shows relays its credential."""
 _REFUSALS_LOGGED, _REFUSALS_LOGGED_PER_S = 20.0, 0.2
+_PASSES, _PASSES_PER_S = 16.0, 0.1
+"""By one invitation, or of one member: an invitation that is not used up is good for any number of keys."""
 _UNREACHED_OK: Final = frozenset({"driver", "monitor"})
 """Roles of nodes that call and need not be called: their key has signed the request, which proves it."""
 
@@ -98,6 +100,7 @@ class AuthorityService:
     num_admitted: int = field(default=0, init=False)
     _dial_back: DialBack = field(init=False)
     _requests: TokenBuckets = field(init=False)
+    _passes: TokenBuckets = field(init=False)
     _log_budget: TokenBuckets = field(init=False)
     _list: tuple[float, RevokedPeers | None] = field(default=(-1.0, None), init=False)
     """The newest list as it was signed last, and when."""
@@ -107,6 +110,7 @@ class AuthorityService:
             self.identity, self.run_name, allow_private=self.config.allow_private, tls=self.config.tls
         )
         self._requests = TokenBuckets(self.config.requests_at_once, self.config.requests_per_s)
+        self._passes = TokenBuckets(_PASSES, _PASSES_PER_S)
         self._log_budget = TokenBuckets(_REFUSALS_LOGGED, _REFUSALS_LOGGED_PER_S)
 
     async def close(self) -> None:
@@ -138,10 +142,12 @@ class AuthorityService:
         """Lets the sender of a join request be reached by relays while it joins; raises RefusedError.
 
         Whoever may join may have one: a member, a key on the allow-list, or the holder of an invitation, no use of
-        which it takes.
+        which it takes: 16 at once by each, and then one in ten seconds.
         """
         try:
             request, _ = await self._entitled(wire)
+            if not self._passes.take(request.token_key or request.peer_id):
+                raise RefusedError(Reason.RATE, "expected fewer relay passes by one invitation; try again in a minute")
         except RefusedError as error:
             self._note_refusal("request for a relay pass", error, remote_host)
             raise

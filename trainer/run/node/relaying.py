@@ -26,7 +26,7 @@ from typing import Final
 from trainer.errors import RpcError, TrainerUsageError
 from trainer.network.discovery import Announcement, Discovery
 from trainer.network.discovery.config import DiscoveryConfig
-from trainer.network.reachability import RELAY_CHECK_METHOD, DialBackReply, DialBackRequest
+from trainer.network.reachability import RELAY_CHECK_METHOD, DialBackReply, RelayCheckRequest
 from trainer.network.relay import Relay, RelayConfig, RelayedReach
 from trainer.network.relay.client import LinkState
 from trainer.network.relay.config import DEFAULT_PORT, MAX_RELAYS
@@ -212,7 +212,12 @@ class ServedRelay:
         pause_s = _FIRST_CHECK_S
         while True:
             await asyncio.sleep(pause_s)
-            is_reached = await self.check()
+            try:
+                is_reached = await self.check()
+            except Exception:
+                # What peers say must not end the checks for good: a relay would stay announced, or be so no more.
+                logger.exception("checking this node's relay")
+                is_reached = None
             if is_reached is not None and is_reached != self._is_reached:
                 self._is_reached = is_reached
                 self._take(is_reached=is_reached)
@@ -239,7 +244,7 @@ class ServedRelay:
         return True if self._is_called and not peers else None
 
     async def _ask(self, said: Announcement) -> bool | None:
-        body = DialBackRequest(port=self._relay.port)
+        body = RelayCheckRequest(port=self._relay.port, ticket=self._relay.new_ticket())
         try:
             reply = await self._endpoint.call(
                 said.peer(), RELAY_CHECK_METHOD, body, DialBackReply, timeout_s=_CHECK_TIMEOUT_S

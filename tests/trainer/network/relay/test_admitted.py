@@ -171,7 +171,7 @@ async def test_a_port_is_lost_when_what_was_shown_expires_and_kept_where_it_is_r
         # The one renews its credential while it is registered, the other does not.
         kept.take_own(Credential.issue(AUTHORITY, RUN_ID, lasting.peer_id, "worker", None, time.time(), 9000.0))
         link = relay._nodes[lasting.peer_id]
-        await until(lambda: link.until > clock.now_s + 8000)
+        await until(lambda: link.place.until > clock.now_s + 8000)
         clock.now_s += 300.0
         await until(lambda: relay.num_nodes == 1)
         assert lasting.peer_id in relay._nodes
@@ -206,11 +206,11 @@ async def test_a_newcomer_joins_by_a_pass_and_then_shows_its_credential(
         try:
             await endpoint.start()
             assert endpoint.address.startswith("127.0.0.1:")
-            pass_ends = relay._nodes[identity.peer_id].until
+            pass_ends = relay._nodes[identity.peer_id].place.until
             assert pass_ends < time.time() + 600
             await client.join(endpoint.address)  # The authority dials back by way of the relay.
             assert authority.register.members()[0].is_reached
-            await until(lambda: relay._nodes[identity.peer_id].until > pass_ends + 3600)
+            await until(lambda: relay._nodes[identity.peer_id].place.until > pass_ends + 3600)
         finally:
             await endpoint.stop()
             await relay.stop()
@@ -233,19 +233,19 @@ async def test_only_who_may_join_gets_a_pass(tmp_path: Path) -> None:
 
 async def test_a_relay_shows_who_checks_it_that_it_and_a_lent_port_are_reached() -> None:
     async with _relay(first_port=21_300, max_nodes=2) as relay:
-        await probe_relay("127.0.0.1", relay.port, AUTHORITY.peer_id)
+        await probe_relay("127.0.0.1", relay.port, AUTHORITY.peer_id, relay.new_ticket())
         with pytest.raises(PeerUnavailableError, match="found another") as caught:
-            await probe_relay("127.0.0.1", relay.port, Identity.create().peer_id)
+            await probe_relay("127.0.0.1", relay.port, Identity.create().peer_id, relay.new_ticket())
         assert caught.value.cause == "another"
         taken = [await asyncio.start_server(lambda *_: None, "127.0.0.1", port) for port in (21_300, 21_301)]
         with pytest.raises(PeerUnavailableError):  # No port left to lend.
-            await probe_relay("127.0.0.1", relay.port, AUTHORITY.peer_id)
+            await probe_relay("127.0.0.1", relay.port, AUTHORITY.peer_id, relay.new_ticket())
         for server in taken:
             server.close()
             await server.wait_closed()
         port = relay.port
     with pytest.raises(PeerUnavailableError) as caught:
-        await probe_relay("127.0.0.1", port, AUTHORITY.peer_id)
+        await probe_relay("127.0.0.1", port, AUTHORITY.peer_id, "0" * 32)
     assert caught.value.cause == "refused"
 
 
