@@ -105,6 +105,22 @@ def test_nodes_of_one_outer_step_are_compared_and_others_are_behind(tracker):
     assert status.hash_agreement.reason == "no two nodes have the same outer step"
 
 
+@pytest.mark.parametrize("stages", [(), ("head", "body-1", "tail")])
+def test_stages_that_the_run_does_not_have_are_neither_compared_nor_remembered(stages):
+    tracker = TrainingTracker("gpu-7", peer_id=ME, inner_steps=100, clock=lambda: CLOCK.now, stages=stages)
+    for stage in stages or ("",):
+        tracker.set_state(5, "good", stage=stage)
+    before = tracker.status()
+    parts = tuple((f"body-{number}", 0, "of nothing") for number in range(100, 132))
+    liars = [Announced(f"{at:064x}", stage_name="body-9999", outer_step=0, state_digest="x") for at in range(20)]
+    tracker.peers([*liars, *(Announced(f"{at:064x}", part_states=parts) for at in range(100, 120))])
+    after = tracker.status()
+    assert after.training_nodes == 41
+    assert after.hash_agreement == before.hash_agreement  # Each alone with its stage would agree with itself.
+    assert after.model_convergence == before.model_convergence == 100.0
+    assert len(tracker._digests._digests) <= max(1, len(stages))
+
+
 def test_the_run_is_summed_over_its_nodes(tracker):
     tracker.set_shards([1, 2])
     train(tracker, [3.0] * 100)

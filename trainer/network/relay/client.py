@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+from genesis.open_files import raise_open_files
 from trainer.errors import PeerUnavailableError, RefusedError, TrainerUsageError
 from trainer.network.relay.carrying import Streams, carry
 from trainer.network.relay.protocol import (
@@ -63,6 +64,8 @@ _PING_S: Final = SILENCE_S / 3
 _CHECK_S: Final = 600.0
 _PAUSES_S: Final = (1.0, 60.0)
 _MAX_CONNECTIONS: Final = 256
+_FILES_PER_CONNECTION: Final = 16
+"""Two are its sockets here, one is the endpoint's, by each of two relays: the process keeps most of its files."""
 _PASS_S: Final = 8.0  # Less than a relay waits for a proof.
 _OWN_PORT_S: Final = 10.0  # For this node to reach itself by way of a relay.
 _LINES, _LINES_PER_S = 512.0, 64.0
@@ -123,6 +126,8 @@ class RelayLinks:
         self._local_host = _own_host(place.listens_at[0])
         self._has_stand_ins = self._local_host.startswith("127.")
         self._has_address = asyncio.Event()
+        granted = raise_open_files(_FILES_PER_CONNECTION * _MAX_CONNECTIONS)
+        self._max_connections = max(1, min(_MAX_CONNECTIONS, granted // _FILES_PER_CONNECTION))  # By one relay.
         self._dropped_bytes = (0, 0)
 
     @property
@@ -150,7 +155,7 @@ class RelayLinks:
     def add(self, relay: str, judge: Dialing | None = None) -> None:
         """Begins to register with a relay, and again whenever it is lost; with ``judge`` no operator has named it."""
         if relay not in self._links:
-            link = self._links[relay] = _Link(relay, self._place, judge, self._changed)
+            link = self._links[relay] = _Link(relay, self._place, judge, self._changed, self._max_connections)
             self._tasks[relay] = asyncio.create_task(link.keep(), name="genesis-relay")
 
     async def drop(self, relay: str) -> None:
@@ -197,11 +202,19 @@ class LinkState:
 class _Link:
     """The connection to one relay."""
 
-    def __init__(self, relay: str, place: OwnPlace, judge: Dialing | None, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        relay: str,
+        place: OwnPlace,
+        judge: Dialing | None,
+        changed: Callable[[], None],
+        max_connections: int,
+    ) -> None:
         self._relay = relay
         self._place = place
         self._judge = judge
         self._changed = changed
+        self._max_connections = max_connections
         self._carrying: set[asyncio.Task[None]] = set()
         self._shown = b""
         self._lines = TokenBuckets(_LINES, _LINES_PER_S)
@@ -264,7 +277,7 @@ class _Link:
                 line = await read_line(reader, RELAY_LINE, SILENCE_S, self._relay)
                 if not self._lines.take(""):
                     raise PeerUnavailableError(f"expected {_LINES_PER_S:g} lines a second at most, found more")
-                if isinstance(line, Incoming) and len(self._carrying) < _MAX_CONNECTIONS:
+                if isinstance(line, Incoming) and len(self._carrying) < self._max_connections:
                     task = asyncio.create_task(self._take_up(line, host, port))
                     self._carrying.add(task)
                     task.add_done_callback(self._carrying.discard)

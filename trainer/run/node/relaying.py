@@ -5,6 +5,7 @@
     a relay without an address for 25 s, or for 10 s
     after it has refused or was lost                 → is left for ten minutes; another is tried
     a relay that says "reached directly", and nobody connects for three minutes → the same
+    two relays, and nobody comes by them for 15 min  → the announced one is left, so that the other is announced
     relay.serve: a peer finds this relay reachable,
     or only nodes that nobody reaches connect to it  → announced; asked again every ten minutes
     peers find it unreachable, and no node uses it   → not announced, and nobody new gets a port
@@ -45,6 +46,8 @@ _TRIAL_S: Final = 25.0
 _FAILED_S: Final = 10.0
 """Time for a relay that has refused, or was lost, to take the node again."""
 _UNCALLED_S: Final = 180.0
+_SILENT_S: Final = 900.0
+"""A relay may let a node reach itself, and nobody else reach it; where it is the only one, it is kept all the same."""
 _PAUSE_S: Final = 600.0
 _CHECK_TIMEOUT_S: Final = 25.0
 _CHECKED_EVERY_S: Final = 600.0
@@ -114,6 +117,7 @@ class RelayFinder:
         self._began_s = clock()
         self._called_s: dict[str, float] = {}
         """When somebody has connected to this node last, by kind of address."""
+        self._came_by_relay_s = self._began_s
         self._paused_until_s: dict[str, float] = {}
         self._tells_at_s = 0.0
         endpoint.contacts.when_served.append(self._served)
@@ -132,8 +136,9 @@ class RelayFinder:
         """Leaves relays that do not serve, and takes others where this node needs them."""
         peers = await self._discovery.peers()
         called_s = self._last_call_s(peers)
+        silent = self._silent(peers, called_s)
         for state in self._in_use():
-            if why := self._fault(state, called_s):
+            if why := self._fault(state, called_s) or ("nobody comes by it" if state == silent else ""):
                 logger.info("relay %s: %s; left for %.0f s", state.relay, why, _PAUSE_S)
                 self._paused_until_s[state.relay] = self._clock() + _PAUSE_S
                 await self._reach.leave(state.relay)
@@ -174,7 +179,18 @@ class RelayFinder:
             return f"it says that this node is reached at {state.direct_address}, and nobody connects there"
         return ""
 
+    def _silent(self, peers: Sequence[Announcement], called_s: float) -> LinkState | None:
+        """Returns the relay that is announced, where another could be, and nobody has come by it for long."""
+        lent = [state for state in self._in_use() if state.lent_address]
+        since_s = max(self._came_by_relay_s, called_s, *(state.changed_s for state in lent), float("-inf"))
+        if len(lent) < 2 or not peers or self._clock() - since_s < _SILENT_S:
+            return None
+        self._came_by_relay_s = self._clock()  # The other one has as long.
+        return next((state for state in lent if state.lent_address == self._reach.address), None)
+
     def _served(self, _peer_id: PeerId, host: str, _method: str) -> None:
+        if self._endpoint.may_be_relayed(host):
+            self._came_by_relay_s = self._clock()
         if not self._endpoint.may_be_relayed(host):
             self._called_s[host_kind(host.partition("/")[0]) or ""] = self._clock()
 

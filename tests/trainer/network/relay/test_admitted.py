@@ -231,6 +231,21 @@ async def test_only_who_may_join_gets_a_pass(tmp_path: Path) -> None:
             client.admission.screen(client._identity.peer_id, await client.relay_pass())
 
 
+async def test_one_invitation_is_good_for_a_ration_of_passes(tmp_path: Path) -> None:
+    async with running_authority(tmp_path, over_http=False) as authority:
+        config = AdmissionConfig(authorities=(authority.key,), urls=("http://127.0.0.1:1",), token=authority.invite())
+        reasons = []
+        for _ in range(20):
+            client = AdmissionClient(config, Identity.create(), RUN_ID, "worker", tmp_path / "own.json")
+            try:
+                await authority.service.relay_pass(client._join_request("", ""), "127.0.0.1")
+            except RefusedError as error:
+                reasons.append(error.reason)
+        assert 3 <= len(reasons) <= 4
+        assert set(reasons) == {"rate"}
+        assert authority.register.invitations()[0].uses_left == 1
+
+
 async def test_a_relay_shows_who_checks_it_that_it_and_a_lent_port_are_reached() -> None:
     async with _relay(first_port=21_300, max_nodes=2) as relay:
         await probe_relay("127.0.0.1", relay.port, AUTHORITY.peer_id, relay.new_ticket())

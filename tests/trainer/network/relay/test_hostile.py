@@ -65,7 +65,7 @@ async def test_those_who_prove_themselves_at_the_same_time_share_the_last_place(
         crowd = [_Newcomer(relay) for _ in range(5)]
         for each in crowd:
             await each.begin()  # All of them have been let in before any of them has a place.
-        kinds = [(await each.prove())["kind"] for each in crowd]
+        kinds = [str((await each.prove())["kind"]) for each in crowd]
         assert sorted(kinds) == ["lent", *["refusal"] * 4]
         assert relay.num_nodes == 1
         for each in crowd:
@@ -223,8 +223,40 @@ async def test_a_relay_that_says_more_than_its_part_is_left(line: bytes, expecte
         assert num_connections < 700
 
 
-def _links(certificate_sha256: str = "") -> RelayLinks:
-    place = OwnPlace(identity=Identity.create(), listens_at=("127.0.0.2", 4100), certificate_sha256=certificate_sha256)
+async def test_a_relay_cannot_use_up_the_files_that_a_node_may_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.network.relay.client.raise_open_files", lambda _needed: 48)
+    kinds: list[str] = []
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        kinds.append(json.loads(await reader.readline())["kind"])
+        if kinds[-1] == "register":
+            lent = {"kind": "lent", "port": 4100, "public_host": "", "seen_host": "127.0.0.1", "is_direct": False}
+            writer.write(json.dumps(lent).encode() + b"\n")
+            for number in range(100):
+                said = {"kind": "incoming", "token": "0" * 32, "host": f"9.9.9.{number}"}
+                writer.write(json.dumps(said).encode() + b"\n")
+        await reader.read()
+        await end(writer)
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        await end(writer)
+
+    async with (
+        await asyncio.start_server(flood, "127.0.0.1", 0) as server,
+        await asyncio.start_server(hold, "127.0.0.1", 0) as own,
+    ):
+        links = _links(listens_at=("127.0.0.1", own.sockets[0].getsockname()[1]))
+        links.add(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await until(lambda: kinds.count("accept") == 3)
+        await asyncio.sleep(0.2)
+        assert kinds.count("accept") == 3  # Of 100 callers that the relay tells of: 48 files are for three.
+        await links.stop()
+
+
+def _links(certificate_sha256: str = "", listens_at: tuple[str, int] = ("127.0.0.2", 4100)) -> RelayLinks:
+    identity = Identity.create()
+    place = OwnPlace(identity=identity, listens_at=listens_at, certificate_sha256=certificate_sha256)
     return RelayLinks(place)
 
 

@@ -21,6 +21,7 @@ from trainer.errors import TrainerUsageError
 from trainer.network.discovery import Announcement, Discovery, DiscoveryConfig, StaticDiscovery
 from trainer.network.reachability import ReachabilityService
 from trainer.network.relay import Relay, RelayConfig, RelayedReach
+from trainer.network.relay.client import LinkState
 from trainer.network.rpc import Endpoint, Identity, RpcConfig
 from trainer.network.rpc.admission import Admission
 from trainer.run.config import RunConfig, from_mapping
@@ -259,3 +260,47 @@ def test_where_relays_are_looked_for() -> None:
 def test_nodes_that_cannot_serve_are_refused(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(TrainerUsageError, match=expected):
         from_mapping(RunConfig, options)
+
+
+class _Reach(RelayedReach):
+    """A node's two relays, of which the first is announced."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(RelayConfig())
+        self.names = list(names)
+
+    @property
+    def address(self) -> str:
+        return f"{self.names[0]}:5000"
+
+    def states(self) -> tuple[LinkState, ...]:
+        return tuple(LinkState(f"{name}:4002", f"{name}:5000", "", "", 0.0) for name in self.names)
+
+    async def leave(self, relay: str) -> None:
+        self.names.remove(relay.partition(":")[0])
+
+    def use(self, relay: str) -> None:
+        raise AssertionError(f"expected no other relay, found {relay}")
+
+
+async def test_a_relay_by_which_nobody_comes_is_left_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 10.0
+    async with _node() as other, _node("127.0.0.2", other.endpoint.address) as node:
+        await until(lambda: node.discovery.heard())
+        monkeypatch.setattr(node.endpoint, "may_be_relayed", lambda _host: True)
+        monkeypatch.setattr(node.finder, "_is_wanted", False)
+        reach = _Reach("127.0.0.8", "127.0.0.9")
+        finder = RelayFinder(node.config, DiscoveryConfig(), node.endpoint, reach, node.discovery, lambda: now_s)
+        node.endpoint.contacts.when_served.clear()
+        now_s += 800.0
+        await finder.look()
+        finder._served(other.endpoint.peer_id, "127.7.7.7", "round/begin")
+        now_s += 800.0
+        await finder.look()
+        assert len(reach.names) == 2
+        now_s += 200.0
+        await finder.look()
+        assert reach.names == ["127.0.0.9"]
+        now_s += 5000.0
+        await finder.look()
+        assert reach.names == ["127.0.0.9"]  # The only one is kept.
