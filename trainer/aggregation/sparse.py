@@ -151,10 +151,13 @@ def _average_of_replicas(kept: Sequence[tuple[SparseVector, float, float]], out:
 
 
 def _average_of_senders(kept: Sequence[tuple[SparseVector, float, float]], out: NDArray[np.float32]) -> None:
+    """Divides by those that sent something: zeros only fill the chunks of a member that has no 64 other values."""
     greatest = max(share for _, share, _ in kept)
     weight = np.zeros_like(out)
     for each, share, scale in kept:
         relative = np.float32(share / greatest)
-        out[each.indices] += each.values * np.float32(scale) * relative
-        weight[each.indices] += relative
+        is_sent = each.values != 0
+        indices = each.indices[is_sent]
+        out[indices] += each.values[is_sent] * np.float32(scale) * relative
+        weight[indices] += relative
     np.divide(out, weight, out=out, where=weight > 0)

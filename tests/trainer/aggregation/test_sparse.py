@@ -46,6 +46,12 @@ def test_by_senders_a_coordinate_is_divided_by_those_who_sent_it() -> None:
     assert torch.allclose(found.vector, torch.tensor([3.5, 2 * 3**0.5, 0.0, 0.0]))
 
 
+def test_a_zero_that_fills_a_chunk_was_not_sent() -> None:
+    contributions = [sparse(3, {0: 2.0, 1: 0.0}), sparse(3, {1: 2.0})]
+    found = aggregate_sparse(contributions, [1.0, 1.0], OFF, averaging="senders")
+    assert torch.allclose(found.vector, torch.tensor([2.0, 2.0, 0.0]))
+
+
 def test_weights_count() -> None:
     found = aggregate_sparse([sparse(2, {0: 1.0}), sparse(2, {1: 1.0})], [3.0, 1.0], OFF)
     assert torch.allclose(found.vector, torch.tensor([0.75, 0.25]))
