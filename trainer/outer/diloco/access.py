@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.outer.diloco.flat import FlatLayout
 from trainer.outer.engine.device_copy import Parts, PinnedPieces, has_room, mark
 
-_BLOCK_VALUES: Final = 1 << 18  # Stays in the cache between the product and the sum.
+_BLOCK_VALUES: Final = 1 << 20  # Stays in the cache between the product and the sum; smaller ones keep threads waiting.
 _VALUE_BYTES: Final = 4
 
 Merge = Callable[[float], None]
