@@ -20,6 +20,7 @@ from trainer.network.reachability import (
     Hello,
     HelloReply,
     ReachabilityService,
+    RelayCheckRequest,
     measure_bandwidth,
 )
 from trainer.network.reachability.messages import BANDWIDTH_METHOD, BandwidthReply, BandwidthRequest
@@ -138,8 +139,8 @@ def test_bandwidth_and_clock_are_measured() -> None:
 
 
 def test_a_relay_is_checked_at_the_askers_own_address_alone_and_counts_as_a_dial_back() -> None:
-    async def checked(asker: Endpoint, other: Endpoint, port: int, host: str = "") -> str:
-        body = DialBackRequest(port=port, host=host)
+    async def checked(asker: Endpoint, other: Endpoint, port: int, ticket: str, host: str = "") -> str:
+        body = RelayCheckRequest(port=port, host=host, ticket=ticket)
         try:
             reply = await asker.call(by_address(other), RELAY_CHECK_METHOD, body, DialBackReply, timeout_s=TIMEOUT_S)
         except RefusedError as error:
@@ -150,17 +151,17 @@ def test_a_relay_is_checked_at_the_askers_own_address_alone_and_counts_as_a_dial
         async with node() as asker, node() as other:
             relay = Relay(RelayConfig(host="127.0.0.1"), identity=asker.identity)
             await relay.start()
-            assert await checked(asker, other, relay.port) == "reached"
+            assert await checked(asker, other, relay.port, relay.new_ticket()) == "reached"
             anothers = Relay(RelayConfig(host="127.0.0.1"), identity=other.identity)
             await anothers.start()
-            assert await checked(asker, other, anothers.port) == "another"
+            assert await checked(asker, other, anothers.port, anothers.new_ticket()) == "another"
             await anothers.stop()
-            assert await checked(asker, other, relay.port, "127.0.0.2") == "address"
-            assert await checked(asker, other, 1023) == "address"
+            assert await checked(asker, other, relay.port, relay.new_ticket(), "127.0.0.2") == "address"
+            assert await checked(asker, other, 1023, relay.new_ticket()) == "address"
             closed_port = relay.port
             await relay.stop()
-            assert await checked(asker, other, closed_port) == "refused"
-            found = [await checked(asker, other, closed_port) for _ in range(6)]
+            assert await checked(asker, other, closed_port, relay.new_ticket()) == "refused"
+            found = [await checked(asker, other, closed_port, relay.new_ticket()) for _ in range(6)]
             assert "rate" in found, found
 
     asyncio.run(ask())
