@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 ParamsP = ParamSpec("ParamsP")
 
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 SETTLE_S = 3.0
 
 

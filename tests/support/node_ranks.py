@@ -46,11 +46,14 @@ def _drains(ranks: Ranks, *, asked: bool) -> bool:
     if asked:
         stop.ask()
     replica = SimpleNamespace(
-        inner=SimpleNamespace(step_index=5), strategy=SimpleNamespace(drain=lambda: drained.append(True)), diloco=None
+        inner=SimpleNamespace(step_index=5),
+        strategy=SimpleNamespace(drain=lambda: drained.append(True)),
+        diloco=None,
+        gradients=None,
     )
     parts: dict[str, Any] = dict.fromkeys(("dataset", "batches", "store", "network", "evaluator"))
     parts["display"] = SimpleNamespace(speed_from=lambda _: None)
-    parts["watch"] = SimpleNamespace(end_step=lambda _: None)
+    parts["watch"] = SimpleNamespace(end_step=lambda _: None, work=SimpleNamespace(withdrew=lambda *_: None))
     parts["checkpointer"] = SimpleNamespace(path="nowhere")
     config = RunConfig(node_id="pod", engine="torch", max_steps=5)
     _Unsaved(config=config, ranks=ranks, replica=cast(Any, replica), stop=stop, **parts).run()

@@ -173,7 +173,7 @@ async def test_changes_are_kept_in_the_dht_and_nothing_forged_is(tmp_path: Path)
     seed = DhtProcess(dht_settings(identity_path=str(tmp_path / "seed.id")))
     seed.start()
     try:
-        await seed.wait_ready(40.0)
+        await seed.wait_ready(80.0)
         [address] = (await seed.status(5.0)).addresses
         config = DiscoveryConfig(initial_peers=(address,), dht_host="127.0.0.1", poll_interval_s=0.3)
         one, two = Node(chain_of(FILE, 3, 4)), Node()
@@ -182,7 +182,7 @@ async def test_changes_are_kept_in_the_dht_and_nothing_forged_is(tmp_path: Path)
             try:
                 for discovery in found:
                     await discovery.start()
-                    await discovery.process.wait_ready(40.0)
+                    await discovery.process.wait_ready(80.0)
                 async with asyncio.timeout(WAIT_S):  # Until the two are in one DHT.
                     while two.chain.newest < 2:
                         await RecordExchange(one.endpoint, one.chain, lambda: (), found[0])._look_up(found[0])
