@@ -72,6 +72,8 @@ class Replica:
         self._on_loss = on_loss
         self._end_id = end_id
         self._set_first_weights = set_first_weights
+        self.gradients: GradLoop | None = None
+        """The loop, under averaged gradients."""
         self.model = self._build(model_config)
         self._set_first_weights = None  # One built anew takes up the others' state, and needs none of its own.
         self._assemble()
@@ -94,8 +96,7 @@ class Replica:
         trained = ddp_model(self.model, self.device) if config.strategy == "ddp" else self.model
         self.diloco: DiLoCoTrainer | None = None
         self.strategy: OuterStrategy = EveryStepStrategy()
-        self.gradients: GradLoop | None = None
-        """The loop, under averaged gradients."""
+        self.gradients = None
         if config.strategy == "grad":
             self._assemble_gradients()
             return
