@@ -13,6 +13,7 @@ from trainer.collective import CollectiveConfig
 from trainer.errors import CheckpointMismatchError
 from trainer.model.choice import ModelChoice
 from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.strategy import OuterResult
 from trainer.outer.engine.torch_collective import RankedBytes
 from trainer.run.config import RunConfig
 from trainer.run.node.cluster import Ranks, cluster_collective
@@ -45,15 +46,23 @@ def _drains(ranks: Ranks, *, asked: bool) -> bool:
     stop = StopRequest()
     if asked:
         stop.ask()
+
+    def drain() -> tuple[OuterResult, ...]:
+        drained.append(True)
+        return ()
+
     replica = SimpleNamespace(
         inner=SimpleNamespace(step_index=5),
-        strategy=SimpleNamespace(drain=lambda: drained.append(True)),
+        drain=drain,
         diloco=None,
         gradients=None,
     )
     parts: dict[str, Any] = dict.fromkeys(("dataset", "batches", "store", "network", "evaluator"))
+    parts["dataset"] = SimpleNamespace(shards=())
     parts["display"] = SimpleNamespace(speed_from=lambda _: None)
-    parts["watch"] = SimpleNamespace(end_step=lambda _: None, work=SimpleNamespace(withdrew=lambda *_: None))
+    parts["watch"] = SimpleNamespace(
+        end_step=lambda _: None, work=SimpleNamespace(withdrew=lambda *_: None), set_shards=lambda _: None
+    )
     parts["checkpointer"] = SimpleNamespace(path="nowhere")
     config = RunConfig(node_id="pod", engine="torch", max_steps=5)
     _Unsaved(config=config, ranks=ranks, replica=cast(Any, replica), stop=stop, **parts).run()
