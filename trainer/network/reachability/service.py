@@ -37,7 +37,7 @@ from trainer.network.reachability.messages import (
 )
 from trainer.network.relay.probing import probe_relay
 from trainer.network.rpc.config import MAX_PAYLOAD_BYTES
-from trainer.network.rpc.dialing import address_group, parse_ip
+from trainer.network.rpc.dialing import MIN_STRANGERS_PORT, address_group, parse_ip
 from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Reason, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
@@ -45,7 +45,6 @@ from trainer.network.rpc.token_buckets import TokenBuckets
 _HELLOS, _HELLOS_PER_S = 16.0, 1.0
 _DIALS, _DIALS_PER_S = 6.0, 0.1
 _MAX_RELAY_CHECKS: Final = 16
-_MIN_PORT: Final = 1024
 _UNIT_BYTES: Final = 64 << 10
 _BYTES, _BYTES_PER_S = 48 << 20, 128 << 10
 _ALL_BYTES, _ALL_BYTES_PER_S = 192 << 20, 1 << 20
@@ -112,8 +111,9 @@ class ReachabilityService:
     async def _check_relay(self, request: Request[RelayCheckRequest]) -> Reply[DialBackReply]:
         """Looks whether the sender's relay is reached at the sender's own address."""
         host, address = self._take_dial(request)
-        if request.body.port < _MIN_PORT:
-            raise RefusedError("address", f"expected a port of {_MIN_PORT} or above, found {request.body.port}")
+        if request.body.port < MIN_STRANGERS_PORT:
+            text = f"expected a port of {MIN_STRANGERS_PORT} or above, found {request.body.port}"
+            raise RefusedError("address", text)
         if self._num_relay_checks >= _MAX_RELAY_CHECKS:
             raise RefusedError(Reason.BUSY, f"expected at most {_MAX_RELAY_CHECKS} relays to be checked at once")
         self._num_relay_checks += 1

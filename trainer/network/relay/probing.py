@@ -14,13 +14,12 @@ from typing import Final
 from trainer.errors import PeerUnavailableError
 from trainer.network.relay.carrying import Streams
 from trainer.network.relay.protocol import PROBED_LINE, Probe, Probed, end, probe_text, read_line, write_line
+from trainer.network.rpc.dialing import MIN_STRANGERS_PORT
 from trainer.network.rpc.identity import verify_signature
 from trainer.network.rpc.messages import PeerId
 
 _CONNECT_S: Final = 4.0
 _LINE_S: Final = 5.0
-_MIN_PORT: Final = 1024
-"""Whoever asks for a check names the second port: no service of another machine behind the same address."""
 
 
 async def probe_relay(host: str, port: int, peer_id: PeerId, ticket: str) -> None:
@@ -42,7 +41,7 @@ async def probe_relay(host: str, port: int, peer_id: PeerId, ticket: str) -> Non
 
 def _check(found: Probed, probe: Probe, peer_id: PeerId, who: str) -> None:
     signed = probe_text(probe.nonce, found.port, peer_id)
-    if found.port < _MIN_PORT or not verify_signature(peer_id, signed, bytes.fromhex(found.signature)):
+    if found.port < MIN_STRANGERS_PORT or not verify_signature(peer_id, signed, bytes.fromhex(found.signature)):
         raise PeerUnavailableError(f"{who}: expected the relay of {peer_id[:16]}…, found another", "another")
 
 

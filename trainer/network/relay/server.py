@@ -54,7 +54,7 @@ from trainer.network.relay.protocol import (
 from trainer.network.rpc.admission import Admission
 from trainer.network.rpc.channels import fetch_certificate
 from trainer.network.rpc.credential import is_relay_pass
-from trainer.network.rpc.dialing import address_group
+from trainer.network.rpc.dialing import MIN_STRANGERS_PORT, address_group
 from trainer.network.rpc.identity import Identity, certificate_digest
 from trainer.network.rpc.messages import Reason
 from trainer.network.rpc.token_buckets import TokenBuckets, count_down, remember
@@ -71,7 +71,6 @@ _LINES, _LINES_PER_S = 16.0, 1.0
 _CALLS, _CALLS_PER_S = 64.0, 4.0
 _FILES_PER_CONNECTION: Final = 8
 """Two are its sockets: so the rest of the process keeps three quarters of what it may open."""
-_MIN_PORT: Final = 1024
 _PROBE_S: Final = 10.0
 _TICKET_S: Final = 30.0
 _MAX_TICKETS: Final = 16
@@ -423,7 +422,7 @@ class Relay:
 
 async def _answers_directly(asked: Register, ip: str) -> bool:
     """Returns whether the node itself shows its certificate at the address its connection comes from."""
-    if asked.listen_port < _MIN_PORT:
+    if asked.listen_port < MIN_STRANGERS_PORT:
         return False
     try:
         found = await fetch_certificate(ip, asked.listen_port, _DIAL_BACK_S)

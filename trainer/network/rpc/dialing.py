@@ -24,7 +24,7 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from trainer.errors import PeerUnavailableError, TrainerUsageError
 from trainer.network.rpc.config import RpcConfig, has_port, split_address
@@ -35,9 +35,10 @@ Socket = tuple[str, int]  # An IP address and a port.
 HostKind: TypeAlias = Literal["public", "private", "loopback", "link-local", "unusable"]
 """``unusable`` is no host's own address: multicast, unspecified, reserved."""
 
+MIN_STRANGERS_PORT: Final = 1024
+"""Lowest port that is dialled because a stranger has named it: below it are services that nobody here has started."""
 _IPV6_PREFIX_BITS = 64
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
-_MIN_STRANGERS_PORT = 1024
 _PAUSE_GROWTH = 3.0
 _PAUSES_S = (20.0, 3600.0)  # The first and the longest.
 _PAUSES_IN_CONTACT_S = (10.0, 60.0)
@@ -200,7 +201,7 @@ class Dialing:
             return "private"
         if self.is_own(ip, port):
             return "own"
-        return "port" if port < _MIN_STRANGERS_PORT else ""
+        return "port" if port < MIN_STRANGERS_PORT else ""
 
     def is_own(self, ip: str, port: int) -> bool:
         """Returns whether this node listens there."""
