@@ -40,7 +40,7 @@ from trainer.outer.diloco.rounds import (
 from trainer.outer.diloco.state import FragmentState, ReplicaState, SavedDiLoCo, SavedRound, SharedState, grown_state
 from trainer.outer.engine.chunk_order import with_chunk_order
 from trainer.outer.engine.collective import AttendedCollective, Collective
-from trainer.outer.engine.daemon_call import start_daemon
+from trainer.outer.engine.daemon_call import release_in_background, start_daemon
 from trainer.outer.engine.powersgd import with_powersgd
 from trainer.outer.engine.strategy import OuterResult, PendingWork, StateValue
 
@@ -199,7 +199,14 @@ class DiLoCoTrainer:
         """Waits for the round under way, if there is one, and merges it now instead of some steps later."""
         self._relaunch()
         attended = self._end_attendance()
-        return self._follow(attended) if self._background is None else self._merge(self._background)
+        background = self._background
+        if background is None:
+            return self._follow(attended)
+        retired = [background, self._state]
+        result = self._merge(background)
+        del background
+        release_in_background(retired)
+        return result
 
     def answer_others(self) -> OuterResult | None:
         """Takes part in a round that others wait for: for a node whose inner steps depend on others in that round."""
