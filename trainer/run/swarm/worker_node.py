@@ -14,7 +14,7 @@ import concurrent.futures
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -23,7 +23,6 @@ from trainer.errors import TrainerError
 from trainer.inner import StepResult
 from trainer.network.discovery import Announcement, settled_uid
 from trainer.network.discovery.stage_report import StageReport, StageUid
-from trainer.outer.diloco import DiLoCoTrainer
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
@@ -32,7 +31,7 @@ from trainer.run.node.health import Health
 from trainer.run.node.identity import NodeStats
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.watch import Watch
-from trainer.run.signed import SignedRun
+from trainer.run.signed import ChangesInForce, RunChange, SignedRun
 from trainer.run.swarm.building import BuiltStage, WorkerSaving
 from trainer.run.swarm.joining import Joining
 from trainer.run.swarm.lifecycle import check_first_weights, shut_down_gracefully
@@ -74,8 +73,6 @@ class WorkerNode:
         """The stage it has left its own for, to be known once it has run; empty: none."""
         self._began_s = time.monotonic()
         self._config = config
-        self._run = run
-        self._num_changes = 0
         self._built = built
         self._stop = stop
         self._is_diloco = config.moves_anchor
@@ -112,8 +109,12 @@ class WorkerNode:
             "num_parameters": sum(parameter.numel() for parameter in built.module.parameters()),
             "model": shape.model.to_dict(),
         }
+        self._changes: ChangesInForce | None = None
         if run is not None:
             run.round_index = lambda: synchroniser.place()[0]
+            self._changes = ChangesInForce(
+                run, run.round_index, lambda: synchroniser.diloco, lambda: synchroniser.gradients, self._go_over
+            )
         network.figures = WorkerFigures(config, shape, built, worker, self._watch, self._saving)
         self._withdrawals = Withdrawals(
             Health(config.health, noted=self._watch.work.withdrew),
@@ -226,36 +227,17 @@ class WorkerNode:
     # -- a signed run's changes ----------------------------------------------------------------------------------------
 
     def _go_by_changes(self) -> None:
-        """Goes on by the changes of the run in force in the round it trains towards; in the compute thread."""
-        if self._run is None:
-            return
-        trainer = self._synchroniser.trainer
-        if isinstance(trainer, DiLoCoTrainer):
-            trainer.changes = self._run.outer_changes(self._go_by)
-            if trainer.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
-                return
-        if self._synchroniser.gradients is not None:
-            self._synchroniser.gradients.go_by = self._go_by_round
-        self._go_by_round(None)
+        """In the compute thread: goes by the changes of the run that are in force now, if it is a signed one."""
+        if self._changes is not None:
+            self._changes.look()
 
-    def _go_by_round(self, change: int | None) -> None:
-        """Goes on by a change that a round's members have agreed on; None: by those in force in the round to come."""
-        if self._run is not None:
-            self._go_by(self._run.number_at(self._synchroniser.place()[0]) if change is None else change)
-
-    def _go_by(self, number: int) -> None:
-        run = self._run
-        if run is None or number == self._num_changes:
-            return
-        self._num_changes = number
-        config = run.config_by(number)
-        run.begin_by(number)
+    def _go_over(self, config: RunConfig, changes: Sequence[RunChange]) -> None:
         self._built.replica.configure(config.inner, config.swarm.stage)
         self._synchroniser.configure(config)
         self._worker.stepper.configure(
             target_tokens=target_tokens_of(config), auto_step_s=config.swarm.worker.auto_step_s
         )
-        self._watch.changed(run.chain.changes[:number], self._synchroniser.place()[0])
+        self._watch.changed(changes, self._synchroniser.place()[0])
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
