@@ -4,7 +4,9 @@
     → (lost touch with the others: take up their state) → asked to stop: finish, save, share
 
 Three threads share the work: the event loop answers and asks, the compute thread does all arithmetic and every change
-of weights, and the main thread decides about joining and leaving, and waits.
+of weights, and the main thread decides about joining and leaving, and waits. Here is which of them does what, and when.
+How a worker comes to serve is in `joining`, what it takes up and hands out in `state_exchange`, why it has to join anew
+in `withdrawals`, and what it is put together from in `worker_parts`. What two threads share is one assignment a change.
 """
 
 from __future__ import annotations
