@@ -283,7 +283,9 @@ def test_a_state_has_its_nearest_holder_s_version(worker_node, monkeypatch, vers
     donors = tuple(announced(worker("head", version), number) for number, version in enumerate(versions))
     tell(monkeypatch, "donors", donors)
     monkeypatch.setattr(Network, "publish", lambda *_: None)
-    worker_node._states.adopt(replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38))
+    worker_node._states.adopt(
+        replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38)
+    )
     assert worker_node.progress().inner_step == 40
 
 
