@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
@@ -36,10 +36,11 @@ from trainer.run.node.stopping import StopRequest
 from trainer.run.node.watch import Watch
 
 if TYPE_CHECKING:
+    from trainer.outer.grad import GradTrainer
     from trainer.run.node.bucket_network import BucketNetwork
     from trainer.run.node.cluster import Ranks
     from trainer.run.node.network import Network
-    from trainer.run.signed import SignedRun
+    from trainer.run.signed import ChangesInForce, RunChange, SignedRun
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +95,14 @@ class Node:
     """Whether its weights are nobody's: it trains and saves nothing before it has taken up the others' state."""
     health: Health = field(init=False)
     _store_has_grown: bool = False
-    _num_changes: int = 0
+    _changes: ChangesInForce | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.health = Health(self.config.health, noted=self.watch.work.withdrew)
         if self.replica.gradients is not None:
             self.replica.gradients.is_over = self.stop
+        if self.signed_run is not None:
+            self._changes = self._changes_of(self.signed_run)
 
     def begin(self) -> None:
         """Joins the others, if there are any: takes up their state, and announces its own."""
@@ -201,32 +204,25 @@ class Node:
         return has_read or 0 < self.config.max_steps <= self.replica.inner.step_index
 
     def _go_by_changes(self) -> None:
-        """Goes on by the changes of the run that are in force in the round that the node trains towards."""
-        if self.signed_run is None or self.replica.sharing is None:
-            return
-        diloco, gradients = self.replica.diloco, self.replica.gradients
-        if diloco is not None:
-            diloco.changes = self.signed_run.outer_changes(self._go_by)
-            if diloco.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
-                return
-        if gradients is not None:
-            gradients.trainer.go_by = self._go_by_round
-        self._go_by_round(None)
+        """Goes by the changes of the run that are in force now, if it is a signed one."""
+        if self._changes is not None:
+            self._changes.look()
 
-    def _go_by_round(self, change: int | None) -> None:
-        """Goes on by a change that a round's members have agreed on; None: by those in force in the round to come."""
-        if self.signed_run is not None and self.replica.sharing is not None:
-            in_force = self.signed_run.number_at(self.replica.sharing.round_index)
-            self._go_by(in_force if change is None else change)
+    def _changes_of(self, run: SignedRun) -> ChangesInForce:
+        from trainer.run.signed import ChangesInForce  # It brings the network, which a node alone does not need.
 
-    def _go_by(self, number: int) -> None:
-        run, sharing = self.signed_run, self.replica.sharing
-        if run is None or sharing is None or number == self._num_changes:
-            return
-        self._num_changes = number
-        run.begin_by(number)
-        self.replica.configure(run.config_by(number))
-        self.watch.changed(run.chain.changes[:number], sharing.round_index)
+        def round_index() -> int | None:
+            return None if self.replica.sharing is None else self.replica.sharing.round_index
+
+        def gradients() -> GradTrainer | None:
+            return None if self.replica.gradients is None else self.replica.gradients.trainer
+
+        def go_over(config: RunConfig, changes: Sequence[RunChange]) -> None:
+            self.replica.configure(config)
+            if self.replica.sharing is not None:
+                self.watch.changed(changes, self.replica.sharing.round_index)
+
+        return ChangesInForce(run, round_index, lambda: self.replica.diloco, gradients, go_over)
 
     def _step(self) -> None:
         self._go_by_changes()

@@ -3,4 +3,5 @@
 from .chain import ChangeChain as ChangeChain
 from .chain import RunChange as RunChange
 from .files import RunFile as RunFile
+from .run import ChangesInForce as ChangesInForce
 from .run import SignedRun as SignedRun

@@ -1,4 +1,4 @@
-"""`SignedRun`: the run that a node belongs to, what is in force in it, and how changes of it reach the node.
+"""`SignedRun`: the run that a node belongs to, what is in force in it, and how changes reach it and its training.
 
 The node trains by `config_by` of the round it is in; its rounds ask `number_at` and `options_at` of any round. All of
 it follows from the run file and the chain of changes alone, so two nodes that know the same changes do the same, and
@@ -29,11 +29,13 @@ from trainer.network.rpc.endpoint import Endpoint
 from trainer.network.rpc.messages import Message, Peer, Reason, Reply, Request
 from trainer.network.rpc.token_buckets import TokenBuckets
 from trainer.run.config import RunConfig
-from trainer.run.signed.chain import ChangeChain, with_settings
+from trainer.run.signed.chain import ChangeChain, RunChange, with_settings
 from trainer.run.signed.files import MAX_FILE_BYTES, RunFile, read_run_file, write_whole
 
 if TYPE_CHECKING:
+    from trainer.outer.diloco import DiLoCoTrainer
     from trainer.outer.diloco.rounds import AgreedChanges
+    from trainer.outer.grad import GradTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,60 @@ class SignedRun:
         self._exchange = RecordExchange(endpoint, self.chain, peers, discovery)
         self._exchange.register()
         return self._exchange
+
+
+class ChangesInForce:
+    """Takes a node's training over to a run's changes, each when it comes in force; for the thread that trains.
+
+    A change is in force from a round on, so without rounds there is none to go by. While a round goes on in the
+    background nobody goes over: its members decide by which change it ends, and tell by way of the strategy.
+
+    Args:
+        run: the run.
+        round_index: returns the round that the node trains towards; None: its strategy has no rounds.
+        diloco: returns what makes rounds under DiLoCo or SparseLoCo; None under other strategies.
+        gradients: returns what makes rounds of averaged gradients; None under other strategies.
+        go_over: has all that trains go by these options from now on, which these changes have led to.
+    """
+
+    def __init__(
+        self,
+        run: SignedRun,
+        round_index: Callable[[], int | None],
+        diloco: Callable[[], DiLoCoTrainer | None],
+        gradients: Callable[[], GradTrainer | None],
+        go_over: Callable[[RunConfig, Sequence[RunChange]], None],
+    ) -> None:
+        self._run = run
+        self._round_index = round_index
+        self._diloco = diloco
+        self._gradients = gradients
+        self._go_over = go_over
+        self._number = 0  # Of the newest change that the node goes by.
+
+    def look(self) -> None:
+        """Goes by the changes in force in the round that the node trains towards; between two steps or rounds."""
+        diloco, gradients = self._diloco(), self._gradients()
+        if diloco is not None:
+            diloco.changes = self._run.outer_changes(self._go_by)
+            if diloco.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
+                return
+        if gradients is not None:
+            gradients.go_by = self._go_by_round
+        self._go_by_round(None)
+
+    def _go_by_round(self, change: int | None) -> None:
+        """Goes by a change that a round's members have agreed on; None: by those in force in the round to come."""
+        round_index = self._round_index()
+        if round_index is not None:
+            self._go_by(self._run.number_at(round_index) if change is None else change)
+
+    def _go_by(self, number: int) -> None:
+        if number == self._number:
+            return
+        self._number = number
+        self._run.begin_by(number)
+        self._go_over(self._run.config_by(number), self._run.chain.changes[:number])
 
 
 def run_folder(config: RunConfig) -> Path:

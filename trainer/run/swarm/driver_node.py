@@ -4,8 +4,8 @@
 
 One driver keeps the account for all: the one that the run file names (``swarm.ledger.keeper``), in a journal under
 ``state_dir``; or, where the journal outlives its machine (``swarm.ledger.journal``), whichever has it. The keeper's
-``max_steps`` bounds the run, and it stays until the other drivers know that all is done. A driver holds nothing that is
-worth saving: killed, it begins again with a new lease.
+``max_steps`` bounds the run, and it stays until the other drivers know that all is done (`account_keeping`). A driver
+holds nothing that is worth saving: killed, it begins again with a new lease.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
-from loader.errors import LoaderError
 from loader.session import Session
-from trainer.errors import LedgerError, TrainerError, TrainerUsageError
+from trainer.errors import TrainerError, TrainerUsageError
 from trainer.inner import StepResult, lr_at
 from trainer.network.discovery.record_exchange import RecordExchange
 from trainer.network.reachability import ReachabilityService
-from trainer.network.rpc import Endpoint, Peer
+from trainer.network.rpc import Endpoint
 from trainer.outer.engine.daemon_call import in_daemon_thread
 from trainer.outer.sparta import frontier_of
 from trainer.pipeline.driver.driver import PipelineDriver
@@ -32,25 +31,11 @@ from trainer.pipeline.driver.results import MicroBatchResult, StepLoss
 from trainer.pipeline.driver.stage_caller import LinkForm
 from trainer.pipeline.driver.workers import StageWorker
 from trainer.pipeline.ledger import (
-    KeeperSeat,
     LedgerClient,
-    LedgerLane,
-    LedgerService,
-    LedgerSpec,
     MicroBatches,
-    WorkerInquiry,
-    lanes_of,
-    ledger_in,
-    open_ledger,
     preferred_shards,
-    spec_of,
 )
-from trainer.pipeline.ledger.group_commit import AccountJournal
-from trainer.pipeline.ledger.ledger import Ledger
-from trainer.pipeline.ledger.records import Record
-from trainer.pipeline.protocol.work import boottime_s
 from trainer.run.config import RunConfig
-from trainer.run.config.run import keeper_option
 from trainer.run.node.admission import admission_client, reach_of
 from trainer.run.node.data import open_session
 from trainer.run.node.identity import identity_of
@@ -60,26 +45,18 @@ from trainer.run.node.stopping import StopRequest
 from trainer.run.node.training import TrainingDisplay
 from trainer.run.node.watch import Watch
 from trainer.run.signed import SignedRun
+from trainer.run.swarm.account_keeping import STORE_THREAD, AccountKeeping, lanes_and_spec, repeated
 from trainer.run.swarm.building import codec_of
 from trainer.run.swarm.driver_view import DriverView
-from trainer.run.swarm.keeper import (
-    AccountOpening,
-    check_keeper,
-    keeps_account,
-    ledger_folder,
-    workers_seen,
-    write_last_account,
-)
-from trainer.run.swarm.keeper_seat import num_shards_in, open_seat
+from trainer.run.swarm.keeper import check_keeper, write_last_account
 from trainer.run.swarm.peer_view import DriverPeerView
-from trainer.run.swarm.shape import SwarmShape, as_usage_errors, only_process, shape_of, stage_of, target_tokens_of
+from trainer.run.swarm.shape import SwarmShape, only_process, shape_of, target_tokens_of
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _SHOW_END_S = 1.5
 _NOTE_WORKERS_S = 2.0
-_NOTE_SHARDS_S = 60.0
 _HEARD_S = 1.0  # For others to take note of an announcement, which they do twice a second.
 _FIRST_KEEPER_S, _FIRST_WORKERS_S = 15.0, 30.0
 """How long processes that were started together with the driver may take to be there."""
@@ -124,11 +101,7 @@ class DriverNode:
             config, self._endpoint, shape, lambda: self._watch.progress(), lambda others: self._watch.peers(others)
         )
         self._peers.remembered = remembered
-        self._keeper: LedgerService | None = None  # Of an account that is local; see `_service`.
-        self._seat: KeeperSeat | None = None
-        self._work_client: LedgerClient | None = None
-        self._opening: AccountOpening | None = None
-        self._served: frozenset[str] = frozenset()  # Incarnations of workers that have served, and are announced.
+        self._account = AccountKeeping(config, shape, session, self._endpoint, self._peers)
         self._driver: PipelineDriver | None = None
         self._run = SignedRun.open(config)
         self._num_changes = 0
@@ -142,14 +115,13 @@ class DriverNode:
         """Drives until it is done."""
         config, shape = self._config, self._shape
         async with AsyncExitStack() as stack:
-            data = await self._unless_stopped(in_daemon_thread(self._lanes_and_spec, "driver-store"))
+            data = await self._unless_stopped(
+                in_daemon_thread(lambda: lanes_and_spec(config, shape, self._session), STORE_THREAD)
+            )
             if data is None:
                 return
             lanes, spec = data
-            if config.swarm.ledger.is_shared:
-                self._take_seat(lanes, spec)
-            elif keeps_account(config, self._endpoint.peer_id):
-                self._open_account(lanes, spec)
+            self._account.open(lanes, spec)
             self._peers.register()
             reachability = ReachabilityService(self._endpoint, tls=config.rpc.tls)
             reachability.register()
@@ -169,18 +141,13 @@ class DriverNode:
                 records.start()
                 stack.push_async_callback(records.close)
             await self._peers.check_fit(config.swarm.join.first_peers_s, self._stop)
-            if self._keeper is not None:
-                await self._keeper.start()
-                stack.push_async_callback(self._keeper.stop)
-            if self._seat is not None:
-                with as_usage_errors():
-                    await self._seat.start()
-                stack.push_async_callback(self._seat.stop)
+            await self._account.start()
+            stack.push_async_callback(self._account.stop)
             stack.push_async_callback(self._leave_account)
             name = config.swarm.ledger.keeper_text
             find = self._peers.keeper_peer
             await self._wait_for(lambda: [] if find() else [name], _FIRST_KEEPER_S, "the keeper of the account:")
-            if self._service is None:  # The keeper leases only to drivers that it has heard of.
+            if self._account.service is None:  # The keeper leases only to drivers that it has heard of.
                 await asyncio.sleep(_HEARD_S + config.discovery.poll_interval_s)
             work = LedgerClient(
                 self._endpoint,
@@ -190,7 +157,7 @@ class DriverNode:
                 config.swarm.ledger,
                 preferred_shards(config.node_id, lanes, config.data.shards_per_node, config.data.assignment),
             )
-            self._work_client = work
+            self._account.client = work
             await work.start()
             stack.push_async_callback(work.close)
             self._driver = PipelineDriver(
@@ -205,7 +172,7 @@ class DriverNode:
                 on_step=self._stepped,
                 on_ban=self._banned,
             )
-            self.view.begin(self._driver, lambda: self._service, self._endpoint, work)
+            self.view.begin(self._driver, lambda: self._account.service, self._endpoint, work)
             await self.view.refresh()
             self._steps = self.view.num_steps
             stack.enter_context(self._watch.with_pipeline(self.view))
@@ -239,14 +206,9 @@ class DriverNode:
         self._inner, self._driver.target_tokens = config.inner, target_tokens_of(config)
         self._watch.changed(self._run.chain.changes[:number], frontier)
 
-    @property
-    def _service(self) -> LedgerService | None:
-        """The account, while this driver keeps it."""
-        return self._keeper if self._seat is None else self._seat.service
-
     async def _leave_account(self) -> None:
         """Writes the account, if this driver keeps it, when everything is settled or handed back."""
-        if self._service is None:
+        if self._account.service is None:
             return
         try:
             await self.view.refresh()
@@ -257,31 +219,17 @@ class DriverNode:
         if account is not None:
             write_last_account(self._config, account)
 
-    async def _open_leasing(self) -> None:
-        """Looks at each account that this driver begins to keep, until it may lease."""
-        opened: AccountOpening | None = None
-        while True:
-            opening = self._opening
-            if opening is not None and opening is not opened and opening.is_over(self._peers.reports()):
-                opened = opening
-                await self._note_workers()
-            await asyncio.sleep(_LOOK_S)
-
     async def _drive(self, driver: PipelineDriver) -> None:
         """Runs until there is nothing left to do here, or one of the tasks beside it fails."""
         running: list[Coroutine[None, None, None]] = [
             self._work(driver),
             self._look(),
-            _repeated(_NOTE_WORKERS_S, self._note_workers),
+            repeated(_NOTE_WORKERS_S, self._note_workers),
             self._peers.watch_fit(),
-            self._open_leasing(),
+            *self._account.tasks(self._note_workers),
         ]
-        if self._keeper is not None:
-            running += [self._keeper.failed(), _repeated(_NOTE_SHARDS_S, self._note_shards)]
         if self._admission is not None:
             running.append(self._admission.failed())
-        if self._seat is not None:
-            running += [self._seat_ended(self._seat), _repeated(_NOTE_SHARDS_S, self._note_shards)]
         tasks = [asyncio.create_task(each) for each in running]
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -293,11 +241,7 @@ class DriverNode:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, driver: PipelineDriver) -> None:
-        """Drives; the keeper then stays until all other drivers have been told that nothing is left.
-
-        It waits no longer for one that asks for nothing, as those do that only claim to be drivers, than it takes to
-        hear of one that begins just now.
-        """
+        """Drives; the keeper then stays until all other drivers have been told that nothing is left."""
 
         def missing() -> list[str]:
             there = {worker.stage for worker in self._peers.workers()}
@@ -306,33 +250,7 @@ class DriverNode:
         if not self._config.max_steps or self._steps < self._config.max_steps:
             await self._wait_for(missing, _FIRST_WORKERS_S, "workers of")
         await driver.run()
-        logged, done_s = False, time.monotonic()
-        patience_s = 2 * self._config.discovery.announcement_lifetime_s
-        while (keeper := self._service) is not None and not self._stop():
-            waited_s = time.monotonic() - done_s
-            untold = [key for key in self._peers.drivers() if not keeper.has_told(key)]
-            awaited = [key for key in untold if min(waited_s, keeper.quiet_s(key)) < patience_s]
-            if not awaited and not await self._num_leases(keeper):
-                return
-            if not logged:
-                logger.info("done here; keeping the account until the other drivers are done too")
-                logged = True
-            await asyncio.sleep(_LOOK_S)
-
-    async def _seat_ended(self, seat: KeeperSeat) -> None:
-        """Waits until it turns out that no driver can keep the account; raises TrainerUsageError then."""
-        with as_usage_errors():
-            await seat.ended()
-
-    async def _num_leases(self, keeper: LedgerService) -> int:
-        """The leases that are live; 1 if the account has just been taken over by another driver."""
-        try:
-            return (await keeper.account()).leases
-        except LedgerError as error:
-            if self._seat is None:
-                raise
-            logger.info("%s", error)
-            return 1
+        await self._account.stay(self._stop)
 
     async def _wait_for(self, missing: Callable[[], Sequence[str]], timeout_s: float, what: str) -> None:
         deadline_s, logged = time.monotonic() + timeout_s, False
@@ -341,88 +259,6 @@ class DriverNode:
                 logger.info("waiting for %s %s", what, ", ".join(names))
                 logged = True
             await asyncio.sleep(_LOOK_S)
-
-    def _lanes_and_spec(self) -> tuple[tuple[LedgerLane, ...], LedgerSpec]:
-        config, catalog = self._config, self._session.catalog
-        lanes = lanes_of(catalog, config.data.sources, config.data.holdout)
-        spec = spec_of(
-            catalog,
-            lanes,
-            stages=self._shape.plan.names,
-            seed=config.seed,
-            seq_len=config.inner.seq_len,
-            micro_batch_rows=config.inner.micro_batch_size,
-            config=config.swarm.ledger,
-        )
-        return lanes, spec
-
-    def _open_account(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> None:
-        config = self._config
-        path = ledger_folder(config) / "journal.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        logger.info("the account is kept here; in the run file of all: %s", keeper_option(self._endpoint.peer_id))
-        with as_usage_errors():
-            ledger, journal = open_ledger(
-                path,
-                spec,
-                [lane.shards for lane in lanes],
-                config.swarm.ledger,
-                max_tokens=config.max_steps * target_tokens_of(config),
-            )
-        try:
-            self._keeper = self._keeper_of(ledger, journal, str(path))
-        except TrainerUsageError:
-            journal.close()
-            raise
-        self._keeper.register()
-
-    def _take_seat(self, lanes: tuple[LedgerLane, ...], spec: LedgerSpec) -> None:
-        """Takes a place among the drivers that may keep the account."""
-        config = self._config
-
-        def shards_for(records: list[Record]) -> list[Sequence[int]]:
-            shards = [lane.shards for lane in lanes]
-            if any(map(int.__lt__, map(len, shards), num_shards_in(records))):  # More have come since this began.
-                try:
-                    newest = lanes_of(self._session.newest_catalog(), config.data.sources, config.data.holdout)
-                except LoaderError as error:
-                    raise LedgerError(f"expected the shards that the account names, found: {error}") from error
-                shards = [lane.shards for lane in newest]
-            return shards
-
-        def make(journal: AccountJournal, records: list[Record]) -> LedgerService:
-            tokens = config.max_steps * target_tokens_of(config)
-            ledger = ledger_in(journal, records, spec, shards_for(records), config.swarm.ledger, max_tokens=tokens)
-            return self._keeper_of(ledger, journal, config.swarm.ledger.journal)
-
-        def is_away() -> bool:
-            return self._work_client is None or self._work_client.keeper_away_s > 0
-
-        self._seat = open_seat(config, self._endpoint, self._peers, is_away, make)
-        self._seat.register()
-        self._peers.found_keeper = lambda: None if self._seat is None else self._seat.keeper
-
-    def _keeper_of(self, ledger: Ledger, journal: AccountJournal, where: str) -> LedgerService:
-        """What answers for an account; raises TrainerUsageError beside checkpoints of what it does not tell of."""
-        config = self._config
-        if self._work_client is None:  # This process has only begun: what its node held is held by nobody.
-            ledger.release_all(self._endpoint.peer_id, boottime_s())
-        opening = AccountOpening(config, where, ledger, self._shape.plan.names)
-        opening.check_checkpoints()
-        self._opening = opening
-
-        def workers() -> list[tuple[str, Peer]]:
-            heard = self._peers.workers_heard()
-            return [(stage_of(said.stage), said.peer()) for said in heard if said.stage is not None]
-
-        return LedgerService(
-            self._endpoint,
-            ledger,
-            journal,
-            config.swarm.ledger,
-            WorkerInquiry(self._endpoint, workers),
-            drivers=self._peers.drivers,
-        )
 
     def _ended(self, result: MicroBatchResult) -> None:
         self.view.ended(result)
@@ -476,36 +312,7 @@ class DriverNode:
 
     async def _note_workers(self) -> None:
         try:
-            keeper = self._service
-            if keeper is not None:
-                reports = self._peers.reports()
-                seen = workers_seen(reports, self._served)
-                self._served = frozenset(worker.incarnation for worker in seen)
-                version = self._opening.version(reports) if self._opening is not None else None
-                await keeper.note_workers(seen, version)
+            await self._account.note_workers()
             await self.view.refresh()
         except TrainerError as error:
             logger.warning("%s", error)
-
-    async def _note_shards(self) -> None:
-        """Adds shards that the store has got since; they are read from the next epoch on."""
-        keeper = self._service
-        if keeper is None:
-            return
-        data, session = self._config.data, self._session
-
-        def shards() -> list[Sequence[int]]:
-            return [lane.shards for lane in lanes_of(session.newest_catalog(), data.sources, data.holdout)]
-
-        try:
-            found = await in_daemon_thread(shards, "driver-store")
-            await keeper.grow(found)
-        except (TrainerError, LoaderError) as error:
-            logger.warning("the store's newest shards: %s", error)
-
-
-async def _repeated(every_s: float, act: Callable[[], Awaitable[None]]) -> None:
-    """Acts every ``every_s`` seconds, for the first time after that."""
-    while True:
-        await asyncio.sleep(every_s)
-        await act()

@@ -1,7 +1,8 @@
 """How a worker comes and goes, decided from what others report: its stage, its beginning, catching up, leaving.
 
-Threads, network and clock are passed in as functions, so that tests run every path with a clock of their own. What
-others announce is believed as far as a median or a majority does: no single worker keeps another out.
+`joining` and `worker_node` do what is decided here. Threads, network and clock are passed in as functions, so that
+tests run every path with a clock of their own. What others announce is believed as far as a median or a majority does:
+no single worker keeps another out.
 """
 
 from __future__ import annotations

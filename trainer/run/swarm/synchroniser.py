@@ -172,6 +172,11 @@ class ReplicaSynchroniser:
         """What steps by averaged gradients; None under other strategies."""
         return self.trainer if isinstance(self.trainer, GradTrainer) else None
 
+    @property
+    def diloco(self) -> DiLoCoTrainer | None:
+        """What moves the common anchor; None under other strategies."""
+        return self.trainer if isinstance(self.trainer, DiLoCoTrainer) else None
+
     def after_inner_step(self, num_batches: int = 1) -> OuterResult | None:
         """Counts an optimizer step; see `trainer.outer.engine.strategy.OuterStrategy`."""
         return None if isinstance(self.trainer, GradTrainer) else self.trainer.after_inner_step(num_batches)

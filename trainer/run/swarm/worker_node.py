@@ -4,7 +4,9 @@
     → (lost touch with the others: take up their state) → asked to stop: finish, save, share
 
 Three threads share the work: the event loop answers and asks, the compute thread does all arithmetic and every change
-of weights, and the main thread decides about joining and leaving, and waits.
+of weights, and the main thread decides about joining and leaving, and waits. Here is which of them does what, and when.
+How a worker comes to serve is in `joining`, what it takes up and hands out in `state_exchange`, why it has to join anew
+in `withdrawals`, and what it is put together from in `worker_parts`. What two threads share is one assignment a change.
 """
 
 from __future__ import annotations
@@ -14,64 +16,43 @@ import concurrent.futures
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from trainer.compression.activations import LinkMeter
-from trainer.errors import IncompatiblePeerError, RefusedError, TrainerError
+from trainer.errors import TrainerError
 from trainer.inner import StepResult
 from trainer.network.discovery import Announcement, settled_uid
 from trainer.network.discovery.stage_report import StageReport, StageUid
-from trainer.outer.diloco import DiLoCoTrainer
 from trainer.outer.engine.strategy import OuterResult
 from trainer.pipeline.stage import StepInfo
-from trainer.pipeline.worker import StageWorker
 from trainer.pipeline.worker.service import Accepts, ServiceStatus
 from trainer.run.config import RunConfig
 from trainer.run.node.health import Health
-from trainer.run.node.identity import NodeStats, identity_of
-from trainer.run.node.network import Network
-from trainer.run.node.peer_book import as_said
+from trainer.run.node.identity import NodeStats
 from trainer.run.node.stopping import StopRequest
 from trainer.run.node.watch import Watch
-from trainer.run.signed import SignedRun
+from trainer.run.signed import ChangesInForce, RunChange, SignedRun
 from trainer.run.swarm.building import BuiltStage, WorkerSaving
-from trainer.run.swarm.lifecycle import (
-    StartupVersionCheck,
-    catch_up,
-    check_first_weights,
-    confirm_current,
-    is_ahead,
-    rejoin_delay_s,
-    shut_down_gracefully,
-    version_of_state,
-)
+from trainer.run.swarm.joining import Joining
+from trainer.run.swarm.lifecycle import check_first_weights, shut_down_gracefully
 from trainer.run.swarm.moving import StageMoves
-from trainer.run.swarm.peer_view import SwarmPeers, holds_stage, seen_as_part
+from trainer.run.swarm.peer_view import SwarmPeers
 from trainer.run.swarm.shape import SwarmShape, as_usage_errors, target_tokens_of
-from trainer.run.swarm.synchroniser import JudgedCollective, ReplicaSynchroniser, StagePeers, state_choice, state_form
+from trainer.run.swarm.state_exchange import StateExchange
+from trainer.run.swarm.synchroniser import StagePeers
+from trainer.run.swarm.withdrawals import Withdrawals
 from trainer.run.swarm.worker_figures import WorkerFigures, stage_metrics, stage_report
+from trainer.run.swarm.worker_parts import stage_network, stage_startup_check, stage_synchroniser, stage_worker
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _COMPUTE_S = 120.0
 _MAX_FAREWELL_S = 4.0  # At most so long for the others to hear the last announcement.
-_MAX_ROUNDS_AHEAD = 3
-"""With averaged gradients: steps of most others, after which a worker that has made none of them takes their state."""
-_GRACE_LOOKS = 5  # Multiple of `JoinConfig.first_peers_s` after which a stage's state that nobody has counts as lost.
-_STATE_WRITE_S = 10.0
-"""How long the others may take to write a state, once they have heard that somebody is here to take it up."""
 _ACCEPTS: Final[dict[ServiceStatus, Accepts]] = {"joining": "nothing", "serving": "all", "leaving": "begun"}
 T = TypeVar("T")
-
-
-def _num_fragments(config: RunConfig) -> int:
-    """In how many rounds all of a replica's weights are shared."""
-    if config.moves_anchor:
-        return config.outer.num_fragments
-    return 1 if config.strategy == "grad" else config.swarm.sparta.num_slices
 
 
 class WorkerNode:
@@ -92,125 +73,90 @@ class WorkerNode:
     ) -> None:
         self.moves_to = ""
         """The stage it has left its own for, to be known once it has run; empty: none."""
-        self._began_at, self._began_s = time.time(), time.monotonic()
+        self._began_s = time.monotonic()
         self._config = config
-        self._run = run
-        self._num_changes = 0
         self._built = built
         self._stop = stop
         self._is_diloco = config.moves_anchor
         self._averages_gradients = config.strategy == "grad"
-        self._has_common_state = self._is_diloco or self._averages_gradients
         self._uid: StageUid | None = None
-        self._lost_touch = False
-        self._is_current = False  # It has the stage's state, which is worth saving and sharing.
-        self._is_resumed = False  # It goes on from a checkpoint, and has not lost touch since.
-        self._published_round = -1_000_000
         self._worker_task: concurrent.futures.Future[None] | None = None
         self._fit_task: concurrent.futures.Future[None] | None = None
         self._remarks: tuple[str, ...] = ()  # Of the last round, under averaged gradients.
-        self._last_round_size = 0  # Members of the last committed round, until that has been looked at.
-        self._joined_s = -math.inf
-        self._rejoin_delay_s = 0.0
-        rows, sparta = shape.model.vocab_size, config.swarm.sparta
-        self._network: Network[Any] = Network(
+        self._saves_seen = (0, 0)  # Saved, and failed, as far as they were logged.
+        network = self._network = stage_network(config, shape, built, stop, run)
+        others = self._stage_peers = StagePeers(network)
+        peers = self._peers = SwarmPeers(config, shape, lambda: network.announcements)
+        synchroniser = self._synchroniser = stage_synchroniser(config, shape, built, network, others)
+        self._startup_check = stage_startup_check(config, shape, built, peers)
+        meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
+        worker = self._worker = stage_worker(
             config,
-            identity_of(config),
-            shape.terms(built.name),
-            lambda: rows,
-            state_form(config, built.module, rows),
-            stopping=stop,
-            choose=state_choice(config),
-            same_kind=partial(holds_stage, built.name),
-            stages=shape.plan.names,
-            near=shape.plan.around(built.name),
-            run=run,
-            stage=built.name,
-            scope=built.name if config.swarm.whole_nodes else "",
-            seen_as=seen_as_part(built.name, shape) if config.swarm.whole_nodes else as_said,
-        )
-        network, self._stage_peers = self._network, StagePeers(self._network)
-        self._peers = SwarmPeers(config, shape, lambda: network.announcements)
-        judged = JudgedCollective(
-            network.collective,
-            network.peer_id,
-            network.distrust,
-            num_slices=0 if self._has_common_state else sparta.num_slices,
-            is_sparse=config.strategy == "sparseloco",
-        )
-        self._synchroniser = ReplicaSynchroniser(
-            config,
+            shape,
             built,
-            network.collective if self._averages_gradients else judged,
-            self._stage_peers,
-            lambda: network.collective.behind,
-            rows,
-            averager=judged if self._averages_gradients else None,
-        )
-        self._startup_check = StartupVersionCheck(
-            built.name,
-            shape.plan.names,
-            config.swarm.checkpoint,
-            _GRACE_LOOKS * config.swarm.join.first_peers_s,
-            version=lambda: built.replica.version,
-            reports=self._peers.reports,
-        )
-        self._meter = LinkMeter(f"{built.name} of {config.node_id}", built.codec, config.swarm.subspace.max_error)
-        staleness = config.swarm.stage.max_staleness
-        self._worker = StageWorker(
-            network.endpoint,
-            shape.plan,
-            built.name,
-            built.replica,
-            built.codec,
-            config.swarm.worker,
-            target_tokens=target_tokens_of(config),
-            peers=self._stage_peers.peers,
-            strategy=self._synchroniser,
-            gradients=self._synchroniser.gradients,
-            meter=self._meter,
-            batches=config.swarm.stage.backward == "recompute",
-            num_fragments=_num_fragments(config),
-            # Gradients of forward passes that are older than `max_staleness` are refused anyway.
-            max_lead=max(staleness, config.outer.inner_steps)
-            if self._is_diloco
-            else _MAX_ROUNDS_AHEAD
-            if self._averages_gradients
-            else staleness,
+            network,
+            others,
+            peers,
+            synchroniser,
+            meter,
             on_step=self._stepped,
             on_round=self._after_round,
-            drivers=self._peers.drivers,
-            keepers=self._peers.keepers,
         )
-        self._worker.service.workers = lambda stage: {
-            said.peer_id: said.peer() for said in self._peers.workers_heard(stage)
-        }
-        self._saving = WorkerSaving(config, shape, built, self._synchroniser, self._worker, network.peer_id[:16])
-        figures = partial(stage_metrics, self._worker, self._meter)
-        self._watch = Watch(config, network, stop.ask, figures, role="worker", stage=built.name)
+        self._saving = WorkerSaving(config, shape, built, synchroniser, worker, network.peer_id[:16])
+        self._watch = Watch(
+            config, network, stop.ask, partial(stage_metrics, worker, meter), role="worker", stage=built.name
+        )
         self._watch.about = {
             "peer_id": network.peer_id,
             "num_parameters": sum(parameter.numel() for parameter in built.module.parameters()),
             "model": shape.model.to_dict(),
         }
-        self._saves_seen = (0, 0)  # Saved, and failed, as far as they were logged.
+        self._changes: ChangesInForce | None = None
         if run is not None:
-            run.round_index = lambda: self._synchroniser.place()[0]
-        self._health = Health(config.health, noted=self._watch.work.withdrew)
-        self._nonsense = ""  # Why what it computes is of no use; set in the compute thread.
-        self._has_shared = False  # Whether it was in a committed round with others since it joined last.
-        self._reported = WorkerFigures(config, shape, built, self._worker, self._watch, self._saving)
-        network.figures = self._reported
+            run.round_index = lambda: synchroniser.place()[0]
+            self._changes = ChangesInForce(
+                run, run.round_index, lambda: synchroniser.diloco, lambda: synchroniser.gradients, self._go_over
+            )
+        network.figures = WorkerFigures(config, shape, built, worker, self._watch, self._saving)
+        self._withdrawals = Withdrawals(
+            Health(config.health, noted=self._watch.work.withdrew),
+            synchroniser,
+            worker.stepper,
+            others,
+            network.is_on_its_own,
+        )
+        self._states = StateExchange(
+            config,
+            network,
+            others,
+            built,
+            synchroniser,
+            worker.stepper,
+            compute=self._compute,
+            adopted=self._adopted,
+            stop=stop,
+        )
+        self._joining = Joining(
+            config.swarm.join,
+            self,
+            others,
+            self._states,
+            synchroniser,
+            worker.stepper,
+            self._startup_check,
+            self._withdrawals,
+            follows_rounds=self._averages_gradients,
+        )
         self._moves = StageMoves(config, shape, built.name, network.peer_id) if may_move else None
 
     def run(self) -> None:
         """Serves until it is asked to stop; raises `TrainerError` if it cannot begin, or not go on."""
         with self._watch, self._saving.checkpoints:
             try:
-                self._set_status("joining")
+                self.set_status("joining")
                 with as_usage_errors():
-                    self._is_resumed = self._saving.resume()
-                    self._startup_check.has_first_weights = not self._is_resumed
+                    self._states.is_resumed = self._saving.resume()
+                    self._startup_check.has_first_weights = not self._states.is_resumed
                 self._go_by_changes()
                 self._worker.register()
                 self._network.start(self)
@@ -228,100 +174,33 @@ class WorkerNode:
         self._worker.start()
         self._worker_task = asyncio.run_coroutine_threadsafe(self._worker.run(), self._network.loop)
         try:
-            if self._has_common_state and self._synchroniser.place()[0]:
-                # To the others, what a checkpoint brought back is worth as much as the result of a round.
-                self._network.publish(self._synchroniser.trainer.shared_state())
-            if self._join():
+            self._states.publish_resumed()
+            if self._joining.join():
+                if self._moves is not None:
+                    self._moves.serves(self._joining.joined_s, self._joining.joined_s - self._began_s)
                 self._serve()
             self._leave()
         finally:
             self._worker_task.cancel()
             self._await(self._worker.stop())
 
-    # -- joining -------------------------------------------------------------------------------------------------------
+    # -- joining (see `trainer.run.swarm.joining.Joiner`) --------------------------------------------------------------
 
-    def _join(self) -> bool:
-        """Takes up the others' state when their round begins, and serves from then on; False: it is asked to stop."""
-        self._wait_for_others()
-        while True:
-            may_serve = catch_up(
-                self._config.swarm.join,
-                others=self._serving_others,
-                take_up=self._take_up_state,
-                may_be_first=self._startup_check.may_serve,
-                round_index=lambda: self._synchroniser.place()[0],
-                is_current=self._is_still_current,
-                is_over=self._is_over,
-                clock=time.monotonic,
-                sleep=time.sleep,
-                max_behind=0 if self._averages_gradients else None,
-            )
-            if not may_serve:
-                return False
-            self._lost_touch = False
-            if not self._averages_gradients or self._follows_until_current():
-                break
-            if self._is_over():
-                return False
-        self._is_current = True
-        self._joined_s = time.monotonic()
-        if self._moves is not None:
-            self._moves.serves(self._joined_s, self._joined_s - self._began_s)
-        if not self._averages_gradients:  # Or else it has followed their rounds.
-            # From now on the others wait for it in a round.
-            self._network.collective.move_to(self._synchroniser.place()[0])
-        self._set_status("serving")
-        self._worker.stepper.follows = False  # It takes part with what it counts from now on.
-        address = self._network.endpoint.address
-        logger.info("%s serves version %d at %s", self._uid, self._built.replica.version, address)
-        return True
+    def expects_others(self) -> bool:
+        """Whether there is anybody to wait for."""
+        return self._network.expects_others
 
-    def _follows_until_current(self) -> bool:
-        """Takes part in rounds with nothing of its own until one begins that it is in; False: it has lost touch."""
-        self._network.collective.move_to(self._synchroniser.place()[0])
-        self._worker.stepper.follows = True
-        is_current = confirm_current(
-            self._config.swarm.join,
-            others=self._serving_others,
-            round_index=lambda: self._synchroniser.place()[0],
-            is_lost=lambda: self._lost_touch,
-            is_over=self._is_over,
-            clock=time.monotonic,
-            sleep=time.sleep,
-        )
-        if not is_current:
-            self._worker.stepper.follows = False
-            self._network.collective.move_to(-1)
-        return is_current
-
-    def _serving_others(self) -> list[StageReport]:
-        """Reports of those that serve; with averaged gradients how far their round is by what they last exchanged.
-
-        A step may be over before it is announced that it has begun.
-        """
-        reports = self._stage_peers.serving()
-        share = self._worker.stepper.place_of_others if self._averages_gradients else None
-        return reports if share is None else [it.model_copy(update={"round_position": share}) for it in reports]
-
-    def _is_still_current(self) -> bool:
-        """Whether the checkpoint this worker resumed from has the anchor that the others train from, bit for bit.
-
-        Announced digests cost nothing, so the round that the others are in must be its own as well.
-        """
-        if not self._is_resumed or not self._is_diloco:
-            return False
-        return self._network.shares_common_state and self._synchroniser.place()[0] >= self._stage_peers.frontier()
-
-    def _wait_for_others(self) -> None:
-        deadline_s = time.monotonic() + self._config.swarm.join.first_peers_s
-        looks = self._network.expects_others
-        while looks and time.monotonic() < deadline_s and not self._stop() and not self._stage_peers.serving():
-            time.sleep(_LOOK_S)
+    def has_heard(self) -> None:
+        """Compares first weights with those of the workers that are there, and takes a name that none of them has."""
         if not self._built.replica.version:
             check_first_weights(self._built.began_from, self._config.swarm.start_from, self._peers.reports())
         self._uid = self._settled_uid()
 
-    def _is_over(self) -> bool:
+    def is_stopping(self) -> bool:
+        """Whether the worker is asked to stop."""
+        return self._stop()
+
+    def is_over(self) -> bool:
         """Whether the worker is asked to stop; raises what ends its compute thread or its comparison with others."""
         for task in (self._worker_task, self._fit_task):
             if task is not None and task.done():
@@ -329,95 +208,54 @@ class WorkerNode:
         self._network.check_admitted()
         return self._stop()
 
-    def _take_up_state(self) -> bool:
-        """Fetches the others' state and puts it in place of this worker's; False: there was none to be had."""
-        if self._has_common_state and not self._stage_peers.frontier() and not self._synchroniser.place()[0]:
-            return True  # Before the first outer step all have the first weights as their anchor.
-        if not self._built.replica.version and not any(report.version for report in self._stage_peers.serving()):
-            return True  # Nobody has trained: all have the first weights.
-        if self._is_resumed and is_ahead(self._built.replica.version, self._stage_peers.serving_workers()):
-            logger.info("the others of %s are behind this worker's checkpoint, and will follow", self._built.name)
-            return True
-        wait_s = self._config.discovery.announce_interval_s + _STATE_WRITE_S
-        if self._averages_gradients:
-            self._network.let_go()  # One step behind is no better than none.
-        shared = self._network.catch_up(wait_s=wait_s, stop=self._stop)
-        if shared is None:
-            return self._network.holds_common_state
-        try:
-            self._compute(lambda: self._adopt(shared))
-        except (IncompatiblePeerError, RefusedError) as error:
-            if isinstance(error, RefusedError) and error.reason != "internal":
-                raise
-            logger.warning("a state the others hand out does not fit, and is passed over: %s", error)
-            self._network.pass_over_fetched()
-            return False
-        logger.info("took up the others' state of round %d", self._synchroniser.place()[0])
-        return True
+    def set_status(self, status: ServiceStatus) -> None:
+        """Lets in what goes with the status, and announces it."""
+        self._worker.service.status = status
+        self._worker.service.accepts = _ACCEPTS[status]
+        self._worker.stepper.joining = status == "joining"
+        version = self._built.replica.version
+        self._watch.observer.event("stage_status", stage=self._built.name, status=status, version=version)
+        if self._uid is not None:
+            self._network.announce()
+        if status == "serving":
+            logger.info("%s serves version %d at %s", self._uid, version, self._network.endpoint.address)
+
+    def _adopted(self) -> None:
+        """In the compute thread, once another worker's state is this one's."""
+        self._go_by_changes()
+        self._saving.changed(adopted=True)
+        self._startup_check.took_up_state()
+
+    # -- a signed run's changes ----------------------------------------------------------------------------------------
 
     def _go_by_changes(self) -> None:
-        """Goes on by the changes of the run in force in the round it trains towards; in the compute thread."""
-        if self._run is None:
-            return
-        trainer = self._synchroniser.trainer
-        if isinstance(trainer, DiLoCoTrainer):
-            trainer.changes = self._run.outer_changes(self._go_by)
-            if trainer.awaits_result:  # What is heard of meanwhile may be in force in this round or behind it.
-                return
-        if self._synchroniser.gradients is not None:
-            self._synchroniser.gradients.go_by = self._go_by_round
-        self._go_by_round(None)
+        """In the compute thread: goes by the changes of the run that are in force now, if it is a signed one."""
+        if self._changes is not None:
+            self._changes.look()
 
-    def _go_by_round(self, change: int | None) -> None:
-        """Goes on by a change that a round's members have agreed on; None: by those in force in the round to come."""
-        if self._run is not None:
-            self._go_by(self._run.number_at(self._synchroniser.place()[0]) if change is None else change)
-
-    def _go_by(self, number: int) -> None:
-        run = self._run
-        if run is None or number == self._num_changes:
-            return
-        self._num_changes = number
-        config = run.config_by(number)
-        run.begin_by(number)
+    def _go_over(self, config: RunConfig, changes: Sequence[RunChange]) -> None:
         self._built.replica.configure(config.inner, config.swarm.stage)
         self._synchroniser.configure(config)
         self._worker.stepper.configure(
             target_tokens=target_tokens_of(config), auto_step_s=config.swarm.worker.auto_step_s
         )
-        self._watch.changed(run.chain.changes[:number], self._synchroniser.place()[0])
-
-    def _adopt(self, shared: Any) -> None:
-        """In the compute thread: weights, schedule and version are the others' from now on."""
-        self._synchroniser.adopt(shared)
-        self._go_by_changes()
-        self._saving.changed(adopted=True)
-        self._startup_check.took_up_state()
-        versions = [said.stage.version for said in self._network.donors if said.stage is not None and not said.parts]
-        if self._averages_gradients:  # The version is part of the state, which the others have left soon.
-            self._worker.stepper.start_over(shared.num_inner_steps)
-            return
-        self._worker.stepper.start_over(version_of_state(shared.num_inner_steps, versions))
-        self._network.publish(shared)
+        self._watch.changed(changes, self._synchroniser.place()[0])
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._is_over():
-            if reason := self._unfit_because():
+        while not self.is_over():
+            if reason := self._withdrawals.due_because():
                 logger.warning("lost touch with the other workers of %s: %s", self._built.name, reason)
                 self._watch.observer.event("withdrew", reason=reason)
-                if self._lost_touch and not self._has_shared and not self._nonsense:
-                    self._health.missed_first_round(reason)
-                else:
-                    self._health.withdraw(reason)
-                self._rejoin()
+                self._withdrawals.note(reason)
+                self._joining.rejoin()
             elif self._moves_now():
                 return
             elif not self._startup_check.may_serve():
-                self._rejoin()
+                self._joining.rejoin()
             self._startup_check.compare()
-            self._hand_out_state()
+            self._states.publish_for_newcomers()
             self._log_saves()
             time.sleep(_LOOK_S)
 
@@ -430,20 +268,6 @@ class WorkerNode:
             self._watch.observer.checkpoint("saved", step=checkpoints.last_version, seconds=0.0)
         for _ in range(checkpoints.failed - failed):
             self._watch.observer.checkpoint("failed", step=self._built.replica.version, seconds=0.0)
-
-    def _unfit_because(self) -> str:
-        """Returns why the worker has to take up the others' state; empty: it has not, or there are no others."""
-        num_members, self._last_round_size = self._last_round_size, 0
-        is_on_its_own = num_members > 0 and self._network.is_on_its_own(num_members)
-        reasons = (
-            (self._lost_touch, "its rounds failed while the others went on, or they hold another state"),
-            (self._synchroniser.is_lost(), "too many rounds behind the others, or its rounds failed without them"),
-            (self._worker.stepper.is_left_behind, "too many steps behind the others"),
-            (is_on_its_own, "most of the others hold a state that it has never had"),
-            (bool(self._nonsense), self._nonsense),
-        )
-        found = next((reason for holds, reason in reasons if holds), "")
-        return found if found and (is_on_its_own or self._stage_peers.serving()) else ""
 
     def _moves_now(self) -> bool:
         """Whether the worker is of more use in another stage, and leaves for it."""
@@ -466,36 +290,6 @@ class WorkerNode:
         self.moves_to = move.to
         return True
 
-    def _rejoin(self) -> None:
-        self._set_status("joining")
-        self._is_resumed = self._is_current = self._has_shared = False
-        self._nonsense = ""
-        self._network.collective.move_to(-1)  # Nobody waits in a round for a worker without a state to contribute.
-        self._network.let_go()
-        self._rejoin_delay_s = rejoin_delay_s(self._rejoin_delay_s, time.monotonic() - self._joined_s)
-        ends_s = time.monotonic() + self._rejoin_delay_s
-        while time.monotonic() < ends_s and not self._is_over():
-            time.sleep(_LOOK_S)
-        self._join()
-
-    def _hand_out_state(self) -> None:
-        """Publishes a state that changes with each step, if somebody is there to take it up.
-
-        Of SPARTA not in each round, since somebody may claim to join for ever, and 12 bytes a parameter are copied each
-        time. A state half as old as may be missed is good enough. With averaged gradients nothing but the newest is of
-        use, and nothing is copied.
-        """
-        if self._is_diloco or not any(report.status == "joining" for report in self._stage_peers.reports()):
-            return
-        every_rounds = max(1, self._config.swarm.sparta.max_staleness_rounds // 2)
-        round_index = self._synchroniser.place()[0]
-        if self._averages_gradients and round_index > self._published_round:
-            self._published_round = round_index
-            self._network.publish(self._synchroniser.trainer.shared_state())
-        elif not self._averages_gradients and round_index >= self._published_round + every_rounds:
-            self._published_round = round_index
-            self._network.publish(self._compute(self._synchroniser.trainer.shared_state))
-
     def _stepped(self, info: StepInfo) -> None:
         """In the compute thread, after each step; only the tail knows a loss."""
         self._watch.observer.step(
@@ -509,7 +303,7 @@ class WorkerNode:
                 seconds=info.seconds,
             )
         )
-        self._nonsense = self._health.step(is_skipped=not info.applied and info.num_tokens > 0) or self._nonsense
+        self._withdrawals.stepped(is_skipped=not info.applied and info.num_tokens > 0)
         self._saving.stepped(info)
         self._go_by_changes()
 
@@ -524,8 +318,7 @@ class WorkerNode:
             self._watch.observer.round(result.report, outer_step=result.outer_step, state_digest=digest)
             members = result.report.members
             if len(members) > 1 and result.committed:
-                self._has_shared = True
-                self._health.shared()
+                self._withdrawals.shared()
                 if self._config.swarm.whole_nodes:  # Whoever was in it holds the stage, and with what it had learned.
                     self._startup_check.took_up_state()
             remarks = result.report.remarks() if len(members) > 1 else self._remarks
@@ -534,18 +327,16 @@ class WorkerNode:
             self._remarks = remarks if self._averages_gradients else ()
         if result.committed:
             self._saving.changed()
-        if self._synchroniser.has_lost_touch(result):
-            self._lost_touch = True
-        elif result.committed and self._is_diloco:
-            self._network.publish(self._synchroniser.trainer.shared_state(), members)
-            self._last_round_size = len(members)
+        if not self._withdrawals.loses_touch_by(result) and result.committed and self._is_diloco:
+            self._states.publish(members)
+            self._withdrawals.handed_out(len(members))
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Saves and shares this worker's state, if it is the stage's: an old one must not be the newest saved."""
-        if not self._is_current or self._unfit_because():
-            self._set_status("joining")
+        if not self._joining.is_current or self._withdrawals.due_because():
+            self.set_status("joining")
             logger.info("leaving without saving: this worker had not caught up with the others of %s", self._built.name)
             return
 
@@ -567,7 +358,7 @@ class WorkerNode:
             stepper.note(self._synchroniser.drain())
             self._network.collective.move_to(-1)  # Others that leave too do not wait for this one.
 
-        self._set_status("leaving")
+        self.set_status("leaving")
         time.sleep(_LOOK_S)  # For drivers to hear of it.
         try:
             shut_down_gracefully(
@@ -608,15 +399,6 @@ class WorkerNode:
     def _report(self) -> StageReport:
         uid = str(self._uid or self._settled_uid())
         return stage_report(uid, self._built, self._worker, self._saving, self._synchroniser.place())
-
-    def _set_status(self, status: ServiceStatus) -> None:
-        self._worker.service.status = status
-        self._worker.service.accepts = _ACCEPTS[status]
-        self._worker.stepper.joining = status == "joining"
-        version = self._built.replica.version
-        self._watch.observer.event("stage_status", stage=self._built.name, status=status, version=version)
-        if self._uid is not None:
-            self._network.announce()
 
     def _settled_uid(self) -> StageUid:
         return settled_uid(self._built.name, self._network.peer_id, self._uid, self._network.announcements)

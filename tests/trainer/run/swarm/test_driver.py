@@ -212,7 +212,8 @@ async def test_a_driver_ends_with_whatever_cannot_go_on(of_keeper: bool, error: 
         raise error
 
     node = make().node
-    node._look, node._keeper = (for_ever, SimpleNamespace(failed=broken)) if of_keeper else (broken, None)
+    node._account._local = SimpleNamespace(failed=broken) if of_keeper else None
+    node._look = for_ever if of_keeper else broken
     with pytest.raises(type(error)):
         await asyncio.wait_for(node._drive(SimpleNamespace(run=for_ever)), 20)
 
@@ -256,7 +257,7 @@ async def test_a_driver_that_is_asked_to_stop_waits_for_no_store(make, monkeypat
         given_up.set()
         return ()
 
-    monkeypatch.setattr("trainer.run.swarm.driver_node.lanes_of", hanging_store)
+    monkeypatch.setattr("trainer.run.swarm.account_keeping.lanes_of", hanging_store)
     made = make()
     running = asyncio.create_task(made.node.run())
     while not asked.is_set() and not running.done():

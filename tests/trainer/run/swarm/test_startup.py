@@ -268,14 +268,14 @@ def test_a_worker_that_does_not_fit_does_not_join(worker_node, monkeypatch):
     peers += [announced(each, n, shape.terms(stage_of(each)).digest()) for n, each in enumerate(FAR)]
     worker_node._startup_check.grace_s = 0.0
     with pytest.raises(TrainerUsageError, match=r"head: expected a checkpoint of it in .*body-1 at version 12"):
-        worker_node._join()
+        worker_node._joining.join()
     began = FAR[0].model_copy(update={"began_from": "2" * 16})
     peers[:] = [announced(began, 0, shape.terms("body-1").digest())]
     worker_node._built = replace(worker_node._built, began_from="1" * 16)
     with pytest.raises(
         IncompatiblePeerError, match=r"swarm\.start_from: expected the model that body1\.0\.40 began with"
     ):
-        worker_node._join()
+        worker_node._joining.join()
 
 
 @pytest.mark.parametrize("versions", [[40], [0, 0, 0, 40], [40, 10**9, 10**9]])
@@ -283,7 +283,9 @@ def test_a_state_has_its_nearest_holder_s_version(worker_node, monkeypatch, vers
     donors = tuple(announced(worker("head", version), number) for number, version in enumerate(versions))
     tell(monkeypatch, "donors", donors)
     monkeypatch.setattr(Network, "publish", lambda *_: None)
-    worker_node._adopt(replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38))
+    worker_node._states.adopt(
+        replace(worker_node._synchroniser.trainer.shared_state(), outer_step=2, num_inner_steps=38)
+    )
     assert worker_node.progress().inner_step == 40
 
 
@@ -292,6 +294,6 @@ def test_who_is_current(worker_node, monkeypatch, rounds, is_current):
     said = tuple(announced(worker("head", 0, round_index=index), number) for number, index in enumerate(rounds))
     monkeypatch.setattr(Network, "alike", lambda _: said)
     tell(monkeypatch, "shares_common_state", True)
-    assert not worker_node._is_still_current(), "without a checkpoint of its own"
-    worker_node._is_resumed = True
-    assert worker_node._is_still_current() == is_current
+    assert not worker_node._states.is_current(), "without a checkpoint of its own"
+    worker_node._states.is_resumed = True
+    assert worker_node._states.is_current() == is_current
