@@ -193,8 +193,8 @@ def _rounds(model: Any, codec: str, url: str, *, overlap_steps: int, pause_s: fl
     from trainer.bucket_rounds.collective import BucketCollective
     from trainer.bucket_rounds.config import BucketConfig
     from trainer.bucket_rounds.place import Place
-    from trainer.bucket_rounds.round import BucketSettings
     from trainer.bucket_rounds.rules import RoundRules
+    from trainer.bucket_rounds.settings import BucketSettings
     from trainer.network.rpc import Identity
     from trainer.outer.diloco import DiLoCoConfig, DiLoCoTrainer
 

@@ -31,8 +31,8 @@ from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, Sta
 from trainer.bucket_rounds.forms import DenseForm
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import Place, agreement_key, state_key
-from trainer.bucket_rounds.round import BucketSettings
 from trainer.bucket_rounds.rules import RoundRules, weights_of
+from trainer.bucket_rounds.settings import BucketSettings
 from trainer.bucket_rounds.snapshots import fetch_snapshot, put_snapshot
 from trainer.compression.vectors import codec_named
 from trainer.errors import NonFiniteTrainingError

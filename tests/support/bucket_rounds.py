@@ -26,8 +26,8 @@ from trainer.bucket_rounds.documents import Agreement
 from trainer.bucket_rounds.forms import DenseForm
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import Place
-from trainer.bucket_rounds.round import BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import RoundRules
+from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.compression.vectors import codec_named
 from trainer.network.rpc import Identity
 from trainer.outer.engine.collective import Contribution, RoundResult

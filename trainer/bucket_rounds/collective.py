@@ -16,7 +16,8 @@ from typing import Final
 from genesis.errors import GenesisError
 from trainer.bucket_rounds.documents import Agreement
 from trainer.bucket_rounds.history import History
-from trainer.bucket_rounds.round import BucketRound, BucketSettings, StoreClock
+from trainer.bucket_rounds.round import BucketRound
+from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.errors import RoundFailedError, StateBehindError, TrainerError
 from trainer.outer.engine.collective import Contribution, RoundResult
 

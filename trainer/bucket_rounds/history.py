@@ -55,7 +55,7 @@ Refusal: TypeAlias = Callable[[ContributionHeader | StateRecord, float], str]
 """Why what a member has put does not count, by the document and when it was put (Unix time); empty: it does."""
 
 _MOST_REMEMBERED: Final = 1 << 14
-_MOST_ATTEMPTS: Final = 1000
+MOST_ATTEMPTS: Final = 1000
 """Agreements for one round that are read: as many as a round's own members look through, or they and newcomers would go
 by different ones where somebody has put many that are void."""
 
@@ -134,7 +134,7 @@ class History:
         """Returns the agreements for a round that are well formed, by attempt."""
         listed = (listing or self._place.round(round_index)).agreements
         found = (self._agreement(round_index, attempt, listed[attempt].size_bytes) for attempt in sorted(listed))
-        return [each for each, _ in zip(found, range(_MOST_ATTEMPTS), strict=False) if each is not None]
+        return [each for each, _ in zip(found, range(MOST_ATTEMPTS), strict=False) if each is not None]
 
     def standing(self, round_index: int) -> Agreement | None:
         """Returns the agreement that the members of the newest round go by, as far as names and times say; None: none.

@@ -27,7 +27,7 @@ from trainer.collective.config import CollectiveConfig
 from trainer.collective.gathering import GatheringArithmetic
 from trainer.collective.joining import Joining
 from trainer.collective.levels import GroupedAgreement, GroupedRound
-from trainer.collective.levels.grouped_round import MakeArithmetic
+from trainer.collective.levels.columns import MakeArithmetic
 from trainer.collective.levels.messages import LevelAgreement
 from trainer.collective.messages import (
     Agreement,

@@ -29,8 +29,8 @@ from trainer.bucket_rounds.place import (
     slice_key,
     state_key,
 )
-from trainer.bucket_rounds.round import BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import weights_of
+from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.bucket_rounds.snapshots import put_snapshot
 from trainer.network.rpc import Identity
 from trainer.network.transfer.snapshot import describe_chunks

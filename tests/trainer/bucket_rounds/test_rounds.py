@@ -38,10 +38,11 @@ from trainer.bucket_rounds.documents import (
 )
 from trainer.bucket_rounds.forms import DenseForm, SparseForm
 from trainer.bucket_rounds.history import History
+from trainer.bucket_rounds.own_contribution import OwnContribution
 from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.reducers import SlicedForm
-from trainer.bucket_rounds.round import BucketRound, BucketSettings, StoreClock
 from trainer.bucket_rounds.rules import weights_of
+from trainer.bucket_rounds.settings import BucketSettings
 from trainer.compression.vectors import codec_named
 from trainer.errors import RoundFailedError, StateBehindError
 from trainer.network.rpc import Identity
@@ -526,7 +527,7 @@ def test_a_stranger_with_credentials_for_the_bucket_has_no_state_of_its_own_beli
 def test_of_two_agreements_for_a_round_the_one_counts_that_most_members_went_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.bucket_rounds.round._ABSENT_AFTER_S", 1.0)
+    monkeypatch.setattr("trainer.bucket_rounds.proposals._ABSENT_AFTER_S", 1.0)
     replicas = members(tmp_path, 3)
     one_round(replicas)
     place, rules = Place(folder(tmp_path)), replicas[0].settings.rules
@@ -589,7 +590,7 @@ def test_what_is_left_of_work_in_slices_is_measured_from_what_an_earlier_life_pu
         config=config,
         form_of=lambda num_values: SlicedForm(DenseForm(codec_named("fp32"), num_values, num_threads=1), 4),
     )
-    assert BucketRound(settings, Replica(settings).contribution(), None, StoreClock())._contribute()
+    assert OwnContribution(settings, Replica(settings).contribution(), settings.form_of(NUM_VALUES)).put()
     result = Replica(settings, lie=lambda vector: vector + 1).take_part()
     assert result.residual is not None
     torch.testing.assert_close(result.residual, torch.ones(NUM_VALUES))

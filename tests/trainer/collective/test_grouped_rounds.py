@@ -14,7 +14,7 @@ from tests.support.group_actor import GroupSwarm
 from tests.support.grouped_members import GroupedMember, GroupedMembers, digest_of, peer_id_of, vector_of
 from tests.support.round_actor import RUN_ID
 from trainer.aggregation import RuleConfig
-from trainer.collective.levels import grouped_round
+from trainer.collective.levels.columns import ColumnReduction
 from trainer.collective.levels.level_arithmetic import ColumnArithmetic, slice_digest
 from trainer.collective.levels.level_service import LevelService
 from trainer.collective.levels.messages import Stage, TallyRequest, TallyTable
@@ -73,15 +73,15 @@ def test_a_column_leaves_out_what_a_group_does_not_hold(members_of, monkeypatch)
         return bytes(len(payload)) if self.vector is lying.get("vector") else payload
 
     lying: dict[str, torch.Tensor] = {}
-    own_slice = grouped_round.GroupedRound._own_slice
+    own_slice = ColumnReduction._own_slice
 
-    async def remember(self: grouped_round.GroupedRound, number: int) -> torch.Tensor:
+    async def remember(self: ColumnReduction, number: int) -> torch.Tensor:
         found = await own_slice(self, number)
-        if self._own_id == liar:
+        if self.settings.own_id == liar:
             lying["vector"] = found
         return found
 
-    monkeypatch.setattr(grouped_round.GroupedRound, "_own_slice", remember)
+    monkeypatch.setattr(ColumnReduction, "_own_slice", remember)
     monkeypatch.setattr(ColumnArithmetic, "encode_own", lie)
     found = members.round(0, NUM_VALUES)
     one_result(found)

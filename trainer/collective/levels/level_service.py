@@ -64,6 +64,19 @@ class GroupedState:
         named = [first] if first in self.members else []  # An agreement may name anybody.
         return [*named, *self.plan.seeded_order("coordinators", others)][:_COORDINATORS]
 
+    def slice_numbers(self) -> list[int]:
+        """Returns the slices with a part in them."""
+        return [number for number in range(self.plan.num_slices) if self.parts_of(number)]
+
+    def parts_of(self, number: int) -> range:
+        """Returns the parts of a slice."""
+        return self.plan.slice_parts(number, self.agreement.num_parts)
+
+    def bounds_of(self, number: int) -> slice:
+        """Returns where the values of a slice that has parts are in the vector."""
+        parts = self.parts_of(number)
+        return slice(self.agreement.part_bounds(parts[0])[0], self.agreement.part_bounds(parts[-1])[1])
+
     def set_voters(self, stage: Stage, voters: Voters) -> None:
         """Notes who has a word in a tally, which this node may have to coordinate."""
         self.voters[stage] = voters

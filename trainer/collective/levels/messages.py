@@ -12,6 +12,7 @@ the coordinator sends grows with √n for each of n members; the agreement itsel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated, Literal
 
@@ -81,6 +82,29 @@ class GroupedAgreement(Agreement):
         facts = {"num_values": num_values, "state_digest": state_digest, "part_values": part_values}
         return GroupedAgreement(
             **{name: getattr(self, name) for name in Agreement.model_fields} | facts, follows=self.fingerprint()
+        )
+
+    def level(
+        self, *, follows: str, members: Sequence[Member], reducers: Sequence[str], num_values: int, state_digest: str
+    ) -> LevelAgreement:
+        """Returns what a group or a column of this round goes by.
+
+        Args:
+            follows: What led to it, in words; its digest is part of the agreement.
+            members: Those of the group or column, with their weights in it.
+            reducers: Those who reduce in the first pass, in the order of the slices; the first one coordinates.
+            num_values: Length of its vector.
+            state_digest: Of the state before the round.
+        """
+        names = ("round_index", "attempt", "part_values", "vocabulary_rows", "change", "change_digest")
+        return LevelAgreement(
+            **{name: getattr(self, name) for name in names},
+            coordinator=reducers[0],
+            state_digest=state_digest,
+            num_values=num_values,
+            members=tuple(sorted(members, key=lambda member: member.peer_id)),
+            follows=sha256_hex(follows.encode()),
+            slice_reducers=tuple(reducers),
         )
 
 

@@ -20,7 +20,7 @@ from trainer.bucket_rounds.forms import DenseForm
 from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.keeping import Keeping
 from trainer.bucket_rounds.place import Place
-from trainer.bucket_rounds.round import BucketSettings, StoreClock
+from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.compression.vectors import codec_named
 from trainer.errors import TrainerError
 from trainer.network.rpc import Identity

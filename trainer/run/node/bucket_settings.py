@@ -21,8 +21,8 @@ from trainer.bucket_rounds.forms import DenseForm, Form, SparseForm
 from trainer.bucket_rounds.history import refusal_by
 from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.reducers import SlicedForm
-from trainer.bucket_rounds.round import BucketSettings
 from trainer.bucket_rounds.rules import RoundRules
+from trainer.bucket_rounds.settings import BucketSettings
 from trainer.compression.vectors import codec_named
 from trainer.errors import TrainerUsageError
 from trainer.network.rpc import Identity
