@@ -21,7 +21,7 @@ from trainer.aggregation import Moments
 from trainer.collective import messages
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import Changes, CollectiveConfig, RoundSettings
-from trainer.collective.levels import LevelService
+from trainer.collective.levels import GroupedAgreement, LevelService
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import Agreement, CommitDecision, InviteReply, JoinRequest
 from trainer.collective.planning import coordinator_order, first_plan, precedes
@@ -305,6 +305,8 @@ class RoundService:
         """Comes to the second phase of a round; its members need no acknowledgement beside the first one's commit."""
         known = self.acknowledged(agreement)
         known.begun.set()
+        # Others may come to its levels before this node, from now on.
+        known.expects_phase = isinstance(agreement, GroupedAgreement)
         if first is not None:
             first.expects_phase = False
         return known
