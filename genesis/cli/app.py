@@ -22,7 +22,15 @@ import typer
 
 from genesis import __version__
 from genesis.cli import doctor, export, import_tokens, inspect, populate, report, serve, sources, status, verify
-from genesis.errors import GenesisError, InterruptedRunError, StoreError, UnknownSourceError, UsageError
+from genesis.errors import (
+    GenesisError,
+    InterruptedRunError,
+    StoreError,
+    StoreFullError,
+    StoreRemovedError,
+    UnknownSourceError,
+    UsageError,
+)
 from genesis.verbosity import add_verbosity, set_up_logging
 from manifests import ContractError
 
@@ -89,7 +97,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error), 130)
     except (GenesisError, ContractError) as error:
         code = _fail(str(error), 1)
-        if isinstance(error, StoreError) and _WRITING.intersection(arguments):
+        says_all = isinstance(error, (StoreFullError, StoreRemovedError))
+        if isinstance(error, StoreError) and not says_all and _WRITING.intersection(arguments):
             _say("'genesis doctor --store URL', with the same store, says what stands in the way")
         return code
     except OSError as error:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,15 +95,21 @@ class RunningTrainer:
 
     def wait_for(self, kind: str, number: int = 0) -> dict[str, Any]:
         key = {"step": "step", "round": "outer_step"}[kind]
+
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.events if event["kind"] == kind and event[key] >= number]
+
+        self.wait_until(lambda: bool(found()), f"{kind} {number}")
+        return found()[0]
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Looks at each event, until the condition holds; fails if the process ends first."""
         deadline_s = time.monotonic() + WAIT_S
         with self._news:
-            while True:
-                for event in self.events:
-                    if event["kind"] == kind and event[key] >= number:
-                        return event
+            while not condition():
                 left_s = deadline_s - time.monotonic()
                 gone = self.process.poll() is not None and not any(reader.is_alive() for reader in self._readers)
-                assert left_s > 0 and not gone, f"no {kind} {number}: {''.join(self.errors)}"
+                assert left_s > 0 and not gone, f"no {what}: {''.join(self.errors)}"
                 self._news.wait(min(left_s, 0.2))
 
     def kill(self) -> None:

@@ -41,7 +41,7 @@ from trainer.network.rpc.messages import Peer, Reply, Request
 
 _TIMES = {"poll_interval_s": 0.1, "announce_interval_s": 0.5, "max_retry_interval_s": 0.5, "request_timeout_s": 5.0}
 _QUICK = DiscoveryConfig(announcement_lifetime_s=2.5, **_TIMES)
-_WITHIN_S = 20.0
+_WITHIN_S = 60.0
 
 
 @dataclass

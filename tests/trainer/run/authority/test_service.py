@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -420,6 +421,13 @@ def test_lives_that_make_no_sense_are_told(life_s: float) -> None:
 _REQUESTS, _NODES = 10_000, 24
 
 
+def _says(wire: bytes) -> object:
+    try:
+        return json.loads(wire)
+    except ValueError:
+        return None
+
+
 @pytest.mark.slow
 async def test_of_ten_thousand_requests_the_good_ones_are_in_and_nothing_else(tmp_path: Path) -> None:
     """Forged, replayed, expired, uninvited and good ones, shuffled, from hundreds of addresses, 16 at once."""
@@ -457,9 +465,13 @@ async def test_of_ten_thousand_requests_the_good_ones_are_in_and_nothing_else(tm
                 case "other role":
                     return join_wire(stranger, closed, good_invitation, role="driver")
                 case _:
-                    wire = bytearray(join_wire(node.identity, node.address, good_invitation))
-                    wire[rng.randrange(len(wire))] ^= 1 << rng.randrange(7)
-                    return bytes(wire)
+                    whole = join_wire(node.identity, node.address, good_invitation)
+                    damaged = whole
+                    while _says(damaged) == _says(whole):  # The last digit of a time may mean the same number.
+                        wire = bytearray(whole)
+                        wire[rng.randrange(len(wire))] ^= 1 << rng.randrange(7)
+                        damaged = bytes(wire)
+                    return damaged
 
         kinds = ["forged", "token of another", "uninvited", "used up", "old", "other run", "other role", "damaged"]
         goods = [join_wire(node.identity, node.address, good_invitation, stage="auto") for node in nodes]
