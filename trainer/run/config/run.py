@@ -208,7 +208,7 @@ class JoinConfig:
     window: float = 0.1
     """Share of a round, from its beginning, in which a newcomer may take up the stage's state (spec P-43)."""
     max_rounds_behind: int = 5
-    """A newcomer that is further behind when it has the state fetches a newer one (spec P-43)."""
+    """A newcomer that is further behind when it has the state fetches a newer one (spec P-43); for SPARTA."""
     max_failed_rounds: int = 2
     """Failed rounds in a row, while the others went on, after which a worker takes up their state (spec P-41)."""
     idle_s: float = 20.0

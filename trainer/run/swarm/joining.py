@@ -63,6 +63,7 @@ class Joining:
         stepper: what follows the others' rounds until the worker serves.
         startup_check: decides whether it may serve where nobody else does.
         withdrawals: whether it has lost touch with the others.
+        has_common_state: whether all hold one state after a round, so that nobody who is a round behind is in theirs.
         follows_rounds: whether the others' state is behind with each step, as with averaged gradients: then the worker
             follows their rounds before it serves.
     """
@@ -78,6 +79,7 @@ class Joining:
         startup_check: StartupVersionCheck,
         withdrawals: Withdrawals,
         *,
+        has_common_state: bool,
         follows_rounds: bool,
     ) -> None:
         self.is_current = False
@@ -93,6 +95,7 @@ class Joining:
         self._stepper = stepper
         self._startup_check = startup_check
         self._withdrawals = withdrawals
+        self._has_common_state = has_common_state
         self._follows_rounds = follows_rounds
 
     def join(self) -> bool:
@@ -142,7 +145,7 @@ class Joining:
                 is_over=self._worker.is_over,
                 clock=time.monotonic,
                 sleep=time.sleep,
-                max_behind=0 if self._follows_rounds else None,
+                max_behind=0 if self._has_common_state else None,
             )
             if not may_serve:
                 return False

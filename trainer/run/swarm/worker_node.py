@@ -145,6 +145,7 @@ class WorkerNode:
             worker.stepper,
             self._startup_check,
             self._withdrawals,
+            has_common_state=self._is_diloco or self._averages_gradients,
             follows_rounds=self._averages_gradients,
         )
         self._moves = StageMoves(config, shape, built.name, network.peer_id) if may_move else None

@@ -38,16 +38,19 @@ class World:
     place_of_others: float | None = None
     is_resumed: bool = True
     loses_touch_while_it_follows: bool = False
+    round_index: int = ROUND
+    fetches: int = 0
 
     def __post_init__(self) -> None:
         me = cast("Any", self)
         self.health = Health(HealthConfig(max_withdrawals=3))
         self.withdrawals = Withdrawals(self.health, me, me, cast("Any", Others(self)), self._is_on_its_own)
 
-    def joining(self, *, follows_rounds: bool = False) -> Joining:
+    def joining(self, *, follows_rounds: bool = False, has_common_state: bool = True) -> Joining:
         me, config = cast("Any", self), JoinConfig(first_peers_s=0.0, window=1.0)
         others = cast("Any", Others(self))
-        return Joining(config, me, others, me, me, me, me, self.withdrawals, follows_rounds=follows_rounds)
+        options = {"has_common_state": has_common_state, "follows_rounds": follows_rounds}
+        return Joining(config, me, others, me, me, me, me, self.withdrawals, **options)
 
     def _is_on_its_own(self, num_members: int) -> bool:
         self.asked_for.append(num_members)
@@ -78,6 +81,9 @@ class World:
 
     def take_up(self) -> bool:
         self.happened.append(f"takes up, follows={self.follows}")
+        self.fetches += 1
+        if self.fetches > 1:
+            self.round_index = ROUND
         return next(self.states)
 
     def is_current(self) -> bool:
@@ -90,7 +96,7 @@ class World:
         return True
 
     def place(self) -> tuple[int, float]:
-        return ROUND, 0.0
+        return self.round_index, 0.0
 
     def is_lost(self) -> bool:
         return self.is_behind
@@ -125,6 +131,17 @@ def test_others_wait_for_a_worker_only_while_it_serves() -> None:
     assert joining.rejoin() and joining.is_current
     assert world.happened[:3] == ["joining", "to round -1", "lets go"]
     assert world.happened[3:] == ["heard", "takes up, follows=False", f"to round {ROUND}", "serving"]
+
+
+@pytest.mark.parametrize(("has_common_state", "fetches"), [(True, 2), (False, 1)])
+def test_a_state_of_the_round_before_is_fetched_anew_where_it_would_be_in_no_round(
+    monkeypatch: pytest.MonkeyPatch, has_common_state: bool, fetches: int
+) -> None:
+    monkeypatch.setattr("trainer.run.swarm.lifecycle._RETRY_S", 0.0)
+    world = World([other()], round_index=ROUND - 1)
+    assert world.joining(has_common_state=has_common_state).join()
+    assert world.fetches == fetches
+    assert world.happened[-2:] == [f"to round {ROUND if has_common_state else ROUND - 1}", "serving"]
 
 
 @pytest.mark.parametrize("follows_rounds", [False, True])
