@@ -250,7 +250,7 @@ class MembershipGathering:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.gather_timeout_s):
-                    while not self.over and not self._is_complete() and not closes:
+                    while not (self.over or self._is_complete() or self._is_left_behind() or closes):
                         if self._has_quorum():
                             await self._let_attend()
                             closes = self._has_majority()
@@ -266,7 +266,7 @@ class MembershipGathering:
         peers = self._settings.directory.peers()
         missing = self._awaited - self._joins.keys()
         self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
-        if 2 * len(self._ahead) > len(peers):
+        if self._is_left_behind():
             self._fail("late", "most of the others have gone on to a later round; fetch the state first")
         if not self.over:
             await self._agree()
@@ -274,6 +274,10 @@ class MembershipGathering:
     def _is_complete(self) -> bool:
         missing = self._known() - self._joins.keys() - self._silent
         return not missing and len(self._joins) >= self._config.min_members
+
+    def _is_left_behind(self) -> bool:
+        """Whether most of the others have gone on to a later round, so that waiting for them is no use."""
+        return 2 * len(self._ahead) > len(self._settings.directory.peers())
 
     # -- with a quorum -------------------------------------------------------------------------------------------------
 

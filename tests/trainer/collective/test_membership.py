@@ -127,3 +127,26 @@ def test_whom_a_round_waits_for(options: dict[str, Any], members: tuple[str, ...
 def test_nodes_that_discovery_does_not_know_neither_fill_a_round_nor_choose_its_state(strangers: int) -> None:
     meeting = Meeting(fetched_after=0, waits=True, strangers=strangers)
     assert asyncio.run(meeting.members()) == (OWN, OTHER, LATE)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "gather_timeout_s", "reason"), [({OTHER, LATE}, 600.0, "late"), ({LATE}, 0.5, "few")]
+)
+def test_nobody_waits_in_a_round_that_most_others_have_left_behind(
+    ahead: set[str], gather_timeout_s: float, reason: str
+) -> None:
+    """It would hold up the others' next one, which it says that it comes to as well."""
+
+    async def invite(peer_id: str, _round_index: int, _after_s: float) -> InviteReply:
+        return InviteReply(coming=False, next_round=5 if peer_id in ahead else -1)
+
+    async def run() -> None:
+        peers = {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)}
+        settings = settings_of(OWN, peers, min_members=2, invite_after_s=0.0, gather_timeout_s=gather_timeout_s)
+        gathering = MembershipGathering(4, settings, LatecomerBackoff(), invite)
+        with pytest.raises(RefusedError) as refused:
+            await gathering.join(OWN, REQUEST)
+        gathering.close()
+        assert refused.value.reason == reason
+
+    asyncio.run(run())
