@@ -185,8 +185,9 @@ class DiLoCoTrainer:
         if background is not None:
             self._check(background)
             # Merged when it is time, or when others wait for the next round already.
-            early = background.outcome.done() and self._collective.requested()
-            return self.drain() if background.steps_left <= 0 or early else None
+            is_time = background.steps_left <= 0 or (background.outcome.done() and self._collective.requested())
+            del background  # What this thread holds it would have to give back (`drain`).
+            return self.drain() if is_time else None
         due = self.inner_step >= self._config.steps_before(self._state.fragment)
         if not due and not self._collective.requested():
             return self._attend()
