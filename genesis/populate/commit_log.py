@@ -397,8 +397,9 @@ class CommitLog:
             )
         if self._is_own(found.writer):
             return StoreError(
-                f"{self.store.url}: {key} was replaced or removed by something that holds no lease; everything "
-                "committed is kept: run the same command again, and it is published anew"
+                f"{self.store.url}: {key} was replaced or removed by something that holds no lease, and this "
+                "populator stops; see whether the rest of the store is there, restore what is not, and run the same "
+                "command again: what is committed there is published anew"
             )
         who = describe_writer(found.writer) if found.writer else "an unknown writer"
         return LeaseLostError(

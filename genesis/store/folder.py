@@ -72,7 +72,7 @@ def _translated(error: OSError, root: Path, action: str, size_bytes: int) -> Sto
         )
     if error.errno in _ACCESS:
         return StoreAccessError(
-            f"cannot {action}: {reason}{_at(error, action)}; check its owner and permissions, or choose another --store"
+            f"cannot {action}: {reason}{_at(error, action)}; check its owner and permissions, or choose another folder"
         )
     if error.errno in _UNAVAILABLE:
         return StoreUnavailableError(

@@ -85,7 +85,7 @@ DocumentT = TypeVar("DocumentT", bound=SignedDocument)
 
 
 def _parsed(kind: type[DocumentT], wire: bytes) -> DocumentT:
-    what = kind.__name__
+    what = f"signed {kind.__name__}"
     if len(wire) > kind.MAX_BYTES:
         raise MalformedAnswerError(f"expected a {what} of at most {kind.MAX_BYTES} bytes, found {len(wire)}")
     try:

@@ -23,7 +23,7 @@ from trainer.bucket_rounds.rules import place_in_order
 from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.bucket_rounds.snapshots import put_snapshot
 from trainer.errors import MalformedAnswerError
-from trainer.network.transfer.descriptor import Meta
+from trainer.network.transfer.descriptor import Descriptor, Meta
 from trainer.network.transfer.snapshot import describe_chunks
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,21 @@ class Keeping:
         crash_point("bucket-state-put")
         order = place_in_order(settings.rules, agreement.round_index, agreement.keys, ())
         if packed is not None and described is not None and order[0] == settings.own_id:
-            put_snapshot(settings.place, agreement.round_index, *described, packed[1])
-            logger.info("stored the state after round %d for newcomers", agreement.round_index)
+            self._store(agreement.round_index, *described, packed[1])
+
+    def _store(self, round_index: int, descriptor: Descriptor, pages: bytes, tensors: Mapping[str, Tensor]) -> None:
+        """Stores a snapshot whole, or nothing of it: a bucket that is full is not filled up with parts of each."""
+        place = self.settings.place
+        try:
+            put_snapshot(place, round_index, descriptor, pages, tensors)
+        except GenesisError as error:
+            logger.warning("the state after round %d is not stored for newcomers: %s", round_index, error)
+            keys = place.snapshots().get((round_index, descriptor.digest), [])
+            if not any(key.endswith("/descriptor") for key in keys):
+                for key in keys:
+                    place.delete(key)
+            return
+        logger.info("stored the state after round %d for newcomers", round_index)
 
     def remove_old(self, agreement: Agreement) -> None:
         """Removes what nobody needs, if this node has closed the round."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _ABSENT_AFTER_S: Final = 15.0
 """So long after an agreement was seen, what it lists and is not there counts as never put."""
+_UNLISTED_AFTER: Final = 3
+"""Refused agreements of one attempt, after which what stands in their way is in no listing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class RoundProposals:
         self._waits_for_others = waits_for_others
         self._attempt = 0  # The first that is not void.
         self._void: dict[int, str] = {}  # Attempts that came to nothing, and who proposed them, if anybody did.
+        self._refusals = Counter[int]()  # Of this node's agreements by the store, by attempt.
         self._missing_since_s: dict[int, float] = {}  # Since when what an attempt lists has been missing.
 
     def accepted(self, listing: RoundListing) -> AcceptedAgreement | None:
@@ -134,9 +138,17 @@ class RoundProposals:
         agreement = proposed(found, facts, self._attempt, settings.rules, has_snapshot=self._is_snapshot_due()).signed(
             settings.identity
         )
-        settings.place.put_once(agreement_key(facts.round_index, self._attempt), agreement.wire())
+        key = agreement_key(facts.round_index, self._attempt)
+        is_put = settings.place.put_once(key, agreement.wire())
         crash_point("bucket-agreement-put")
-        return True
+        if not is_put:  # Somebody else's is there, which the next listing shows.
+            self._refusals[self._attempt] += 1
+            if self._refusals[self._attempt] == _UNLISTED_AFTER:
+                logger.warning(
+                    "round %d cannot be closed: %s takes no agreement, and no listing shows one; remove what is there",
+                    *(facts.round_index, f"{settings.place.url}/{key}"),
+                )
+        return is_put
 
     def _body(self, attempt: int) -> bytes | None:
         return self._settings.place.get(agreement_key(self._facts.round_index, attempt), MAX_AGREEMENT_BYTES)

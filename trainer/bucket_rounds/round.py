@@ -51,6 +51,7 @@ BUCKET_CRASH_POINTS: Final = (
     "bucket-snapshot-put",
 )
 """Where a test can have a node killed (`genesis.populate.crashpoint`), in the order of a round."""
+_MAX_PAUSE_S: Final = 10.0  # Between looks at a bucket that fails; no longer than a node that is to stop stays.
 
 
 class BucketRound:
@@ -113,6 +114,7 @@ class BucketRound:
 
     def _accepted(self) -> AcceptedAgreement:
         """Returns the agreement that counts, all of whose contributions were read."""
+        pause_s = poll_s = self._settings.config.poll_interval_s
         while True:
             self._wait.check_time()
             try:
@@ -124,9 +126,11 @@ class BucketRound:
                 if self._proposals.is_open(listing) and self._goes_on(listing):
                     continue
                 self._wait.tell({member for member, _ in self._fetched.fitting})
+                pause_s = poll_s
             except GenesisError as error:
-                logger.warning("round %d: %s; trying again", self._facts.round_index, error)
-            time.sleep(self._settings.config.poll_interval_s)
+                pause_s = max(poll_s, min(2 * pause_s, _MAX_PAUSE_S))
+                logger.warning("round %d: %s; trying again in %.1f s", self._facts.round_index, error, pause_s)
+            time.sleep(pause_s)
 
     def _goes_on(self, listing: RoundListing) -> bool:
         """Contributes, fetches, closes the round; returns whether there is something new to look at now."""

@@ -311,6 +311,18 @@ def test_a_store_that_stays_away_fails_the_round_and_the_work_goes_into_the_next
     assert again.round_index == 1
 
 
+def test_a_name_that_takes_no_agreement_and_that_no_listing_shows_costs_a_look_at_a_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / agreement_key(0, 0)).mkdir(parents=True)
+    replica = Replica(settings_of(folder(tmp_path), round_timeout_s=2.5, gather_timeout_s=0.2))
+    with pytest.raises(RoundFailedError):
+        replica.take_part()
+    most_looks = 2.5 / replica.settings.config.poll_interval_s
+    assert replica.settings.place.cost.num_writes < 20 + 3 * most_looks
+    assert caplog.text.count("takes no agreement, and no listing shows one") == 1
+
+
 # -- liars -------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genesis.errors import StoreUnavailableError
+from genesis.errors import StoreFullError, StoreUnavailableError
 from genesis.store.base import CachePolicy
 from tests.support.bucket_rounds import FAST, Interposed, Replica, folder, settings_of, together
 from trainer.bucket_rounds.documents import Wish
@@ -114,6 +114,25 @@ def test_every_so_many_rounds_one_member_stores_the_state_and_old_rounds_go(tmp_
     kept = {int(info.key.split("/")[1]) for info in folder(tmp_path).list("rounds/") if "contribution" in info.key}
     assert min(kept) > 0
     assert kept >= set(range(newest, 8))
+
+
+def test_a_full_bucket_is_not_filled_up_with_parts_of_snapshots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_full = True
+
+    def fail(name: str, key: str) -> None:
+        if is_full and name == "put" and "/data-" in key:
+            raise StoreFullError("No space left on device")
+
+    settings = settings_of(Interposed(folder(tmp_path), fail), config=replace(FAST, snapshot_rounds=1))
+    replica = Replica(settings)
+    rounds([replica], 3)
+    assert not Place(folder(tmp_path)).snapshots()
+    assert caplog.text.count("is not stored for newcomers: No space left on device") == 3
+    is_full = False
+    rounds([replica], 2)
+    assert replica.keeping.snapshots(4)
 
 
 def test_two_liars_of_seven_have_no_false_state_believed(tmp_path: Path) -> None:

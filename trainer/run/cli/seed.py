@@ -48,6 +48,8 @@ def seed_command(
     if not relay:
         _refuse_without_relay(context)
     require_free_port("--port", host, port)
+    if relay and relay_port == port != 0:
+        raise TrainerUsageError(f"--relay-port: expected another port than --port, found {port} for both")
     if relay:
         require_free_port("--relay-port", host, relay_port)
     members = _relayed_members(run, run_name, authority_key or []) if relay else None

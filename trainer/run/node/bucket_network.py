@@ -302,8 +302,10 @@ class BucketNetwork:
         there = {(each.member, each.payload_sha256) for each in place.round(own_round).contributions}
         if not {(each.member, each.payload_sha256) for each in agreement.members} <= there:
             return True
+        missed = newest.round_index + 1 - own_round
         logger.info(
-            "%d rounds were made without this node, which makes up for them", newest.round_index + 1 - own_round
+            "%s made without this node, which makes up for %s",
+            *(("1 round was", "it") if missed == 1 else (f"{missed} rounds were", "them")),
         )
         return False
 
@@ -361,11 +363,14 @@ class BucketNetwork:
             return
         try:
             agreement = self._agreement_of(num_rounds - 1)
-            if agreement is not None:
+            if agreement is None:
+                return
+            try:
                 self._keeping.record(agreement, digest, lambda: self._form.pack(shared))
+            finally:  # Also where the bucket is full: that makes room.
                 self._keeping.remove_old(agreement)
         except GenesisError as error:
-            logger.warning("what this node holds after round %d is not in the bucket: %s", num_rounds - 1, error)
+            logger.warning("keeping the bucket after round %d: %s", num_rounds - 1, error)
 
     def _agreement_of(self, round_index: int) -> Agreement | None:
         for agreement in self._agreements:

@@ -32,6 +32,7 @@ _CONFIG = from_mapping(RunConfig, SMALL)
         (("--relay", "--run-name", "a", "--authority-key", "ab"), "expected 64 hexadecimal digits"),
         (("--relay", "--run", "r.json", "--run-name", "a"), "expected no --run-name"),
         (("--relay", "--relay-port", "70000"), "0 to 65535"),
+        (("--relay", "--relay-port", "4801", "--port", "4801"), "expected another port than --port, found 4801"),
     ],
 )
 def test_options_that_make_no_sense_are_one_line(
