@@ -123,6 +123,11 @@ class FetchedContributions:
         return self._rejected
 
     @property
+    def num_judged(self) -> int:
+        """How many were read or rejected so far."""
+        return len(self._read) + len(self._rejected)
+
+    @property
     def fitting(self) -> dict[ContributionId, FetchedContribution]:
         """Those that can be in a round with this node, sorted."""
         return {key: each for key, each in sorted(self._read.items()) if each.payload is not None}
@@ -141,19 +146,25 @@ class FetchedContributions:
         )
 
     def fetch(self, listed: Sequence[ListedContribution]) -> None:
-        """Reads and verifies contributions, each once; raises what the store does."""
+        """Reads and verifies contributions, each once; raises what the store does, and keeps what came all the same."""
         new = [each for each in listed if id_of(each) not in self._read and id_of(each) not in self._rejected]
         if not new:
             return
         with ThreadPoolExecutor(min(_FETCHING_THREADS, len(new)), thread_name_prefix="bucket-fetch") as pool:
-            for each, found in zip(new, pool.map(self._fetched, new), strict=True):
-                if isinstance(found, FetchedContribution):
-                    self._read[id_of(each)] = found
-                elif found is not None:
-                    self._rejected.add(id_of(each))
-                    logger.warning(
-                        "round %d: what %s put is ignored: %s", self._facts.round_index, each.member[:12], found
-                    )
+            futures = [pool.submit(self._fetched, each) for each in new]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for each, future in zip(new, futures, strict=True):
+            if future.exception() is None:
+                self._judge(each, future.result())
+        if errors:
+            raise errors[0]
+
+    def _judge(self, listed: ListedContribution, found: FetchedContribution | Exception | None) -> None:
+        if isinstance(found, FetchedContribution):
+            self._read[id_of(listed)] = found
+        elif found is not None:
+            self._rejected.add(id_of(listed))
+            logger.warning("round %d: what %s put is ignored: %s", self._facts.round_index, listed.member[:12], found)
 
     def _fetched(self, listed: ListedContribution) -> FetchedContribution | Exception | None:
         """Returns a contribution, why it is none, or None where it is not there any more."""

@@ -141,14 +141,14 @@ class RoundProposals:
         key = agreement_key(facts.round_index, self._attempt)
         is_put = settings.place.put_once(key, agreement.wire())
         crash_point("bucket-agreement-put")
-        if not is_put:  # Somebody else's is there, which the next listing shows.
+        if not is_put:  # Somebody else's is there, which the next listing shows, at once.
             self._refusals[self._attempt] += 1
             if self._refusals[self._attempt] == _UNLISTED_AFTER:
                 logger.warning(
                     "round %d cannot be closed: %s takes no agreement, and no listing shows one; remove what is there",
                     *(facts.round_index, f"{settings.place.url}/{key}"),
                 )
-        return is_put
+        return is_put or self._refusals[self._attempt] < _UNLISTED_AFTER
 
     def _body(self, attempt: int) -> bytes | None:
         return self._settings.place.get(agreement_key(self._facts.round_index, attempt), MAX_AGREEMENT_BYTES)

@@ -51,7 +51,8 @@ BUCKET_CRASH_POINTS: Final = (
     "bucket-snapshot-put",
 )
 """Where a test can have a node killed (`genesis.populate.crashpoint`), in the order of a round."""
-_MAX_PAUSE_S: Final = 10.0  # Between looks at a bucket that fails; no longer than a node that is to stop stays.
+_MAX_PAUSE_S: Final = 10.0  # Between looks at a bucket that fails.
+_LOOKS: Final = 12  # While others wait for this node, however the bucket fails.
 
 
 class BucketRound:
@@ -115,7 +116,9 @@ class BucketRound:
     def _accepted(self) -> AcceptedAgreement:
         """Returns the agreement that counts, all of whose contributions were read."""
         pause_s = poll_s = self._settings.config.poll_interval_s
+        longest_s = max(poll_s, min(_MAX_PAUSE_S, self._settings.rules.gather_timeout_s / _LOOKS))
         while True:
+            num_judged = self._fetched.num_judged
             self._wait.check_time()
             try:
                 listing = self._settings.place.round(self._facts.round_index)
@@ -128,9 +131,10 @@ class BucketRound:
                 self._wait.tell({member for member, _ in self._fetched.fitting})
                 pause_s = poll_s
             except GenesisError as error:
-                pause_s = max(poll_s, min(2 * pause_s, _MAX_PAUSE_S))
+                has_read = self._fetched.num_judged > num_judged
+                pause_s = poll_s if has_read else min(2 * pause_s, longest_s)
                 logger.warning("round %d: %s; trying again in %.1f s", self._facts.round_index, error, pause_s)
-            time.sleep(pause_s)
+            self._wait.pause(pause_s)
 
     def _goes_on(self, listing: RoundListing) -> bool:
         """Contributes, fetches, closes the round; returns whether there is something new to look at now."""

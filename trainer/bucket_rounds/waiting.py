@@ -77,6 +77,14 @@ class RoundWait:
         if self._asked_to_stop_s is not None and waited_s > self._asked_to_stop_s + _LEAVE_AFTER_S:
             raise RoundLeftError("left the round, since this node is to stop")
 
+    def pause(self, seconds: float) -> None:
+        """Waits before the next look; where this node is to stop, for one ``poll_interval_s`` at most."""
+        ends_s = self._clock() + seconds
+        while (left_s := ends_s - self._clock()) > 0:
+            time.sleep(min(left_s, self._settings.config.poll_interval_s))
+            if self._settings.stopping():
+                return
+
     def waits_for_others(self, members: Collection[str]) -> bool:
         """Returns whether somebody else than these is still to come, and this node has not waited long enough for that.
 

@@ -203,8 +203,6 @@ class RoundMember:
         """Goes through a round of more members than a group holds; see `trainer.collective.levels`."""
         contribution = replace(self._contribution, filled=None)
         known = self._known
-        if known is not None:
-            known.expects_phase = True
         levels = GroupedRound(agreement, contribution, self._settings, self._service.levels, self._go_through_level)
         outcome = await levels.run()
         if known is not None:

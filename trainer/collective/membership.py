@@ -34,6 +34,7 @@ _INVITE_INTERVAL_S = 0.5
 _LOOK_EVERY_S = 0.25
 _MAX_KNOWN = 1024
 _MAX_BACKOFF_ROUNDS = 1 << 10
+_LEFT_BEHIND_AFTER_S = 2.0  # Into a gathering; a few invitations.
 _LONGEST_ATTEND_S = 5.0
 """For those who attend a round to join it; it costs them two messages."""
 
@@ -47,8 +48,9 @@ class _Backoff:
 class LatecomerBackoff:
     """Limits how often the rounds of one coordinator wait for peers that say they are coming, and do not.
 
-    A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later. Since identities are free,
-    those that have never been in a round with this node share one backoff by host.
+    A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later; one that has been in a round
+    with this node is so the second time, since a node that stood still for a moment has the next round's work and a
+    fetched state to lose. Since identities are free, those that never were share one backoff by host.
     """
 
     def __init__(self) -> None:
@@ -71,9 +73,9 @@ class LatecomerBackoff:
     def missed(self, round_index: int, peers: Iterable[Peer]) -> None:
         """Backs off from peers that were waited for and did not come."""
         for key in {self._key(peer) for peer in peers}:
-            backoff = self._backoffs.setdefault(key, _Backoff())
+            backoff = self._backoffs.setdefault(key, _Backoff(num_rounds=0 if key in self._members else 1))
             backoff.next_round = round_index + 1 + backoff.num_rounds
-            backoff.num_rounds = min(2 * backoff.num_rounds, _MAX_BACKOFF_ROUNDS)
+            backoff.num_rounds = min(max(1, 2 * backoff.num_rounds), _MAX_BACKOFF_ROUNDS)
         while len(self._backoffs) > _MAX_KNOWN:
             self._backoffs.popitem(last=False)
 
@@ -101,6 +103,9 @@ class MembershipGathering:
         self.round_index = round_index
         self.agreement: Agreement | None = None
         self.begun = False
+        self.left_behind = False
+        """Whether it has failed since most of the others have gone on to a later round."""
+        self._began_s = time.monotonic()
         self._settings = settings
         self._config = settings.config
         self._latecomers = latecomers
@@ -257,7 +262,7 @@ class MembershipGathering:
                         if not closes:
                             # Expected peers change as discovery learns of them: looked at again from time to time.
                             await self._changes.wait(self._look_again_s())
-            if self._quorum is not None and not closes and not self.over:
+            if not (self._quorum is None or closes or self.over or self._is_left_behind()):
                 await self._let_attend()
         finally:
             inviting.cancel()
@@ -265,9 +270,11 @@ class MembershipGathering:
                 await inviting
         peers = self._settings.directory.peers()
         missing = self._awaited - self._joins.keys()
-        self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
-        if self._is_left_behind():
+        if self._is_left_behind():  # Nobody has been waited for.
+            self.left_behind = True
             self._fail("late", "most of the others have gone on to a later round; fetch the state first")
+            return
+        self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
         if not self.over:
             await self._agree()
 
@@ -277,7 +284,10 @@ class MembershipGathering:
 
     def _is_left_behind(self) -> bool:
         """Whether most of the others have gone on to a later round, so that waiting for them is no use."""
-        return 2 * len(self._ahead) > len(self._settings.directory.peers())
+        peers, waited_s = self._settings.directory.peers(), time.monotonic() - self._began_s
+        # Whoever is known first does not decide before others are.
+        is_heard = waited_s >= min(_LEFT_BEHIND_AFTER_S, self._config.gather_timeout_s)
+        return is_heard and 2 * len(self._ahead & peers.keys()) > len(peers)
 
     # -- with a quorum -------------------------------------------------------------------------------------------------
 
@@ -363,8 +373,7 @@ class MembershipGathering:
         self._changes.notify()
         if reply is None:
             return
-        if reply.next_round > self.round_index:
-            self._ahead.add(peer_id)
+        (self._ahead.add if reply.next_round > self.round_index else self._ahead.discard)(peer_id)
         # A node may only name itself: any other might not even exist.
         settings = self._settings
         is_first = precedes(settings.run_id, self.round_index, peer_id, settings.own_id)

@@ -120,6 +120,9 @@ class RoundService:
     def move_to(self, next_round: int) -> None:
         """Notes the round this node trains towards from now on."""
         self.next_round = next_round
+        gathering = self._gatherings.get(next_round)
+        if gathering is not None and gathering.left_behind:  # Tried anew, with a state of the others or without.
+            del self._gatherings[next_round]
         if next_round >= 0:
             self.settings = self.settings.at(next_round)
         self.catching_up = self.catching_up and next_round < 0
@@ -390,6 +393,8 @@ class RoundService:
 
     def _came_to_nothing(self, gathering: MembershipGathering) -> bool:
         """Whether a gathering is over without a round that could still commit, so that there may be another."""
+        if gathering.left_behind:  # Or else each stranger's call would have all others asked again.
+            return False
         if not gathering.over or gathering.agreement is None:
             return gathering.over
         known = self._rounds.get(gathering.agreement.fingerprint())

@@ -159,6 +159,7 @@ def test_a_store_that_is_removed_under_a_populator_is_named_as_such_and_not_made
     )
     assert any(f"genesis: {store}: {end}" in errors for end in ends), errors
     assert "taken over" not in errors
+    assert "doctor" not in errors
     assert "Traceback" not in errors
     assert not store.exists()
     (tmp_path / "moved").rename(store)

@@ -1,14 +1,18 @@
-"""Which contributions a node reads: a bounded number of each key and of all new ones, whatever lies in the bucket."""
+"""Which contributions a node reads: a bounded number of each key and of all new ones, each of them once."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.bucket_rounds.fetching import ContributionId, id_of, wanted
+from genesis.errors import StoreUnavailableError
+from tests.support.bucket_rounds import NUM_VALUES, Interposed, Replica, folder, settings_of, together
+from trainer.bucket_rounds.fetching import ContributionId, FetchedContributions, id_of, wanted
 from trainer.bucket_rounds.place import ListedContribution, RoundListing
 from trainer.bucket_rounds.rules import RoundFacts
 
@@ -55,3 +59,25 @@ def test_each_new_key_has_a_payload_read_before_any_has_two() -> None:
     many = [ListedContribution(keys[0], f"{number:064x}", 8, float(number)) for number in range(9)]
     few = [ListedContribution(key, "f" * 64, 8, 99.0) for key in keys[1:]]
     assert sorted(member for member, _ in to_read(many + few, set(), 4)) == keys
+
+
+def test_a_read_that_fails_has_nothing_read_again_but_what_failed(tmp_path: Path) -> None:
+    replicas = [Replica(settings_of(folder(tmp_path))) for _ in range(4)]
+    together({str(number): each.take_part for number, each in enumerate(replicas)})
+    reads: Counter[str] = Counter()
+
+    def fail_once(_name: str, key: str) -> None:
+        reads[key] += 1
+        if reads.total() == 1:
+            raise StoreUnavailableError("500 Internal Server Error; run the same command again")
+
+    settings = settings_of(Interposed(folder(tmp_path), fail_once))
+    facts = RoundFacts(0, "", settings.form_of(NUM_VALUES).name, NUM_VALUES, None)
+    listed = Replica(settings_of(folder(tmp_path))).settings.place.round(0).contributions
+    fetched = FetchedContributions(settings, facts, 8 * NUM_VALUES)
+    with pytest.raises(StoreUnavailableError):
+        fetched.fetch(listed)
+    assert fetched.num_judged == 3
+    fetched.fetch(listed)
+    assert fetched.read.keys() == {id_of(each) for each in listed}
+    assert sorted(reads.values()) == [1, 1, 1, 2]

@@ -268,7 +268,7 @@ def test_a_store_that_fails_costs_time_only(tmp_path: Path) -> None:
         if fails:
             raise StoreUnavailableError("500 Internal Server Error; run the same command again")
 
-    replicas = [Replica(settings_of(Interposed(folder(tmp_path), fail))) for _ in range(4)]
+    replicas = [Replica(settings_of(Interposed(folder(tmp_path), fail), gather_timeout_s=3.0)) for _ in range(4)]
     for _ in range(3):
         together({str(number): each.take_part for number, each in enumerate(replicas)})
         assert_alike(replicas)

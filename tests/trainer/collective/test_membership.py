@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.round_actor import join_request, settings_of
+from tests.support.round_actor import KnownPeers, join_request, settings_of
 from trainer.collective.config import CollectiveConfig
 from trainer.collective.membership import LatecomerBackoff, MembershipGathering
 from trainer.collective.messages import Agreement, InviteReply
@@ -36,9 +37,9 @@ def test_one_that_never_comes_is_waited_for_ever_more_rarely_unless_it_comes_aft
     assert rounds_waited(LatecomerBackoff(), peer(1), 100) == [0, 2, 5, 10, 19, 36, 69]
     latecomers = LatecomerBackoff()
     latecomers.joined([peer(3).peer_id])
-    assert rounds_waited(latecomers, peer(3), 3) == [0, 2]
+    assert rounds_waited(latecomers, peer(3), 6) == [0, 1, 3, 6], "whoever has been there may miss one"
     latecomers.joined([peer(3).peer_id])
-    assert latecomers.may_wait(peer(3), 4)
+    assert latecomers.may_wait(peer(3), 7)
 
 
 def test_new_identities_of_one_host_share_its_patience_and_members_have_their_own() -> None:
@@ -130,23 +131,38 @@ def test_nodes_that_discovery_does_not_know_neither_fill_a_round_nor_choose_its_
 
 
 @pytest.mark.parametrize(
-    ("ahead", "gather_timeout_s", "reason"), [({OTHER, LATE}, 600.0, "late"), ({LATE}, 0.5, "few")]
+    ("ahead", "gone", "gather_timeout_s", "reason"),
+    [
+        ({OTHER, LATE}, set(), 600.0, "late"),
+        ({LATE}, set(), 0.5, "few"),
+        ({OTHER, LATE}, {OTHER, LATE}, 0.5, "few"),  # Who has gone since says nothing any more.
+    ],
 )
 def test_nobody_waits_in_a_round_that_most_others_have_left_behind(
-    ahead: set[str], gather_timeout_s: float, reason: str
+    monkeypatch: pytest.MonkeyPatch, ahead: set[str], gone: set[str], gather_timeout_s: float, reason: str
 ) -> None:
     """It would hold up the others' next one, which it says that it comes to as well."""
+    monkeypatch.setattr("trainer.collective.membership._LEFT_BEHIND_AFTER_S", 0.3)
+    latecomers = LatecomerBackoff()
+    known = KnownPeers({peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)})
 
     async def invite(peer_id: str, _round_index: int, _after_s: float) -> InviteReply:
-        return InviteReply(coming=False, next_round=5 if peer_id in ahead else -1)
+        if peer_id in gone:
+            known.known.pop(peer_id, None)
+        if peer_id in ahead:
+            return InviteReply(coming=False, next_round=5)
+        return InviteReply(coming=False, next_round=-1, catching_up=True)
 
-    async def run() -> None:
-        peers = {peer_id: Peer(peer_id, "203.0.113.7:1") for peer_id in (OTHER, LATE)}
-        settings = settings_of(OWN, peers, min_members=2, invite_after_s=0.0, gather_timeout_s=gather_timeout_s)
-        gathering = MembershipGathering(4, settings, LatecomerBackoff(), invite)
+    async def run() -> MembershipGathering:
+        settings = settings_of(OWN, min_members=2, invite_after_s=0.0, gather_timeout_s=gather_timeout_s)
+        gathering = MembershipGathering(4, replace(settings, directory=known), latecomers, invite)
         with pytest.raises(RefusedError) as refused:
             await gathering.join(OWN, REQUEST)
         gathering.close()
         assert refused.value.reason == reason
+        return gathering
 
-    asyncio.run(run())
+    gathering = asyncio.run(run())
+    assert gathering.left_behind == (reason == "late")
+    if gathering.left_behind:
+        assert all(latecomers.may_wait(peer, 5) for peer in known.peers().values()), "nobody was waited for"

@@ -15,11 +15,13 @@ from pydantic import BaseModel, ConfigDict
 from tests.support.round_actor import RUN_ID, KnownPeers, agreement_of, identity_of, join_request, terms
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective
+from trainer.collective.levels import GroupedAgreement
 from trainer.collective.messages import (
     Acknowledge,
     Agreement,
     Invite,
     InviteReply,
+    Member,
     MomentsOpen,
     ReductionOpen,
     StatusRequest,
@@ -241,3 +243,29 @@ def test_one_node_calls_another_to_rounds_so_often_and_no_more(stranger, node):
     began_s = time.monotonic()
     coming = [stranger.call(node.endpoint.peer, "round/attend", invite, InviteReply).coming for _ in range(30)]
     assert 8 <= sum(coming) <= 9 + 0.5 * (time.monotonic() - began_s)  # Eight at once, and one more every two seconds.
+
+
+def test_who_comes_to_the_levels_of_a_second_phase_before_this_node_waits_until_it_fails(
+    node: Node, stranger: Node
+) -> None:
+    """A member of a round in groups may be through with its group before another has begun there."""
+    sender = stranger.endpoint.peer_id
+    members = [
+        Member(peer_id=peer_id, address="127.0.0.1:1", certificate=None, weight=1.0)
+        for peer_id in sorted((node.endpoint.peer_id, sender))
+    ]
+    facts = agreement_of(2, 5_000).model_dump() | {"members": tuple(members)}
+    agreement = GroupedAgreement(**facts)
+
+    async def calls() -> None:
+        service = node.collective._service
+        known = service.begin_phase(agreement, None)
+        waiting = asyncio.create_task(service._awaited(sender, "ef" * 32))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        service.end_round(known, ())
+        service.end_phases(known, have_result=False)
+        with pytest.raises(RefusedError, match="no such agreement here"):
+            await waiting
+
+    node.loop.run(calls(), 10)

@@ -413,6 +413,11 @@ class RunConfig:
         return self.strategy in ("diloco", "sparseloco")
 
     @property
+    def has_common_state(self) -> bool:
+        """Whether all members of a round hold one state after it, so that whoever is behind is in none of theirs."""
+        return self.moves_anchor or self.strategy == "grad"
+
+    @property
     def residual_decay(self) -> float | None:
         """What is kept of a sparse contribution's error feedback; None: contributions are dense."""
         return self.sparseloco.decay if self.strategy == "sparseloco" else None

@@ -57,7 +57,7 @@ def _uses(config: RunConfig, *, in_swarm: bool) -> tuple[_Use, ...]:
         _Use(("sparseloco.",), strategy == "sparseloco", "strategy sparseloco"),
         _Use(("diloco.",), strategy == "diloco", "strategy diloco"),
         _Use(("grad.",), strategy == "grad", "strategy grad"),
-        _Use(("swarm.sparta.",), strategy == "async_sparta", "strategy async_sparta"),
+        _Use(("swarm.sparta.", "swarm.join.max_rounds_behind"), strategy == "async_sparta", "strategy async_sparta"),
         _Use(
             ("swarm.",),
             in_swarm,

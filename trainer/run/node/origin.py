@@ -77,7 +77,7 @@ def origin_of(config: RunConfig, saved: CheckpointContents | None, vocabulary: V
     """
     choice, can_ask = (
         config.model,
-        bool(config.discovery.initial_peers) and (config.moves_anchor or config.strategy == "grad"),
+        bool(config.discovery.initial_peers) and config.has_common_state,
     )
     if saved is not None:
         return Origin(choice=_resumed(choice, saved))
@@ -210,7 +210,7 @@ def _leaves_all_open(config: RunConfig) -> bool:
     model = config.model
     return bool(
         config.engine == "p2p"
-        and (config.moves_anchor or config.strategy == "grad")
+        and config.has_common_state
         and config.discovery.initial_peers
         and model == ModelChoice(memory_bytes=model.memory_bytes)
         and model.preset == AUTO

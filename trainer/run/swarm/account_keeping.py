@@ -112,7 +112,7 @@ class AccountKeeping:
             self._open_local(lanes, spec)
 
     async def start(self) -> None:
-        """Begins to answer for the account, or to look who does; leases wait for `open_leasing`."""
+        """Begins to answer for the account, or to look who does; leases wait until workers are there."""
         if self._local is not None:
             await self._local.start()
         if self._seat is not None:

@@ -34,7 +34,7 @@ class Joiner(Protocol):
         """Whether there is anybody to wait for."""
         ...
 
-    def has_heard(self) -> None:
+    def check_and_name(self) -> None:
         """Called once those that are there have been heard of; raises what keeps the worker from joining them."""
         ...
 
@@ -130,7 +130,7 @@ class Joining:
         looks = self._worker.expects_others()
         while looks and time.monotonic() < deadline_s and not self._worker.is_stopping() and not self._others.serving():
             time.sleep(_LOOK_S)
-        self._worker.has_heard()
+        self._worker.check_and_name()
 
     def _catch_up(self) -> bool:
         """Waits until the worker may serve; False: it is asked to stop."""

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _RETRY_S = 2.0
 _LOG_EVERY_S = 60.0
+_TOO_OLD = 3  # Fetched states in a row, after which it is said what is wrong.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 16.0
 _SETTLED_S = 30.0  # A worker that has served for so long without losing touch comes back without delay.
 _ANSWER_LOOK_S = 0.1
@@ -217,7 +218,7 @@ def catch_up(
     worker.
     """
     seen: tuple[int, float] | None = None
-    seen_since_s, logged_s = 0.0, -_LOG_EVERY_S
+    num_too_old, seen_since_s, logged_s = 0, 0.0, -_LOG_EVERY_S
     most_behind = config.max_rounds_behind if max_behind is None else max_behind
     while not is_over():
         reports = others()
@@ -235,6 +236,13 @@ def catch_up(
         took_up = is_beginning and take_up()
         if took_up and _round_place(others())[0] - round_index() <= most_behind:
             return True
+        num_too_old += took_up
+        if took_up and num_too_old == _TOO_OLD:
+            logger.warning(
+                "the stage's state was too old %d times once it was here: fetching it takes longer than their rounds; "
+                "this worker goes on trying, and needs a faster link or longer rounds",
+                num_too_old,
+            )
         pause_s, wait = _LOOK_S, "their state is taken up when"
         if is_beginning:
             what = "the state that was taken up is too old by now" if took_up else "none hands out a state yet"

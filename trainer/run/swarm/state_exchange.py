@@ -41,7 +41,7 @@ class InComputeThread(Protocol):
 
 
 class StateExchange:
-    """One worker's side of it; for the main thread, except `publish`.
+    """One worker's side of it; for the main thread, except `adopt` and `publish`.
 
     Args:
         config: the run's options.
@@ -80,7 +80,7 @@ class StateExchange:
         self._stop = stop
         self._is_diloco = config.moves_anchor
         self._averages_gradients = config.strategy == "grad"
-        self._has_common_state = config.moves_anchor or config.strategy == "grad"
+        self._has_common_state = config.has_common_state
         self._wait_s = config.discovery.announce_interval_s + _STATE_WRITE_S
         self._every_rounds = max(1, config.swarm.sparta.max_staleness_rounds // 2)
         self._published_round = _NEVER

@@ -61,7 +61,7 @@ class Withdrawals:
         self._has_shared = True
         self._health.shared()
 
-    def loses_touch_by(self, result: OuterResult) -> bool:
+    def note_round(self, result: OuterResult) -> bool:
         """Notes how a round ended; returns whether the worker has lost touch with the others by it."""
         is_lost = self._synchroniser.has_lost_touch(result)
         if is_lost:

@@ -6,7 +6,7 @@
 Three threads share the work: the event loop answers and asks, the compute thread does all arithmetic and every change
 of weights, and the main thread decides about joining and leaving, and waits. Here is which of them does what, and when.
 How a worker comes to serve is in `joining`, what it takes up and hands out in `state_exchange`, why it has to join anew
-in `withdrawals`, and what it is put together from in `worker_parts`. What two threads share is one assignment a change.
+in `withdrawals`, and what it is put together from in `worker_parts`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class WorkerNode:
             worker.stepper,
             self._startup_check,
             self._withdrawals,
-            has_common_state=self._is_diloco or self._averages_gradients,
+            has_common_state=config.has_common_state,
             follows_rounds=self._averages_gradients,
         )
         self._moves = StageMoves(config, shape, built.name, network.peer_id) if may_move else None
@@ -191,7 +191,7 @@ class WorkerNode:
         """Whether there is anybody to wait for."""
         return self._network.expects_others
 
-    def has_heard(self) -> None:
+    def check_and_name(self) -> None:
         """Compares first weights with those of the workers that are there, and takes a name that none of them has."""
         if not self._built.replica.version:
             check_first_weights(self._built.began_from, self._config.swarm.start_from, self._peers.reports())
@@ -328,7 +328,7 @@ class WorkerNode:
             self._remarks = remarks if self._averages_gradients else ()
         if result.committed:
             self._saving.changed()
-        if not self._withdrawals.loses_touch_by(result) and result.committed and self._is_diloco:
+        if not self._withdrawals.note_round(result) and result.committed and self._is_diloco:
             self._states.publish(members)
             self._withdrawals.handed_out(len(members))
 

@@ -2,8 +2,8 @@
 
     options, shape and built stage → `stage_network` → `stage_synchroniser` → `stage_worker`
 
-Which strategy asks for what is decided here and nowhere else: whose averages are judged, in how many rounds all weights
-are shared, how far a stage may be ahead of a worker that still follows it. Nothing here starts anything: no thread, no
+What the parts are told of the strategy is decided here: whose averages are judged, in how many rounds all weights are
+shared, how far a stage may be ahead of a worker that still follows it. Nothing here starts anything: no thread, no
 connection and no file but the key, so a worker that does not fit its run has cost the others nothing.
 """
 
@@ -68,7 +68,7 @@ def stage_synchroniser(
         network.collective,
         network.peer_id,
         network.distrust,
-        num_slices=0 if config.moves_anchor or averages_gradients else config.swarm.sparta.num_slices,
+        num_slices=0 if config.has_common_state else config.swarm.sparta.num_slices,
         is_sparse=config.strategy == "sparseloco",
     )
     return ReplicaSynchroniser(

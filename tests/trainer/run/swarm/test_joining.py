@@ -61,7 +61,7 @@ class World:
     def expects_others(self) -> bool:
         return True
 
-    def has_heard(self) -> None:
+    def check_and_name(self) -> None:
         self.happened.append("heard")
 
     def set_status(self, status: str) -> None:
@@ -74,7 +74,7 @@ class World:
         self.looks += 1
         if self.follows and self.loses_touch_while_it_follows:
             self.loses_touch_while_it_follows, self.failed_without_it = False, True
-            assert self.withdrawals.loses_touch_by(FAILED)
+            assert self.withdrawals.note_round(FAILED)
         return self.looks > self.stops_after
 
     # Its states, its rounds and the check of its beginning:
@@ -175,7 +175,7 @@ def test_who_loses_touch_while_it_follows_takes_up_the_others_state_again_and_se
 )
 def test_a_worker_withdraws_only_where_others_have_the_stage_s_state(what: dict[str, bool], reason: str) -> None:
     world = World(**what)  # type: ignore[arg-type]
-    assert world.withdrawals.loses_touch_by(FAILED) == world.failed_without_it
+    assert world.withdrawals.note_round(FAILED) == world.failed_without_it
     assert not world.withdrawals.due_because(), "there is no state to take up"
     world.serving = [other()]
     assert reason in world.withdrawals.due_because()
@@ -204,7 +204,7 @@ def test_nonsense_is_a_reason_until_the_worker_begins_again() -> None:
 def test_a_round_with_others_forgives_withdrawals_and_missing_the_first_one_counts_once() -> None:
     world = World([other()], failed_without_it=True)
     found = world.withdrawals
-    assert found.loses_touch_by(FAILED)
+    assert found.note_round(FAILED)
     for _ in range(5):  # It is still joining: within a minute that is one attempt.
         found.note("rounds")
     found.shared()

@@ -89,7 +89,8 @@ def test_a_node_that_computes_nonsense_tries_again_and_then_gives_up(tmp_path: P
         swarm.begin("west", options=["--lr", "1e30"])
         west = swarm["west"]
         assert west.exit_code() == 1
-        assert west.output().count("this node takes itself out") >= 3  # A missed round is none of the three.
+        num_withdrawals = west.output().count("this node takes itself out")
+        assert 3 <= num_withdrawals <= 6, "a round that it missed on a busy machine is none of the three"
         assert "not finite at 3 steps in a row; then loss or gradient were not finite" in west.output()
         assert len(west.events("adopted")) >= 2
         assert "Traceback" not in west.output()
