@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from genesis.errors import GenesisError
+from trainer.bucket_rounds.departures import put_departure, take_back_departures
 from trainer.bucket_rounds.documents import Agreement
 from trainer.bucket_rounds.history import History
 from trainer.bucket_rounds.round import BucketRound
@@ -47,6 +48,7 @@ class BucketCollective:
         self._last: Agreement | None = None
         self._next_round = -1  # Towards which this node trains; -1: none.
         self._tried_round = -1  # The last one that this process took part in.
+        self._current: BucketRound | None = None  # Of that number.
         self._is_requested = False
         self._watcher: threading.Thread | None = None
         self._wake = threading.Event()
@@ -67,16 +69,18 @@ class BucketCollective:
         """Takes part in one round; see `trainer.outer.engine.collective.Collective`."""
         round_index = contribution.round_index
         self._next_round, self._is_requested, self.behind = -1, False, False
-        self._tried_round = round_index
+        is_first = self._tried_round < 0
+        self._tried_round, self._current = round_index, None
         try:
             before = self._agreement_before(round_index)
-            current = BucketRound(
+            current = self._current = BucketRound(
                 self._settings,
                 contribution,
                 before,
                 self._clock,
                 lambda: self._is_snapshot_due(round_index),
                 lambda: self._present(before),
+                ignores_departures=is_first,
             )
             result = current.run()
         except StateBehindError:
@@ -104,12 +108,25 @@ class BucketCollective:
         """Notes that the node trains towards this round."""
         self._next_round, self._is_requested = next_round, False
         if self._watcher is None and not self._is_closed:
-            self._watcher = threading.Thread(target=self._watch, name="bucket-watch", daemon=True)
+            self._watcher = threading.Thread(target=self._watch, args=(next_round,), name="bucket-watch", daemon=True)
             self._watcher.start()
 
     def catch_up(self) -> None:
         """Notes that the node is fetching the others' state, until `move_to`."""
         self._next_round, self._is_requested = -1, False
+
+    def leave(self) -> None:
+        """Says in the bucket that this node does not come to its next round, so that nobody waits for it there."""
+        round_index = self._next_round
+        if round_index < 0:  # In a round, or fetching a state.
+            has_contributed = self._current is not None and self._current.has_contributed
+            round_index = self._tried_round + int(has_contributed)
+        if round_index < 0:
+            return
+        try:
+            put_departure(self._settings, round_index)
+        except GenesisError as error:
+            logger.info("the others wait for this node in round %d, since they cannot be told: %s", round_index, error)
 
     def close(self) -> None:
         """Ends the looking; a second call does nothing."""
@@ -157,8 +174,9 @@ class BucketCollective:
             self._num_missed[member] += 1
         self._awaited = set()
 
-    def _watch(self) -> None:
+    def _watch(self, first_round: int) -> None:
         """Looks for others that wait; whatever goes wrong is left to the round."""
+        take_back_departures(self._settings, first_round)
         while not self._wake.wait(self._settings.config.watch_interval_s):
             round_index = self._next_round
             if round_index < 0 or self._is_requested:

@@ -8,13 +8,14 @@ takes 140 µs to check.
     agreement             round, attempt, the agreement before, members with their claims and weights
     state record          member, round, digest of the state after it, digest of the state's snapshot
     wish                  a newcomer waits for a snapshot
+    departure             a member does not come to a round
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from manifests.serialisation import canonical_json, sha256_hex
 from trainer.bucket_rounds.config import MAX_MEMBERS
@@ -73,9 +74,13 @@ class SignedDocument(Message):
         document = _parsed(cls, wire)
         if document.run_id != run_id:
             raise MalformedAnswerError(f"expected a document of run {run_id!r}, found one of {document.run_id[:80]!r}")
-        if not verify_signature(document.member, document._message(), bytes.fromhex(document.signature)):
+        if not document.is_signed():
             raise MalformedAnswerError(f"expected the signature of {document.member[:12]}, found another")
         return document
+
+    def is_signed(self) -> bool:
+        """Returns whether the member it names has signed it."""
+        return verify_signature(self.member, self._message(), bytes.fromhex(self.signature))
 
     def _message(self) -> bytes:
         return self.DOMAIN + canonical_json(self.model_dump(mode="json", exclude={"signature"}))
@@ -136,6 +141,15 @@ class AgreedMember(Message):
     weight: Annotated[float, Field(ge=0, le=1e12)]
 
 
+class Departure(SignedDocument):
+    """A member's word that it does not come to a round: it has been told to stop."""
+
+    DOMAIN: ClassVar[bytes] = b"genesis bucket departure 1\n"
+    MAX_BYTES: ClassVar[int] = MAX_RECORD_BYTES
+
+    round_index: Count
+
+
 class Agreement(SignedDocument):
     """What a round consists of; its ``member`` has proposed it, and is one of the members."""
 
@@ -150,6 +164,15 @@ class Agreement(SignedDocument):
     num_values: Count
     members: Annotated[tuple[AgreedMember, ...], Field(min_length=1, max_length=MAX_MEMBERS)]  # Sorted by key.
     has_snapshot: bool = False  # Whether the state after it is to be stored for newcomers.
+    departures: Annotated[tuple[Departure, ...], Field(max_length=MAX_MEMBERS)] = ()  # Who is not waited for; sorted.
+
+    @model_serializer(mode="wrap")
+    def _without_empty_departures(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves the field out where nobody has left: agreements of releases that did not know it read the same."""
+        found: dict[str, Any] = handler(self)
+        if not self.departures:
+            found.pop("departures", None)
+        return found
 
     @property
     def keys(self) -> tuple[str, ...]:

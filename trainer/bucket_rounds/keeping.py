@@ -18,7 +18,7 @@ from genesis.errors import GenesisError
 from genesis.populate.crashpoint import crash_point
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, StateRecord, Wish, credential_field
 from trainer.bucket_rounds.history import History, kept_evidence
-from trainer.bucket_rounds.place import contribution_key, snapshot_prefix, state_key, wish_key
+from trainer.bucket_rounds.place import contribution_key, departure_key, snapshot_prefix, state_key, wish_key
 from trainer.bucket_rounds.rules import place_in_order
 from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.bucket_rounds.snapshots import put_snapshot
@@ -119,6 +119,8 @@ class Keeping:
         kept = kept_evidence(self.history, rounds, new)
         for number in sorted(new):
             contributions, states = rounds[number].contributions, rounds[number].states
+            for member in rounds[number].departures:  # The agreement has those that counted.
+                place.delete(departure_key(number, member))
             if (number, "contribution") not in kept:
                 for each in contributions:
                     place.delete(contribution_key(number, each.member, each.payload_sha256))

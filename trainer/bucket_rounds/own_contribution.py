@@ -53,6 +53,11 @@ class OwnContribution:
         self._header: ContributionHeader | None = None  # Of what this node itself has put in this round.
         self._vector: Tensor | None = None
 
+    @property
+    def is_put(self) -> bool:
+        """Whether a contribution of this node is in the bucket, by this life of it or an earlier one."""
+        return bool(self._sha256)
+
     def put(self, earlier: Collection[str] = ()) -> bool:
         """Puts this node's contribution, unless it is there; returns whether it did.
 

@@ -4,6 +4,7 @@
     rounds/ROUND/agreement-ATTEMPT                        kept for good: some KB a round
     rounds/ROUND/contribution-MEMBER-SHA256               removed some rounds later
     rounds/ROUND/state-MEMBER                             removed with them
+    rounds/ROUND/departure-MEMBER                         a member does not come to that round; removed with them
     slices/ROUND/slice-MEMBER-NUMBER-SHA256               of contributions, where slices have reducers
     slices/ROUND/result-NUMBER-SHA256                     what a slice comes to
     reduced/ROUND/NUMBER-MEMBER                           who says so
@@ -53,6 +54,7 @@ T = TypeVar("T")
 _AGREEMENT = re.compile(r"rounds/(\d{10})/agreement-(\d{3})")
 _CONTRIBUTION = re.compile(r"rounds/(\d{10})/contribution-([0-9a-f]{64})-([0-9a-f]{64})")
 _STATE = re.compile(r"rounds/(\d{10})/state-([0-9a-f]{64})")
+_DEPARTURE = re.compile(r"rounds/(\d{10})/departure-([0-9a-f]{64})")
 _SLICE = re.compile(r"slices/(\d{10})/(?:slice-([0-9a-f]{64})|result)-\d{3}-[0-9a-f]{64}")
 _REDUCED = re.compile(r"reduced/(\d{10})/(\d{3})-([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"snapshots/(\d{10})-([0-9a-f]{64})/(descriptor|pages|data-\d{6})")
@@ -62,7 +64,9 @@ _PREFIX = re.compile(
 )
 
 
-NameKind = Literal["run", "agreement", "contribution", "state", "slice", "result", "reduced", "snapshot", "wish"]
+NameKind = Literal[
+    "run", "agreement", "contribution", "state", "departure", "slice", "result", "reduced", "snapshot", "wish"
+]
 _OF_SLICES: Final[frozenset[NameKind]] = frozenset({"slice", "result", "reduced"})
 
 
@@ -86,6 +90,8 @@ def parse_name(key: str) -> ObjectName | None:
         return ObjectName("contribution", int(found[1]), found[2])
     if found := _STATE.fullmatch(key):
         return ObjectName("state", int(found[1]), found[2])
+    if found := _DEPARTURE.fullmatch(key):
+        return ObjectName("departure", int(found[1]), found[2])
     if found := _SLICE.fullmatch(key):
         return ObjectName("slice" if found[2] else "result", int(found[1]), found[2] or "")
     if found := _REDUCED.fullmatch(key):
@@ -158,6 +164,7 @@ class RoundListing:
     agreements: dict[int, ListedAgreement] = field(default_factory=dict)  # By attempt.
     contributions: tuple[ListedContribution, ...] = ()
     states: tuple[str, ...] = ()  # Members that say what they hold after it.
+    departures: tuple[str, ...] = ()  # Members that say that they do not come to it.
     newest_at: float = 0.0  # Of all objects; 0: there are none.
 
 
@@ -168,7 +175,14 @@ class _Gathered:
     agreements: dict[int, ListedAgreement] = field(default_factory=dict)
     contributions: list[ListedContribution] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
+    departures: list[str] = field(default_factory=list)
     newest_at: float = 0.0
+
+    def listing(self) -> RoundListing:
+        """Returns what was gathered."""
+        return RoundListing(
+            self.agreements, tuple(self.contributions), tuple(self.states), tuple(self.departures), self.newest_at
+        )
 
 
 def _unix(info: ObjectInfo) -> float:
@@ -193,6 +207,11 @@ def contribution_key(round_index: int, member: str, payload_sha256: str) -> str:
 def state_key(round_index: int, member: str) -> str:
     """Name of a state record."""
     return f"{round_prefix(round_index)}state-{member}"
+
+
+def departure_key(round_index: int, member: str) -> str:
+    """Name of a departure."""
+    return f"{round_prefix(round_index)}departure-{member}"
 
 
 def slice_key(round_index: int, member: str, number: int, sha256: str) -> str:
@@ -403,10 +422,9 @@ class Place:
                 gathered.contributions.append(ListedContribution(name.member, last, info.size_bytes, put_at))
             elif name.kind == "state":
                 gathered.states.append(name.member)
-        return {
-            number: RoundListing(each.agreements, tuple(each.contributions), tuple(each.states), each.newest_at)
-            for number, each in found.items()
-        }
+            elif name.kind == "departure":
+                gathered.departures.append(name.member)
+        return {number: each.listing() for number, each in found.items()}
 
     def snapshots(self) -> dict[tuple[int, str], list[str]]:
         """Returns the names of the objects of each snapshot, by round and digest."""

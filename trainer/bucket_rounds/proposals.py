@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from genesis.populate.crashpoint import crash_point
+from trainer.bucket_rounds.departures import Departures
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, Agreement, ContributionHeader
 from trainer.bucket_rounds.fetching import ContributionId, FetchedContributions, id_of
 from trainer.bucket_rounds.history import MOST_ATTEMPTS, History
@@ -62,7 +63,8 @@ class RoundProposals:
     """The agreements proposed for one round, as one node judges and makes them; for one thread.
 
     ``is_snapshot_due`` is asked before this node proposes one, and ``waits_for_others``, with the members that would be
-    in it, whether somebody is still to come. Contributions that an agreement lists are added to ``fetched``.
+    in it, whether somebody is still to come. Whoever is among the ``departures`` is not waited for. Contributions that
+    an agreement lists are added to ``fetched``.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RoundProposals:
         fetched: FetchedContributions,
         is_snapshot_due: Callable[[], bool] = lambda: False,
         waits_for_others: Callable[[Collection[str]], bool] = lambda _members: False,
+        departures: Departures | None = None,
     ) -> None:
         self._settings = settings
         self._facts = facts
@@ -80,6 +83,7 @@ class RoundProposals:
         self._fetched = fetched
         self._is_snapshot_due = is_snapshot_due
         self._waits_for_others = waits_for_others
+        self._departures = departures or Departures(settings, facts.round_index)
         self._attempt = 0  # The first that is not void.
         self._void: dict[int, str] = {}  # Attempts that came to nothing, and who proposed them, if anybody did.
         self._refusals = Counter[int]()  # Of this node's agreements by the store, by attempt.
@@ -132,12 +136,14 @@ class RoundProposals:
             if not settings.is_unwelcome(member):
                 fitting.setdefault(member, each.put)
         found = chosen(fitting, facts, settings.rules) if fitting else []
-        due_at = proposal_at(found, facts, settings.own_id, settings.rules, self._excluded()) if found else None
-        if due_at is None or self._clock.now < due_at or self._waits_for_others([each.member for each in found]):
+        members = [each.member for each in found]
+        gone = self._departures.among(set(facts.members_before) - set(members)) if found else ()
+        due_at = proposal_at(found, facts, settings.own_id, settings.rules, self._excluded(), gone) if found else None
+        if due_at is None or self._clock.now < due_at or self._waits_for_others(members):
             return False
-        agreement = proposed(found, facts, self._attempt, settings.rules, has_snapshot=self._is_snapshot_due()).signed(
-            settings.identity
-        )
+        agreement = proposed(
+            found, facts, self._attempt, settings.rules, has_snapshot=self._is_snapshot_due(), departures=gone
+        ).signed(settings.identity)
         key = agreement_key(facts.round_index, self._attempt)
         is_put = settings.place.put_once(key, agreement.wire())
         crash_point("bucket-agreement-put")

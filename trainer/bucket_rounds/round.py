@@ -25,6 +25,7 @@ from typing import Final
 
 from genesis.errors import GenesisError
 from genesis.populate.crashpoint import crash_point
+from trainer.bucket_rounds.departures import Departures
 from trainer.bucket_rounds.documents import Agreement
 from trainer.bucket_rounds.fetching import FetchedContributions
 from trainer.bucket_rounds.forms import Aggregated, Payload
@@ -59,7 +60,7 @@ class BucketRound:
     """One round of one node; for one thread.
 
     Where this node closes it, it asks ``is_snapshot_due``, and for whom it waits besides those of the round before
-    (``awaited``).
+    (``awaited``). With ``ignores_departures`` it waits also for whoever has said to leave.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class BucketRound:
         clock: StoreClock,
         is_snapshot_due: Callable[[], bool] = lambda: False,
         awaited: Callable[[], Collection[str]] = tuple,
+        *,
+        ignores_departures: bool = False,
     ) -> None:
         self._settings = settings
         self._contribution = contribution
@@ -78,14 +81,21 @@ class BucketRound:
         self._facts = RoundFacts(
             contribution.round_index, contribution.state_digest, self._form.name, self._form.num_values, before
         )
-        self._wait = RoundWait(settings, self._facts, awaited, has_work=contribution.num_batches > 0)
+        self._departures = Departures(settings, contribution.round_index, ignores_all=ignores_departures)
+        has_work = contribution.num_batches > 0
+        self._wait = RoundWait(settings, self._facts, awaited, self._departures, has_work=has_work)
         self._own = OwnContribution(settings, contribution, self._form)
         self._fetched = FetchedContributions(settings, self._facts, self._form.max_payload_bytes, self._own.copy)
         self._proposals = RoundProposals(
-            settings, self._facts, clock, self._fetched, is_snapshot_due, self._wait.waits_for_others
+            settings, self._facts, clock, self._fetched, is_snapshot_due, self._wait.waits_for_others, self._departures
         )
         self.agreement: Agreement | None = None
         """What the round consists of, once that is known."""
+
+    @property
+    def has_contributed(self) -> bool:
+        """Whether this node's work is in the bucket."""
+        return self._own.is_put
 
     def run(self) -> RoundResult:
         """Goes through the round; raises RoundFailedError, and StateBehindError where others hold another state."""
@@ -123,6 +133,7 @@ class BucketRound:
             try:
                 listing = self._settings.place.round(self._facts.round_index)
                 self._clock.observe(listing.newest_at)
+                self._departures.note(listing)
                 accepted = self._proposals.accepted(listing)
                 if accepted is not None:
                     return accepted

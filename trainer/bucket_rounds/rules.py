@@ -4,7 +4,7 @@ An agreement is judged by what does not change after it was put: its bytes, thos
 agreement before it, and the times at which the store says they were put. So members that look at different moments
 judge alike, and of the agreements for one round (attempt 0, and one more for each that is void) one counts.
 
-    at once          everybody of the round before is in it, or ``quorum`` members are
+    at once          everybody of the round before is in it or has left, or ``quorum`` members are
     gather_timeout   after the first contribution in it, if most of the round before are in it, or there was none before
     few_members      so long after it, whoever is there: the others are gone
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from trainer.aggregation import Weighing, cap_weights, common_progress, contribution_weight
-from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, ContributionHeader
+from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, ContributionHeader, Departure
 from trainer.collective.planning import coordinator_order, is_majority
 from trainer.errors import RefusedError
 
@@ -84,6 +84,16 @@ class RoundFacts:
         """Digest of the agreement before."""
         return "" if self.before is None else self.before.digest
 
+    @property
+    def members_before(self) -> tuple[str, ...]:
+        """The keys of whoever was in the round before, sorted; empty: there was none."""
+        return () if self.before is None else self.before.keys
+
+    def expected(self, departures: Sequence[Departure]) -> list[str]:
+        """Returns who was in the round before and has not left since, sorted."""
+        gone = {each.member for each in departures}
+        return [member for member in self.members_before if member not in gone]
+
     def fits(self, header: ContributionHeader) -> bool:
         """Whether a contribution is to this round, from this state."""
         return (header.round_index, header.state_digest, header.form, header.num_values) == (
@@ -94,14 +104,17 @@ class RoundFacts:
         )
 
 
-def closing_after_s(members: Collection[str], before: Collection[str], rules: RoundRules) -> float:
-    """Returns how long after the first of these members' contributions a round with them may close."""
+def closing_after_s(members: Collection[str], expected: Collection[str], rules: RoundRules) -> float:
+    """Returns how long after the first of these members' contributions a round with them may close.
+
+    ``expected`` are the members of the round before, without those that have left.
+    """
     if rules.quorum and len(members) >= rules.quorum:
         return 0.0
-    there = set(members) & set(before)
-    if before and len(there) == len(set(before)):
+    there = set(members) & set(expected)
+    if expected and len(there) == len(set(expected)):
         return 0.0
-    if not before or is_majority(there, sorted(before)):
+    if not expected or is_majority(there, sorted(expected)):
         return rules.gather_timeout_s
     return max(rules.gather_timeout_s, rules.few_members_after_s)
 
@@ -114,20 +127,25 @@ def place_in_order(
 
 
 def proposal_at(
-    found: Sequence[Dated], facts: RoundFacts, own: str, rules: RoundRules, excluded: Collection[str]
+    found: Sequence[Dated],
+    facts: RoundFacts,
+    own: str,
+    rules: RoundRules,
+    excluded: Collection[str],
+    departures: Sequence[Departure] = (),
 ) -> float | None:
     """Returns from when on (by the store's clock) a member may close the round with these; None: it may not at all.
 
     Whoever was in the round before comes alone, where any of those is there: a new key closes no round.
     """
     members = [each.member for each in found]
-    before = () if facts.before is None else facts.before.keys
     there = set(members) - set(excluded)
-    order = place_in_order(rules, facts.round_index, there & set(before) or there, ())
+    order = place_in_order(rules, facts.round_index, there & set(facts.members_before) or there, ())
     if len(members) < max(1, rules.min_members) or own not in order:
         return None
     first_at = min(each.put_at for each in found)
-    return first_at + closing_after_s(members, before, rules) + order.index(own) * rules.propose_after_s
+    waits_s = closing_after_s(members, facts.expected(departures), rules)
+    return first_at + waits_s + order.index(own) * rules.propose_after_s
 
 
 def chosen(found: Mapping[str, PutContribution], facts: RoundFacts, rules: RoundRules) -> list[PutContribution]:
@@ -136,9 +154,8 @@ def chosen(found: Mapping[str, PutContribution], facts: RoundFacts, rules: Round
     Of more than `max_members`, those of the round before come first, and others in the round's order.
     """
     fitting = {member: each for member, each in found.items() if facts.fits(each.header)}
-    before = () if facts.before is None else facts.before.keys
     order = coordinator_order(rules.run_id, facts.round_index, fitting)
-    kept = sorted(order, key=lambda member: member not in before)[: rules.max_members]
+    kept = sorted(order, key=lambda member: member not in facts.members_before)[: rules.max_members]
     return [fitting[member] for member in sorted(kept)]
 
 
@@ -156,7 +173,13 @@ def progress_of(agreement: Agreement) -> float:
 
 
 def proposed(
-    found: Sequence[PutContribution], facts: RoundFacts, attempt: int, rules: RoundRules, *, has_snapshot: bool
+    found: Sequence[PutContribution],
+    facts: RoundFacts,
+    attempt: int,
+    rules: RoundRules,
+    *,
+    has_snapshot: bool,
+    departures: Sequence[Departure] = (),
 ) -> Agreement:
     """Returns the agreement on these contributions (`chosen`), to be signed by whoever proposes it."""
     weights = weights_of([each.header.claims for each in found], rules)
@@ -179,6 +202,7 @@ def proposed(
             for each, weight in zip(found, weights, strict=True)
         ),
         has_snapshot=has_snapshot,
+        departures=tuple(departures),
     )
 
 
@@ -201,6 +225,16 @@ def check_outline(agreement: Agreement, facts: RoundFacts, attempt: int, rules: 
     expected = weights_of([each.claims for each in agreement.members], rules)
     if [each.weight for each in agreement.members] != expected:
         raise _void(facts, "its weights do not follow from what the members claim")
+    _check_departures(agreement, facts, rules)
+
+
+def _check_departures(agreement: Agreement, facts: RoundFacts, rules: RoundRules) -> None:
+    gone = [each.member for each in agreement.departures]
+    if gone != sorted(set(gone) - set(agreement.keys)):
+        raise _void(facts, "its departures are not a sorted list of others than its members")
+    for each in agreement.departures:
+        if (each.run_id, each.round_index) != (rules.run_id, facts.round_index) or not each.is_signed():
+            raise _void(facts, f"that {each.member[:12]} has left is not its own word for this round")
 
 
 def check_members(
@@ -237,7 +271,7 @@ def check_times(
     for each in listed:
         if each.put_at > put_at + CLOCK_SLACK_S:
             raise _void(facts, f"the contribution of {each.member[:12]} came after it")
-    earliest = proposal_at(listed, facts, agreement.member, rules, excluded)
+    earliest = proposal_at(listed, facts, agreement.member, rules, excluded, agreement.departures)
     if earliest is None:
         raise _void(facts, f"{agreement.member[:12]} may not propose it")
     if put_at < earliest - CLOCK_SLACK_S:

@@ -2,7 +2,8 @@
 
     round_timeout_s              the round has failed; sooner for a node without work, which nobody waits for
     asked to stop                a moment later it leaves the round, and its work is kept as after any failed one
-    gather_timeout_s or longer   whoever was in the round before, or trains towards this one, may still come
+    gather_timeout_s or longer   whoever was in the round before, or trains towards this one, may still come, if it has
+                                 not said that it leaves
 
 `rules` says from when on a round *may* close, by the store's times, for all members alike. This says what an honest
 node does beyond that, by its own clock: it decides nothing that others judge.
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from trainer.bucket_rounds.departures import Departures
 from trainer.bucket_rounds.rules import RoundFacts, closing_after_s
 from trainer.bucket_rounds.settings import BucketSettings
 from trainer.errors import RoundFailedError, RoundLeftError
@@ -38,7 +40,7 @@ class RoundWait:
     """One node's patience in one round, from when it is made; for one thread.
 
     ``awaited`` says who is waited for besides those of the round before; it may ask the store, and is asked only where
-    that makes a difference. ``clock`` is monotonic, in seconds.
+    that makes a difference. Whoever is among the ``departures`` is not waited for. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class RoundWait:
         settings: BucketSettings,
         facts: RoundFacts,
         awaited: Callable[[], Collection[str]] = tuple,
+        departures: Departures | None = None,
         *,
         has_work: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -53,6 +56,7 @@ class RoundWait:
         self._settings = settings
         self._facts = facts
         self._awaited = awaited
+        self._departures = departures
         self._has_work = has_work
         self._clock = clock
         self._began_s = clock()
@@ -90,14 +94,16 @@ class RoundWait:
 
         Counted from when this node began to wait, whatever lies in the bucket from before a break of the whole run.
         """
-        rules, before = self._settings.rules, self._before
+        rules, before = self._settings.rules, self._facts.members_before
         if rules.quorum and len(members) >= rules.quorum:
             return False
-        patience_s = max(rules.gather_timeout_s, closing_after_s(members, before, rules))
+        expected = set(members) | self._still_in_run(set(before) - set(members))
+        patience_s = max(rules.gather_timeout_s, closing_after_s(members, expected & set(before), rules))
         if self.waited_s >= patience_s:
             return False
-        missing = {*before, *self._awaited()} - set(members)
-        return bool(missing) or not before
+        if not before or expected > set(members):
+            return True
+        return bool(self._still_in_run(set(self._awaited()) - set(members)))
 
     def tell(self, there: Collection[str]) -> None:
         """Says now and then for whom the round waits besides these members, since training stands still meanwhile."""
@@ -105,13 +111,15 @@ class RoundWait:
         if waited_s < self._tells_after_s:
             return
         self._tells_after_s = waited_s + _TELL_EVERY_S
-        missing = sorted(member[:8] for member in {*self._before, *self._awaited()} - set(there))
+        missing = {*self._facts.members_before, *self._awaited()} - set(there)
+        names = sorted(member[:8] for member in self._still_in_run(missing))
         logger.info(
             "round %d waits for others since %.0f s: the work of %d is there, %s",
             *(self._facts.round_index, waited_s, len(there)),
-            f"that of {', '.join(missing[:8])} is not" if missing else "nobody else is known to come",
+            f"that of {', '.join(names[:8])} is not" if names else "nobody else is known to come",
         )
 
-    @property
-    def _before(self) -> Collection[str]:
-        return () if self._facts.before is None else self._facts.before.keys
+    def _still_in_run(self, members: Collection[str]) -> set[str]:
+        """Returns those of these members that have not said to leave."""
+        gone = () if self._departures is None else self._departures.among(members)
+        return set(members) - {each.member for each in gone}

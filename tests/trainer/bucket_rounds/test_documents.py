@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from manifests.serialisation import canonical_json
 from trainer.bucket_rounds.documents import (
     MAX_HEADER_BYTES,
+    AgreedMember,
     Agreement,
     Claims,
     ContributionHeader,
+    Departure,
     StateRecord,
     contribution_body,
     payload_digest,
@@ -59,9 +61,33 @@ def test_a_contribution_with_any_other_byte_is_refused(data: st.DataObject) -> N
 def test_whatever_lies_there_is_refused_and_no_more(body: bytes) -> None:
     with pytest.raises(MalformedAnswerError):
         split_contribution(body, "run")
-    for kind in (Agreement, StateRecord):
+    for kind in (Agreement, StateRecord, Departure):
         with pytest.raises(MalformedAnswerError):
             kind.parse(body, "run")
+
+
+@pytest.mark.parametrize("num_departures", [0, 2])
+def test_an_agreement_comes_back_with_its_departures(num_departures: int) -> None:
+    claims = Claims(num_batches=4, age_s=1.5, progress=0.5, vocabulary_rows=1024)
+    departures = [
+        Departure(run_id="run", member=IDENTITY.peer_id, round_index=3).signed(Identity.create())
+        for _ in range(num_departures)
+    ]
+    agreement = Agreement(
+        run_id="run",
+        member=IDENTITY.peer_id,
+        round_index=3,
+        attempt=0,
+        follows="",
+        state_digest="a" * 64,
+        form="dense-fp32",
+        num_values=8,
+        members=(AgreedMember(member=IDENTITY.peer_id, payload_sha256="b" * 64, claims=claims, weight=2.0),),
+        departures=tuple(departures),
+    ).signed(IDENTITY)
+    assert Agreement.parse(agreement.wire(), "run") == agreement
+    # One without them reads as those of releases that had none.
+    assert (b"departures" in agreement.wire()) == bool(num_departures)
 
 
 def test_headers_of_other_runs_keys_and_sizes_are_refused() -> None:
@@ -85,7 +111,8 @@ def test_no_signature_passes_for_another_kinds() -> None:
     signed = record.signed(IDENTITY)
     assert StateRecord.parse(signed.wire(), "run") == signed
     content = record.model_dump(mode="json", exclude={"signature"})
-    for domain in (b"", b"genesis bucket agreement 1\n", b"genesis bucket wish 1\n"):
+    others = (b"agreement", b"wish", b"departure")
+    for domain in (b"", *(b"genesis bucket %s 1\n" % each for each in others)):
         forged = record.model_copy(update={"signature": IDENTITY.sign(domain + canonical_json(content)).hex()})
         with pytest.raises(MalformedAnswerError, match="signature"):
             StateRecord.parse(forged.wire(), "run")

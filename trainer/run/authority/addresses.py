@@ -208,7 +208,8 @@ def refusal_of(peer_id: PeerId, wanted: WantedAddress, config: AddressConfig) ->
     if name.member and name.member != peer_id:
         return "expected this member's own object"
     if wanted.kind == "delete":
-        return "" if name.kind == "wish" else "expected its wish, since nothing else is removed by members"
+        is_own_word = name.kind in ("wish", "departure")
+        return "" if is_own_word else "expected its wish or departure, since nothing else is removed by members"
     if wanted.if_absent == (name.kind == "wish"):
         return "expected a put where there is none; a wish replaces the one before"
     most = _most_bytes(name, config)

@@ -164,12 +164,15 @@ class BucketNetwork:
             self._compare_run()
         except GenesisError as error:
             raise TrainerUsageError(f"--rounds: expected a bucket that can be read and written: {error}") from error
-        self._worker = threading.Thread(target=self._publish_all, name="bucket-publish", daemon=True)
+        self._worker = threading.Thread(target=self._publish_and_leave, name="bucket-publish", daemon=True)
         self._worker.start()
         logger.info("rounds go through %s", self._settings.place.url)
 
     def stop(self) -> None:
-        """Ends what runs beside training, after what is being put is there; also where `start` was never called."""
+        """Ends what runs beside training, after what is being put is there, and tells the others that this node leaves.
+
+        Also where `start` was never called.
+        """
         self.collective.close()
         with self._changed:
             self._is_stopped = True
@@ -336,6 +339,10 @@ class BucketNetwork:
 
     def _is_snapshot_due(self, round_index: int) -> bool:
         return self._keeping.is_snapshot_due(round_index)
+
+    def _publish_and_leave(self) -> None:
+        self._publish_all()
+        self.collective.leave()
 
     def _publish_all(self) -> None:
         while True:

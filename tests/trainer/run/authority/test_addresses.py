@@ -18,7 +18,15 @@ from tests.support.rpc_node import RUN_ID, refused
 from tests.support.s3_servers import Server, moto_s3, point_boto3_at
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, MAX_RECORD_BYTES
 from trainer.bucket_rounds.history import History
-from trainer.bucket_rounds.place import RUN_KEY, agreement_key, contribution_key, snapshot_prefix, state_key, wish_key
+from trainer.bucket_rounds.place import (
+    RUN_KEY,
+    agreement_key,
+    contribution_key,
+    departure_key,
+    snapshot_prefix,
+    state_key,
+    wish_key,
+)
 from trainer.bucket_rounds.rules import weights_of
 from trainer.collective.planning import coordinator_order
 from trainer.errors import RefusedError, TrainerUsageError
@@ -45,7 +53,9 @@ def put(key: str, size_bytes: int = 10, *, if_absent: bool = True) -> WantedAddr
         put("run.json"),
         put(wish_key(OWN), if_absent=False),
         put(f"{snapshot_prefix(3, DIGEST)}data-000000", 64 << 20),
+        put(departure_key(3, OWN), MAX_RECORD_BYTES),
         WantedAddress(kind="delete", key=wish_key(OWN)),
+        WantedAddress(kind="delete", key=departure_key(3, OWN)),
         WantedAddress(kind="get", key=contribution_key(3, OTHER, DIGEST)),
         WantedAddress(kind="list", key="rounds/0000000003/", after=state_key(3, OTHER)),
         WantedAddress(kind="list", key="snapshots/"),
@@ -60,6 +70,8 @@ def test_a_member_may_do_what_rounds_need(wanted: WantedAddress) -> None:
     [
         put(contribution_key(3, OTHER, DIGEST)),
         put(state_key(3, OTHER)),
+        put(departure_key(3, OTHER)),
+        put(departure_key(3, OWN), if_absent=False),
         put(wish_key(OTHER), if_absent=False),
         put(contribution_key(3, OWN, DIGEST), 10_000),
         put(contribution_key(3, OWN, DIGEST), if_absent=False),
@@ -71,6 +83,7 @@ def test_a_member_may_do_what_rounds_need(wanted: WantedAddress) -> None:
         put("../other-run/run.json"),
         WantedAddress(kind="delete", key=contribution_key(3, OWN, DIGEST)),
         WantedAddress(kind="delete", key=wish_key(OTHER)),
+        WantedAddress(kind="delete", key=departure_key(3, OTHER)),
         WantedAddress(kind="delete", key=agreement_key(3, 0)),
         WantedAddress(kind="get", key="manifest.json"),
         WantedAddress(kind="list", key=""),

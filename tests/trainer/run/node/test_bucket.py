@@ -222,6 +222,32 @@ def test_a_late_node_takes_up_the_state_that_most_vouch_for(trainer: TrainerComm
 
 
 @pytest.mark.slow
+def test_nobody_waits_for_a_node_that_is_told_to_stop(trainer: TrainerCommand, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    more = ("--max-steps", "0", "--set", "collective.gather_timeout_s=20", "--set", "bucket.few_members_after_s=1000")
+    more += ("--set", "collective.round_timeout_s=1000")
+
+    def members_of_newest(node: RunningTrainer) -> int:
+        rounds = [(each["round_index"], len(each["members"])) for each in list(node.events) if "members" in each]
+        return max(rounds, default=(-1, 0))[1]
+
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(trainer.running(*arguments(bucket, n, *more))) for n in range(3)]
+        nodes[2].wait_for("round", 2)
+        assert nodes[0].stop(signal.SIGINT) == 128 + signal.SIGINT
+        # One alone of three would wait for 1000 s, and two of them for 20 s, for those that have left.
+        nodes[2].wait_until(lambda: members_of_newest(nodes[2]) == 2, "a round of two")
+        assert nodes[1].stop(signal.SIGINT) == 128 + signal.SIGINT
+        nodes[2].wait_until(lambda: members_of_newest(nodes[2]) == 1, "a round alone")
+        said = "".join(nodes[2].errors)
+        assert "has left before round" in said
+        again = stack.enter_context(trainer.running(*arguments(bucket, 0, *more)))
+        again.wait_until(lambda: members_of_newest(again) == 2, "a round of two again")
+        for node in (nodes[2], again):
+            node.stop()
+
+
+@pytest.mark.slow
 def test_four_nodes_over_s3_end_alike(trainer: TrainerCommand, s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
