@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,10 +78,10 @@ def test_who_is_back_in_time_is_in_the_round(tmp_path: Path) -> None:
     back = replicas[0].reborn(folder(tmp_path))
     back.collective.move_to(1)
     key = departure_key(1, back.settings.own_id)
-    for _ in range(200):
-        if folder(tmp_path).head(key) is None:
-            break
-        threading.Event().wait(0.05)
+    deadline_s = time.monotonic() + 30.0
+    while folder(tmp_path).head(key) is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
     one_round([back, *replicas[1:]])
     assert len(back.agreements[0].members) == 3
     assert back.agreements[0].departures == ()
@@ -122,14 +123,19 @@ def test_nobody_is_taken_for_gone_but_by_its_own_word(tmp_path: Path, kind: str)
 def test_an_agreement_that_goes_by_false_departures_is_void(tmp_path: Path, kind: str) -> None:
     replicas = members(tmp_path, 3)
     liar, victim, other = replicas
-    true_word = Departure(run_id="test", member=victim.settings.own_id, round_index=1)
-    own_word = true_word.signed(liar.settings.identity)
+    words = [Departure(run_id="test", member=each.settings.own_id, round_index=1) for each in (victim, other)]
+    words.sort(key=lambda each: each.member)
+    identities = {each.settings.own_id: each.settings.identity for each in (victim, other)}
+    true_words = [each.signed(identities[each.member]) for each in words]
+    own_word = words[0].signed(liar.settings.identity)
     departures = {
         "none": (),
-        "forged": (own_word.model_copy(update={"member": victim.settings.own_id}),),
-        "of a member": (own_word,),
-        "repeated": (true_word.signed(victim.settings.identity),) * 2,
-        "another round's": (true_word.model_copy(update={"round_index": 0}).signed(victim.settings.identity),),
+        "forged": tuple(own_word.model_copy(update={"member": each.member}) for each in words),
+        "of a member": tuple(sorted([own_word, *true_words], key=lambda each: each.member)),
+        "repeated": (true_words[0], *true_words),
+        "another round's": tuple(
+            each.model_copy(update={"round_index": 0}).signed(identities[each.member]) for each in words
+        ),
     }[kind]
     failing = replace(liar.settings, round_timeout_s=0.5)
     liar.collective._settings = failing
