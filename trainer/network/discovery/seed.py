@@ -93,13 +93,13 @@ async def _serve_seed(
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
-    if relay is not None:
-        await relay.start()
-    process.start()
+    process.start()  # First, since it is what needs an extra.
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(process.wait_ready(config.start_timeout_s, first_start_only=True))
     hearing = asyncio.create_task(_hear_forever(process, members))
     try:
+        if relay is not None:
+            await relay.start()
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await starting

@@ -227,7 +227,6 @@ async def test_who_asks_too_often_is_refused() -> None:
 
 @pytest.mark.slow
 async def test_through_a_dht_reports_are_looked_up_and_requests_counted() -> None:
-    pytest.importorskip("hivemind", reason="the DHT needs hivemind (extra dht)")
     async with running_dht() as seed_process:
         [address] = (await seed_process.status(5.0)).addresses
         async with node(seed=address) as first, node(seed=address, announced=False, reports=False) as monitor:

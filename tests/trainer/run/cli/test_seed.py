@@ -44,6 +44,16 @@ def test_options_that_make_no_sense_are_one_line(
     assert len(said.splitlines()) == 1
 
 
+def test_a_seed_without_its_extra_relays_nothing_before_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    ports = ("--port", "0", "--relay", "--relay-port", "0")
+    with pytest.raises(ModuleNotFoundError, match=r"genesis-training\[dht\]"):  # One line, by whoever calls it.
+        run(["seed", *ports, "--host", "127.0.0.1", "--identity", str(tmp_path / "seed.id")])
+    assert "relays for nodes" not in capsys.readouterr().err
+
+
 def test_a_relay_knows_its_run_by_the_signed_file_or_by_name_and_keys(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(RunFile.of(_CONFIG, OWNER.peer_id, authorities=(OWNER.peer_id,)).signed(OWNER).to_json())
