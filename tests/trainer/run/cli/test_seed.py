@@ -45,13 +45,14 @@ def test_options_that_make_no_sense_are_one_line(
 
 
 def test_a_seed_without_its_extra_relays_nothing_before_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     ports = ("--port", "0", "--relay", "--relay-port", "0")
     with pytest.raises(ModuleNotFoundError, match=r"genesis-training\[dht\]"):  # One line, by whoever calls it.
         run(["seed", *ports, "--host", "127.0.0.1", "--identity", str(tmp_path / "seed.id")])
-    assert "relays for nodes" not in capsys.readouterr().err
+    assert "relays for nodes" not in caplog.text
 
 
 def test_a_relay_knows_its_run_by_the_signed_file_or_by_name_and_keys(tmp_path: Path) -> None:
