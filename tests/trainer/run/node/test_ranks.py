@@ -59,6 +59,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainerCommand, dic
     return command, losses(command(*NODE, "--json", "--max-steps", str(STEPS)))
 
 
+@pytest.mark.timeout(200)
+def test_two_ranks_train_as_one_node(tmp_path: Path) -> None:
+    """The shortest way through all that ranks do: start, steps, a round's end, one checkpoint."""
+    command = node_of(tmp_path, 2)
+    done = command("--node-id", "pod", "--inner-steps", "1", "--json", "--max-steps", "2")
+    assert losses(done).keys() == {0, 1}
+    assert command.saved("pod")["training_rounds"] == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "fsdp")])
