@@ -97,7 +97,7 @@ def _parsed(kind: type[DocumentT], wire: bytes) -> DocumentT:
         parse_strict_json(wire)
         document = kind.model_validate_json(wire)
     except (ValidationError, ValueError, RecursionError) as error:
-        raise MalformedAnswerError(f"expected a {what}, found {first_line(error)}") from None
+        raise MalformedAnswerError(f"expected a {what}, found something else ({first_line(error)})") from None
     if document.wire() != wire:
         raise MalformedAnswerError(f"expected a {what} as canonical JSON, found another spelling")
     return document

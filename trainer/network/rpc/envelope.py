@@ -202,7 +202,10 @@ def parse_strict_json(data: bytes) -> dict[str, Any]:
 
     The size of ``data``, which the caller has bounded, bounds what is built here (some 30 bytes a byte).
     """
-    text = data.decode("utf-8")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("expected a JSON object, found bytes that are not UTF-8") from None
     _check_depth(text)
     value = _DECODER.decode(text)
     if not isinstance(value, dict):
