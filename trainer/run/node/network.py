@@ -96,6 +96,7 @@ class Network(RoundGroup[S]):
         config = self._remembered.completed(config)
         self._terms = terms
         self._is_of_pipeline = bool(near)
+        self._has_told_namesake = False
         self._admission = admission_client(config, identity, "worker" if stage else "node", stage)
         admission = None if self._admission is None else self._admission.admission
         self._reach = reach_of(config, self._admission)
@@ -347,6 +348,19 @@ class Network(RoundGroup[S]):
             "parts": parts,
         }
 
+    def _tell_namesake(self) -> None:
+        """Warns once of another node with this one's id: both get the same shards, and nothing else tells of it."""
+        own = self._config.node_id
+        found = next((it for it in self.alike() if it.node_id == own), None)
+        if found is None or self._has_told_namesake:
+            return
+        self._has_told_namesake = True
+        logger.warning(
+            "another node of the run is called %s too (key %s, at %s), so both train on the same shards; give each a "
+            "--node-id of its own, unless that is an earlier start of this node under another key",
+            *(own, found.peer_id[:12], found.address),
+        )
+
     async def _refresh_forever(self) -> None:
         interval_s = self._config.discovery.announce_interval_s / 2
         next_announcement_s = time.monotonic() + interval_s
@@ -360,6 +374,7 @@ class Network(RoundGroup[S]):
                 if self._listener is not None:
                     self._listener.peers(self.announcements)
                 self._watchdog.look(len(self.announcements))
+                self._tell_namesake()
                 self._remembered.note(self.alike())
                 if time.monotonic() >= next_announcement_s:
                     next_announcement_s = time.monotonic() + interval_s

@@ -105,6 +105,18 @@ def network_of(name: str, folder: Path, initial_peers: list[str], port: int, ter
     return Network(config, Identity.create(), terms, lambda: 1024, FIT, lambda: False)
 
 
+def test_a_node_with_the_same_id_is_told_once(begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        return [it.getMessage() for it in caplog.records if "is called same too" in it.getMessage()]
+
+    for name in ("same", "other", "same"):
+        begin(name)
+    wait_until(lambda: len(told()) == 2, "both tell of each other")
+    _, listening = begin("last")
+    wait_until(lambda: len(listening.others) == 3, "all known")
+    assert len(told()) == 2
+
+
 @pytest.mark.slow
 def test_only_a_state_that_fits_is_taken(begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They claim to be further, and would be taken first; the model of the first would not fit into any memory."""
