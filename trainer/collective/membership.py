@@ -384,7 +384,8 @@ class MembershipGathering:
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
         """Whether the round waits for a node that says it comes, or fetches the state and comes then."""
         if peer_id == self._settings.own_id:
-            return reply.coming
+            # The others may have come here before this node found out that it has missed the round before.
+            return reply.coming or reply.catching_up
         peer = self._settings.directory.peers().get(peer_id)
         if not (reply.coming or reply.catching_up) or peer is None:
             return False
