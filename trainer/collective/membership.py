@@ -280,14 +280,19 @@ class MembershipGathering:
 
     def _is_complete(self) -> bool:
         missing = self._known() - self._joins.keys() - self._silent
-        return not missing and len(self._joins) >= self._config.min_members
+        return not missing and len(self._joins) >= self._config.min_members and not self._most_are_ahead()
+
+    def _most_are_ahead(self) -> bool:
+        """Whether most of the others say that they have gone on to a later round: nobody makes one without them."""
+        peers = self._settings.directory.peers()
+        return 2 * len(self._ahead & peers.keys()) > len(peers)
 
     def _is_left_behind(self) -> bool:
         """Whether most of the others have gone on to a later round, so that waiting for them is no use."""
-        peers, waited_s = self._settings.directory.peers(), time.monotonic() - self._began_s
+        waited_s = time.monotonic() - self._began_s
         # Whoever is known first does not decide before others are.
         is_heard = waited_s >= min(_LEFT_BEHIND_AFTER_S, self._config.gather_timeout_s)
-        return is_heard and 2 * len(self._ahead & peers.keys()) > len(peers)
+        return is_heard and self._most_are_ahead()
 
     # -- with a quorum -------------------------------------------------------------------------------------------------
 
@@ -384,7 +389,8 @@ class MembershipGathering:
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
         """Whether the round waits for a node that says it comes, or fetches the state and comes then."""
         if peer_id == self._settings.own_id:
-            return reply.coming
+            # The others may have come here before this node found out that it has missed the round before.
+            return reply.coming or reply.catching_up
         peer = self._settings.directory.peers().get(peer_id)
         if not (reply.coming or reply.catching_up) or peer is None:
             return False

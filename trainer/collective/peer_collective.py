@@ -185,6 +185,8 @@ class PeerCollective:
         finally:
             if next_round != round_index and self._service.next_round == round_index:
                 self._service.move_to(next_round)  # Unless the node has taken up another state meanwhile.
+                if self.behind:  # Said from now on: the training thread hears of it some moments later.
+                    self._service.catch_up()
 
     async def _until_stopped(self, go_through: _Round) -> RoundResult:
         """Goes through the round; leaves it some time after the node was asked to stop, which harms no other round."""

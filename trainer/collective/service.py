@@ -166,7 +166,9 @@ class RoundService:
                 "behind",
                 f"round {body.round_index} is over, the next one here is {self.next_round}; fetch the state first",
             )
-        if self.next_round < 0 or body.round_index > self.next_round + 1:
+        gathering = self._gatherings.get(body.round_index)
+        is_gathering = gathering is not None and not gathering.over  # Also while this node fetches the others' state.
+        if not is_gathering and (self.next_round < 0 or body.round_index > self.next_round + 1):
             # Also keeps strangers from filling this node with rounds that will never be.
             raise RefusedError("not_ready", f"this node is not ready for round {body.round_index}; ask the next one")
         if peer_id != self._own_id:

@@ -131,15 +131,21 @@ def test_nodes_that_discovery_does_not_know_neither_fill_a_round_nor_choose_its_
 
 
 @pytest.mark.parametrize(
-    ("ahead", "gone", "gather_timeout_s", "reason"),
+    ("ahead", "gone", "gather_timeout_s", "min_members", "reason"),
     [
-        ({OTHER, LATE}, set(), 600.0, "late"),
-        ({LATE}, set(), 0.5, "few"),
-        ({OTHER, LATE}, {OTHER, LATE}, 0.5, "few"),  # Who has gone since says nothing any more.
+        ({OTHER, LATE}, set(), 600.0, 2, "late"),
+        ({OTHER, LATE}, set(), 600.0, 1, "late"),  # Nor does it make that round alone.
+        ({LATE}, set(), 0.5, 2, "few"),
+        ({OTHER, LATE}, {OTHER, LATE}, 0.5, 2, "few"),  # Who has gone since says nothing any more.
     ],
 )
 def test_nobody_waits_in_a_round_that_most_others_have_left_behind(
-    monkeypatch: pytest.MonkeyPatch, ahead: set[str], gone: set[str], gather_timeout_s: float, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: set[str],
+    gone: set[str],
+    gather_timeout_s: float,
+    min_members: int,
+    reason: str,
 ) -> None:
     """It would hold up the others' next one, which it says that it comes to as well."""
     monkeypatch.setattr("trainer.collective.membership._LEFT_BEHIND_AFTER_S", 0.3)
@@ -154,7 +160,7 @@ def test_nobody_waits_in_a_round_that_most_others_have_left_behind(
         return InviteReply(coming=False, next_round=-1, catching_up=True)
 
     async def run() -> MembershipGathering:
-        settings = settings_of(OWN, min_members=2, invite_after_s=0.0, gather_timeout_s=gather_timeout_s)
+        settings = settings_of(OWN, min_members=min_members, invite_after_s=0.0, gather_timeout_s=gather_timeout_s)
         gathering = MembershipGathering(4, replace(settings, directory=known), latecomers, invite)
         with pytest.raises(RefusedError) as refused:
             await gathering.join(OWN, REQUEST)

@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -27,10 +29,10 @@ from trainer.collective.messages import (
     StatusRequest,
     Vote,
 )
-from trainer.collective.planning import first_plan
-from trainer.errors import RefusedError, RoundFailedError
+from trainer.collective.planning import coordinator_order, first_plan
+from trainer.errors import RefusedError, RoundFailedError, StateBehindError
 from trainer.network.rpc import Endpoint, Peer, RpcConfig
-from trainer.outer.engine.collective import Contribution
+from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.run.node.loop_thread import LoopThread
 
 ANY_DIGEST = "ab" * 32
@@ -176,6 +178,57 @@ def test_one_that_fetches_the_state_says_so_until_it_has_it(stranger, node):
     node.collective.move_to(9)
     replies.append(invited(stranger, node, 9))
     assert [(reply.coming, reply.catching_up) for reply in replies] == [(False, False), (False, True), (True, False)]
+
+
+class LateCoordinator:
+    """Three nodes, the last of which has missed round 4 and learns that while the next one gathers at it."""
+
+    def __init__(self, gather_timeout_s: float) -> None:
+        nodes = [Node(number, stall_timeout_s=5.0, gather_timeout_s=gather_timeout_s) for number in (99, 100, 101)]
+        self.by_id = {node.endpoint.peer_id: node for node in nodes}  # The last of round 4 is the first of round 5.
+        self.late, *self.others = (self.by_id[peer_id] for peer_id in coordinator_order(RUN_ID, 5, self.by_id))
+        for node in nodes:
+            node.directory.known = {it.endpoint.peer_id: it.endpoint.peer for it in nodes if it is not node}
+            node.collective.move_to(4 if node is self.late else 5)
+
+    def find_out(self) -> None:
+        with pytest.raises(StateBehindError):
+            self.late.collective.reduce(contribution(4))
+
+    def close(self) -> None:
+        for node in self.by_id.values():
+            node.collective.close()
+            node.close()
+
+
+def members_of(rounds: Iterable[Future[RoundResult]]) -> list[set[str]]:
+    return [set(future.result(30).report.members) for future in rounds]
+
+
+def test_who_finds_out_that_it_missed_a_round_while_the_next_gathers_at_it_is_in_that() -> None:
+    meeting = LateCoordinator(gather_timeout_s=15.0)
+    with ThreadPoolExecutor() as threads:
+        rounds = [threads.submit(other.collective.reduce, contribution(5)) for other in meeting.others]
+        time.sleep(0.3)
+        meeting.find_out()
+        time.sleep(1.2)  # So long it fetches the state; the others ask for it twice meanwhile.
+        meeting.late.collective.move_to(5)
+        rounds.append(threads.submit(meeting.late.collective.reduce, contribution(5)))
+        members = members_of(rounds)
+    meeting.close()
+    assert members == [meeting.by_id.keys()] * 3
+
+
+def test_a_round_that_gathers_at_one_that_fetches_the_state_for_long_has_those_who_come_meanwhile() -> None:
+    meeting = LateCoordinator(gather_timeout_s=2.0)
+    with ThreadPoolExecutor() as threads:
+        rounds = [threads.submit(meeting.others[0].collective.reduce, contribution(5))]
+        time.sleep(0.3)
+        meeting.find_out()
+        rounds.append(threads.submit(meeting.others[1].collective.reduce, contribution(5)))
+        members = members_of(rounds)
+    meeting.close()
+    assert members == [{other.endpoint.peer_id for other in meeting.others}] * 2
 
 
 @pytest.mark.slow
