@@ -40,6 +40,14 @@ _LONGEST_ATTEND_S = 5.0
 
 
 @dataclass(slots=True)
+class _Silence:
+    """Calls in a row that a peer has not answered."""
+
+    since_s: float  # When the first of them began, monotonic.
+    num_calls: int = 0
+
+
+@dataclass(slots=True)
 class _Backoff:
     next_round: int = 0  # Not waited for before that one.
     num_rounds: int = 1  # To be left out when it is waited for in vain once more.
@@ -115,7 +123,7 @@ class MembershipGathering:
         self._ahead: set[str] = set()
         self._awaited: set[str] = set()
         """Those who said that they would come, or were fetching the state, and were waited for."""
-        self._silent_since_s: dict[str, float] = {}
+        self._silences: dict[str, _Silence] = {}
         self._acknowledged: set[str] = set()
         self._refused: dict[str, RefusedError] = {}
         self._changes = Changes()
@@ -366,13 +374,16 @@ class MembershipGathering:
             await asyncio.sleep(_INVITE_INTERVAL_S)
 
     async def _invite(self, peer_id: str, after_s: float) -> None:
+        began_s = time.monotonic()
         reply = await self._ask_to_come(peer_id, self.round_index, after_s)
         if reply is None:
-            # One lost call is no absence: the peer is asked again, for half of the stall timeout.
-            since_s = self._silent_since_s.setdefault(peer_id, time.monotonic())
-            gone = time.monotonic() > since_s + self._config.stall_timeout_s / 2
+            # One lost call is no absence. Each takes up to half of the stall timeout, so a stopped peer costs all of it.
+            silence = self._silences.setdefault(peer_id, _Silence(began_s))
+            silence.num_calls += 1
+            is_long = time.monotonic() >= silence.since_s + self._config.stall_timeout_s / 2
+            gone = is_long and silence.num_calls > 1
         else:
-            self._silent_since_s.pop(peer_id, None)
+            self._silences.pop(peer_id, None)
             gone = not self._is_awaited(peer_id, reply)
         (self._silent.add if gone else self._silent.discard)(peer_id)
         self._changes.notify()

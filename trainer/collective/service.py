@@ -426,7 +426,7 @@ class RoundService:
             round_index=round_index, after_s=after_s, change=settings.change, change_digest=settings.change_digest
         )
         try:
-            return (await self.ask(peer, method, invite, InviteReply, self._config.stall_timeout_s)).body
+            return (await self.ask(peer, method, invite, InviteReply, self._config.stall_timeout_s / 2)).body
         except RpcError as error:
             logger.debug("round %d: node %s is not there: %s", round_index, peer_id[:8], error)
             return None
