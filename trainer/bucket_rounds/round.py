@@ -59,7 +59,7 @@ class BucketRound:
     """One round of one node; for one thread.
 
     Where this node closes it, it asks ``is_snapshot_due``, and for whom it waits besides those of the round before
-    (``awaited``).
+    (``awaited``). ``before_put_at``: when the agreement of the round before was put, by the store's clock.
     """
 
     def __init__(
@@ -70,13 +70,16 @@ class BucketRound:
         clock: StoreClock,
         is_snapshot_due: Callable[[], bool] = lambda: False,
         awaited: Callable[[], Collection[str]] = tuple,
+        *,
+        before_put_at: float = 0.0,
     ) -> None:
         self._settings = settings
         self._contribution = contribution
         self._clock = clock
         self._form = settings.form_of(contribution.vector.numel())
         self._facts = RoundFacts(
-            contribution.round_index, contribution.state_digest, self._form.name, self._form.num_values, before
+            *(contribution.round_index, contribution.state_digest, self._form.name, self._form.num_values),
+            *(before, before_put_at),
         )
         self._wait = RoundWait(settings, self._facts, awaited, has_work=contribution.num_batches > 0)
         self._own = OwnContribution(settings, contribution, self._form)
@@ -86,6 +89,8 @@ class BucketRound:
         )
         self.agreement: Agreement | None = None
         """What the round consists of, once that is known."""
+        self.agreed_at = 0.0
+        """When that was put, Unix time by the store's clock."""
 
     def run(self) -> RoundResult:
         """Goes through the round; raises RoundFailedError, and StateBehindError where others hold another state."""
@@ -95,7 +100,7 @@ class BucketRound:
         crash_point("bucket-round-fetched")
         result = self._reduced(accepted)
         crash_point("bucket-round-reduced")
-        self.agreement = agreement
+        self.agreement, self.agreed_at = agreement, accepted.put_at
         cost = self._settings.place.cost.since(cost_before)
         report = self._report(agreement, result, cost, agreed_s)
         logger.info(
