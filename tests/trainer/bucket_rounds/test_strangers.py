@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-
 from genesis.store.base import CachePolicy, Store
 from tests.support.bucket_rounds import FAST, NUM_VALUES, Interposed, Replica, folder, settings_of, together
 from trainer.bucket_rounds.documents import (
