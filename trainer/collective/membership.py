@@ -477,7 +477,9 @@ class MembershipGathering:
         known = self._known()
         states = {peer_id: (join.state_digest, join.num_values) for peer_id, join in joins.items()}
         counts = Counter([state for peer_id, state in states.items() if peer_id in known] or states.values())
-        most = min(counts, key=lambda state: (-counts[state], state))  # Of equally many, the lowest digest.
+        # Of equally many this node's own, so that nobody can choose another for it; then the lowest digest.
+        own = states.get(self._settings.own_id)
+        most = min(counts, key=lambda state: (-counts[state], state != own, state))
         members = {peer_id: join for peer_id, join in joins.items() if states[peer_id] == most}
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(
