@@ -23,6 +23,7 @@ from typing import Final, TypeAlias
 
 from trainer.bucket_rounds.documents import (
     MAX_AGREEMENT_BYTES,
+    MAX_HEADER_BYTES,
     MAX_RECORD_BYTES,
     Agreement,
     ContributionHeader,
@@ -55,6 +56,8 @@ Refusal: TypeAlias = Callable[[ContributionHeader | StateRecord, float], str]
 """Why what a member has put does not count, by the document and when it was put (Unix time); empty: it does."""
 
 _MOST_REMEMBERED: Final = 1 << 14
+_MOST_BYTES_A_VALUE: Final = 16
+"""Of the model of the round before: fp32, of a vocabulary that has made it four times as large."""
 MOST_ATTEMPTS: Final = 1000
 """Agreements for one round that are read: as many as a round's own members look through, or they and newcomers would go
 by different ones where somebody has put many that are void."""
@@ -259,21 +262,25 @@ class History:
                 check_outline(agreement, facts, agreement.attempt, self._rules)
                 put_at = listing.agreements[agreement.attempt].put_at
                 check_times(agreement, _listed(agreement, listing), facts, put_at, self._rules, excluded)
-                found = self._contributions(agreement, listing)
-                check_members(agreement, found, facts, put_at, self._rules, excluded)
                 vouched = self.vouched_state(before)
                 if vouched is not None and vouched.state_digest != agreement.state_digest:
                     raise RefusedError("agreement", "it is from another state than most of those before vouch for")
+                found = self._contributions(agreement, listing, _MOST_BYTES_A_VALUE * before.num_values)
+                check_members(agreement, found, facts, put_at, self._rules, excluded)
             except (RefusedError, MalformedAnswerError):
                 excluded.add(agreement.member)
                 continue
             return agreement
         return None
 
-    def _contributions(self, agreement: Agreement, listing: RoundListing) -> dict[str, PutContribution]:
+    def _contributions(
+        self, agreement: Agreement, listing: RoundListing, most_payload_bytes: int
+    ) -> dict[str, PutContribution]:
         """Reads what an agreement lists; raises RefusedError, or MalformedAnswerError, where that is not there."""
         found = {}
         for there in _listed(agreement, listing):
+            if there.size_bytes > most_payload_bytes + MAX_HEADER_BYTES + 1:
+                raise RefusedError("agreement", "it lists what is larger than a contribution")
             header = self._header(agreement.round_index, there)
             if header is None or header.member != there.member or self._refusal(header, there.put_at):
                 raise RefusedError("agreement", "it lists what does not count")

@@ -10,6 +10,7 @@ from pathlib import Path
 from genesis.store.base import CachePolicy, Store
 from tests.support.bucket_rounds import FAST, NUM_VALUES, Interposed, Replica, folder, settings_of, together
 from trainer.bucket_rounds.documents import (
+    MAX_HEADER_BYTES,
     AgreedMember,
     Agreement,
     Claims,
@@ -209,3 +210,17 @@ def test_a_thousand_chains_behind_the_newest_round_are_read_once(tmp_path: Path)
     assert max(count for key, count in read.items() if "agreement-" in key) == 1
     assert sum(count for key, count in read.items() if "state-" in key) <= 8 * len(replicas) * (depth + 1)
     assert sum(read.values()) <= 2 * (depth + 1) * (width + 4 * len(replicas))
+
+
+def test_what_no_contribution_can_be_as_large_as_is_not_read(tmp_path: Path) -> None:
+    replicas, store, stranger = run_of(tmp_path, few_members_after_s=1.0), folder(tmp_path), Identity.create()
+    rounds(replicas)
+    time.sleep(3.5)
+    huge = absent(stranger.peer_id)
+    key = contribution_key(1, stranger.peer_id, huge.payload_sha256)
+    put(store, key, bytes(MAX_HEADER_BYTES + 17 * NUM_VALUES))
+    agreed(store, stranger, replicas[0].agreements[0], [huge], state_digest=replicas[0].digest())
+    read = Counter[str]()
+    watched = settings_of(Interposed(store, before=lambda name, key: read.update([key] if name == "get" else [])))
+    assert History(watched.place, replicas[0].settings.rules).newest() == replicas[0].agreements[0]
+    assert not read[key]
