@@ -235,6 +235,9 @@ def _round_that_begins_with(first: Node, *others: Node) -> int:
 
 def _take_part(nodes: Sequence[Node], round_index: int) -> list[tuple[str, ...]]:
     """One round of all these nodes; returns who was in it, by each of them."""
+    for node in nodes:  # Before any is asked whether it comes.
+        node.collective.move_to(round_index)
+        node.loop.run(asyncio.sleep(0), 5)
     with ThreadPoolExecutor(len(nodes)) as pool:
         results = pool.map(lambda node: node.collective.reduce(contribution(round_index)), nodes)
         return [result.report.members for result in results]
