@@ -1,7 +1,6 @@
 """How one node joins a round: it finds the coordinator, claims its work, and acknowledges an agreement with all others.
 
-If a coordinator is lost before its agreement is in force, the node asks the next in order; so it does with one under
-which this round has failed before, which may only take it over once more. What it agrees to it has
+If a coordinator is lost before its agreement is in force, the node asks the next in order. What it agrees to it has
 checked: its own entry, weights and parts by the rules that all share, and under a quorum the lags that it saw itself.
 """
 
@@ -54,7 +53,7 @@ class Joining:
             StateBehindError: the others hold another state, or have gone on without this node.
             RoundFailedError: too few came, or too many, or nobody gathers for a round that could be attended.
         """
-        tried = set(self._service.failed_with(self._contribution.round_index))
+        tried: set[str] = set()
         said = self._said
         while True:
             for coordinator in self._coordinators(tried):

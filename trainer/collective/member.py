@@ -130,7 +130,7 @@ class RoundMember:
             StateBehindError: the others hold another state, or have gone on without this node.
             RoundFailedError: there is no result; nothing happened.
         """
-        began_s, is_through = time.monotonic(), False
+        began_s = time.monotonic()
         counters = self._service.traffic
         sent_bytes, received_bytes = counters.sent_bytes, counters.received_bytes
         try:
@@ -149,15 +149,12 @@ class RoundMember:
                 else:
                     self._commit, values = await self._carry_out(agreement)
                     report = self._report(agreement, self._commit)
-                is_through = True
         except TimeoutError as error:
             raise RoundFailedError(
                 f"round {self._contribution.round_index}: not over within {self._config.round_timeout_s:.0f} s"
             ) from error
         finally:
             self._service.end_round(self._known if self.agreement is not None else None, self._offered)
-            if self.agreement is not None and self._make_arithmetic is None and not is_through:
-                self._service.note_failed(self.agreement)
             # They know this member, which decides their rule: vectors in a cycle would stay until a collection, and
             # each round take fresh memory (a quarter more processor time among four).
             self._reductions.clear()
@@ -432,13 +429,8 @@ class RoundMember:
         return commit
 
     def _outvoted(self, text: str) -> RoundFailedError:
-        """The others' state is another only after the last phase; after the first, nobody has applied anything.
-
-        A coordinator that says so to all has lied: while most hold this node's state, the next attempt at the round
-        shows which, since those who have gone on refuse it.
-        """
-        is_behind = not self._expects_phase and not self._settings.directory.holds_most_held_state()
-        return StateBehindError(text) if is_behind else RoundFailedError(text)
+        """The others' state is another only after the last phase; after the first, nobody has applied anything."""
+        return RoundFailedError(text) if self._expects_phase else StateBehindError(text)
 
     def _digest(self, key: str) -> str | None:
         return self._results[key].digest if key in self._results else None

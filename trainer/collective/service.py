@@ -81,7 +81,6 @@ class RoundService:
         self._invited_at_s: float | None = None
         self._gatherings: OrderedDict[int, MembershipGathering] = OrderedDict()
         self._gave_way_to: dict[int, set[str]] = {}  # By round.
-        self._failed_with: tuple[int, frozenset[str]] = (-1, frozenset())  # A round, and who coordinated it in vain.
         self._rounds: OrderedDict[str, KnownRound] = OrderedDict()
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._changes = Changes()
@@ -317,16 +316,6 @@ class RoundService:
         if first is not None:
             first.expects_phase = False
         return known
-
-    def note_failed(self, agreement: Agreement) -> None:
-        """Notes that a round has failed under a coordinator, which is not asked first at the next attempt."""
-        round_index, coordinators = agreement.round_index, self.failed_with(agreement.round_index)
-        self._failed_with = (round_index, (coordinators | {agreement.coordinator}) - {self._own_id})
-
-    def failed_with(self, round_index: int) -> frozenset[str]:
-        """Returns who has coordinated attempts at a round that failed here."""
-        noted, coordinators = self._failed_with
-        return coordinators if noted == round_index else frozenset()
 
     def settle(self, known: KnownRound, outcome: CommitDecision) -> None:
         """Remembers how a round ended, for those who ask."""

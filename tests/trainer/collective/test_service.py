@@ -15,15 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from tests.support.round_actor import RUN_ID, KnownPeers, agreement_of, identity_of, join_request, terms
-from trainer.aggregation import RuleConfig, contribution_weight
+from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective
 from trainer.collective.levels import GroupedAgreement
 from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
     Agreement,
-    Commit,
-    CommitDecision,
     Invite,
     InviteReply,
     JoinRequest,
@@ -31,11 +29,10 @@ from trainer.collective.messages import (
     MomentsOpen,
     ReductionOpen,
     StatusRequest,
-    TaskDigest,
     Vote,
 )
 from trainer.collective.planning import coordinator_order, first_plan
-from trainer.errors import RefusedError, RoundFailedError, StateBehindError
+from trainer.errors import RefusedError, RoundFailedError
 from trainer.network.rpc import Endpoint, Peer, Reply, Request, RpcConfig
 from trainer.outer.engine.collective import Contribution
 from trainer.run.node.loop_thread import LoopThread
@@ -325,73 +322,6 @@ def test_a_coordinator_that_refuses_all_costs_a_round_no_more_than_its_turn(pair
         assert _take_part(pair, number) == [honest] * 2
     finally:
         liar.close()
-
-
-class SpoilingCoordinator(Node):
-    """Agrees on a round with two others, and has it come to nothing: it says that all is lost, or that they are."""
-
-    def __init__(self, number: int, lie: str) -> None:
-        self.lie = lie
-        self.joined: dict[str, JoinRequest] = {}
-        self.num_spoilt = 0
-        super().__init__(number, self._prepare)
-
-    def _prepare(self, endpoint: Endpoint) -> None:
-        endpoint.register("round/join", JoinRequest, self._join)
-        endpoint.register("round/acknowledge", Acknowledge, self._acknowledge)
-        endpoint.register("round/vote", Vote, self._decide)
-        endpoint.register("round/invite", Invite, self._invite)
-
-    async def _join(self, request: Request[JoinRequest]) -> Reply[Agreement]:
-        self.joined[request.sender] = request.body
-        while len(self.joined) < 2:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0.1)
-        body, own = request.body, self.endpoint
-        where = {own.peer_id: own.address} | {peer_id: each.address for peer_id, each in self.joined.items()}
-        weight = contribution_weight(body.num_batches, body.age_s, "root")
-        members = [
-            Member(peer_id=peer_id, address=where[peer_id], certificate=None, weight=weight)
-            for peer_id in sorted(where)
-        ]
-        facts = {"round_index": body.round_index, "state_digest": body.state_digest, "num_values": body.num_values}
-        made = agreement_of(3, body.num_values).model_copy(update={**facts, "coordinator": own.peer_id})
-        return Reply(made.model_copy(update={"members": tuple(members)}))
-
-    async def _acknowledge(self, _request: Request[Acknowledge]) -> Reply[AcknowledgeReply]:
-        await asyncio.sleep(0.2)
-        self.joined.clear()
-        return Reply(AcknowledgeReply(agreement=None))
-
-    async def _decide(self, request: Request[Vote]) -> Reply[CommitDecision]:
-        self.num_spoilt += 1
-        if self.lie == "abort":
-            return Reply(CommitDecision(kind="abort", reason="so it says"))
-        plan, members = request.body.plan, sorted({*request.body.plan.members} - {request.sender})
-        digests = tuple(TaskDigest(key=task.key, digest=ANY_DIGEST) for task in plan.tasks)
-        said = Commit(plan=plan, members=tuple(members), digests=digests, dropped=(), completeness=1.0, findings=())
-        return Reply(CommitDecision(kind="commit", commit=said))
-
-    async def _invite(self, request: Request[Invite]) -> Reply[InviteReply]:
-        coming = InviteReply(coming=False, next_round=request.body.round_index, coordinator=self.endpoint.peer_id)
-        return Reply(coming)
-
-
-@pytest.mark.parametrize("lie", ["abort", pytest.param("commit", marks=pytest.mark.slow)])
-def test_a_coordinator_that_spoils_its_round_does_not_spoil_each_attempt(pair, lie):
-    spoiler = SpoilingCoordinator(96, lie)
-    try:
-        _acquainted(*pair, spoiler)
-        number = _round_that_begins_with(spoiler, *pair)
-        honest = tuple(sorted(node.endpoint.peer_id for node in pair))
-        for _ in range(2):
-            with pytest.raises(RoundFailedError) as caught:
-                _take_part(pair, number)
-            assert not isinstance(caught.value, StateBehindError)
-        assert _take_part(pair, number) == [honest] * 2
-        assert spoiler.num_spoilt == 4
-    finally:
-        spoiler.close()
 
 
 def _vote() -> Vote:
