@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _MISSES: Final = 3
 """Rounds in which a node was waited for in vain, after which it is not waited for until it has come."""
+_MOST_WITHOUT_NEW: Final = 64
+"""Rounds in a row that wait for nobody new, after newcomers were waited for in vain again and again."""
 
 
 class BucketCollective:
@@ -46,6 +48,7 @@ class BucketCollective:
         self._committed = committed
         self._clock = StoreClock()
         self._last: Agreement | None = None
+        self._last_put_at = 0.0  # By the store's clock.
         self._next_round = -1  # Towards which this node trains; -1: none.
         self._tried_round = -1  # The last one that this process took part in.
         self._current: BucketRound | None = None  # Of that number.
@@ -55,6 +58,9 @@ class BucketCollective:
         self._is_closed = False
         self._awaited: set[str] = set()
         self._num_missed: Counter[str] = Counter()
+        self._new_awaited: set[str] = set()  # Of those, who was not in the round before.
+        self._num_missed_new = 0  # Rounds that waited for newcomers of whom none came.
+        self._waits_for_new_from = 0  # In no round before that one.
         self.agreed_vocabulary_rows = 0
         """Rows of vocabulary that the members of the last round all can have; 0 before the first."""
         self.behind = False  # Whether the last round failed because the others hold another state.
@@ -72,7 +78,7 @@ class BucketCollective:
         is_first = self._tried_round < 0
         self._tried_round, self._current = round_index, None
         try:
-            before = self._agreement_before(round_index)
+            before, before_put_at = self._agreement_before(round_index)
             current = self._current = BucketRound(
                 self._settings,
                 contribution,
@@ -80,6 +86,7 @@ class BucketCollective:
                 self._clock,
                 lambda: self._is_snapshot_due(round_index),
                 lambda: self._present(before),
+                before_put_at=before_put_at,
                 ignores_departures=is_first,
             )
             result = current.run()
@@ -92,7 +99,7 @@ class BucketCollective:
             # Nothing that lies in a bucket may end this node: an unforeseen error costs a round.
             logger.exception("round %d", round_index)
             raise RoundFailedError(f"round {round_index}: {type(error).__name__}: {error}") from error
-        self._last = current.agreement
+        self._last, self._last_put_at = current.agreement, current.agreed_at
         if current.agreement is not None:
             self._note_absent(current.agreement)
             self.agreed_vocabulary_rows = current.agreement.vocabulary_rows
@@ -133,17 +140,22 @@ class BucketCollective:
         self._is_closed = True
         self._wake.set()
 
-    def _agreement_before(self, round_index: int) -> Agreement | None:
-        """Returns the agreement of the round before; raises RoundFailedError while the bucket cannot be read."""
+    def _agreement_before(self, round_index: int) -> tuple[Agreement | None, float]:
+        """Returns the agreement of the round before, if there is one, and when it was put.
+
+        Raises RoundFailedError while the bucket cannot be read.
+        """
         if not round_index:
-            return None
+            return None, 0.0
         if self._last is not None and self._last.round_index == round_index - 1:
-            return self._last
+            return self._last, self._last_put_at
         settings = self._settings
         deadline_s = time.monotonic() + settings.round_timeout_s
         while not settings.stopping():
             try:
-                return History(settings.place, settings.rules, settings.refusal).accepted(round_index - 1)
+                history = History(settings.place, settings.rules, settings.refusal)
+                found = history.accepted(round_index - 1)
+                return found, 0.0 if found is None else history.put_at(found)
             except GenesisError as error:
                 if time.monotonic() > deadline_s:
                     raise RoundFailedError(f"round {round_index}: {error}") from error
@@ -156,23 +168,36 @@ class BucketCollective:
         if before is None:
             return set()
         settings = self._settings
-        listed = settings.place.round(before.round_index).states
-        found = {
+        listed, allowed = settings.place.round(before.round_index).states, set(settings.config.members)
+        coming = [member for member in listed if not allowed or member in allowed]
+        known = [member for member in coming if member in before.keys]
+        new = [member for member in coming if member not in before.keys][: settings.config.max_members]
+        if before.round_index + 1 < self._waits_for_new_from:
+            new = []
+        self._awaited = {
             member
-            for member in listed[: 2 * settings.config.max_members]
+            for member in (*known, *new)
             if self._num_missed[member] < _MISSES and not settings.is_unwelcome(member)
         }
-        allowed = set(settings.config.members)
-        self._awaited = found & allowed if allowed else found
+        self._new_awaited = self._awaited & set(new)
         return self._awaited
 
     def _note_absent(self, agreement: Agreement) -> None:
-        """Counts who was waited for in vain: whoever says again and again that it comes is not believed for ever."""
+        """Counts who was waited for in vain: whoever says again and again that it comes is not believed for ever.
+
+        Keys cost nothing, so those that are new share a pause: of 1, 2, 4, … rounds, until one of them has come.
+        """
         for member in agreement.keys:
             self._num_missed.pop(member, None)
-        for member in self._awaited - set(agreement.keys):
+        for member in self._awaited - self._new_awaited - set(agreement.keys):
             self._num_missed[member] += 1
-        self._awaited = set()
+        if self._new_awaited & set(agreement.keys):
+            self._num_missed_new = 0
+        elif self._new_awaited:
+            pause = min(1 << self._num_missed_new, _MOST_WITHOUT_NEW)
+            self._waits_for_new_from = agreement.round_index + 1 + pause
+            self._num_missed_new = min(self._num_missed_new + 1, _MOST_WITHOUT_NEW.bit_length())
+        self._awaited, self._new_awaited = set(), set()
 
     def _watch(self, first_round: int) -> None:
         """Looks for others that wait; whatever goes wrong is left to the round."""

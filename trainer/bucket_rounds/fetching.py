@@ -40,7 +40,7 @@ OwnCopy: TypeAlias = Callable[[ContributionId], tuple[ContributionHeader, Payloa
 """What this node has itself put under a name, which it need not read again; None: it has not."""
 
 _FETCHING_THREADS: Final = 4
-_MOST_EACH: Final = 4  # Contributions of one member to one round that are looked at.
+_MOST_EACH: Final = 4  # Contributions of one member to one round that are looked at, and other objects of its name.
 _MOST_OF_NEW: Final = 2  # Of a member that was not in the round before.
 
 
@@ -60,11 +60,13 @@ def wanted(
     run_id: str,
     known: Collection[str],
     max_members: int,
+    is_likely: Callable[[ListedContribution], bool] = lambda _listed: True,
 ) -> list[ListedContribution]:
     """Returns the contributions that are new and may be read, those of ``known`` members first.
 
     Of keys that are not known, which cost whoever makes them nothing, as many payloads are read in all as a round may
-    have members, at most two of one key; of more, in the round's own order.
+    have members, at most two of one key; of more, in the round's own order. What is not likely to be a contribution to
+    this round is counted by itself: whoever puts small objects under a member's name keeps nobody from its work.
 
     Args:
         listing: What there is of the round.
@@ -73,18 +75,21 @@ def wanted(
         run_id: The run's name, which the order of the round goes by.
         known: Members of the round before, and those that the run names.
         max_members: Members that a round may have.
+        is_likely: Whether it has the size that a contribution to this round has.
     """
-    numbers = Counter(member for member, _ in seen)
-    num_new = sum(number for member, number in numbers.items() if member not in known)
+    unlikely = {id_of(each) for each in listing.contributions if not is_likely(each)}
+    numbers = Counter((key[0], key in unlikely and key[0] in known) for key in seen)
+    num_new = sum(number for (member, _), number in numbers.items() if member not in known)
     order = coordinator_order(run_id, facts.round_index, {each.member for each in listing.contributions})
     rank = {member: place for place, member in enumerate(order)}
     found = []
     for each in sorted(listing.contributions, key=lambda it: it.put_at):
         if id_of(each) in seen:
             continue
-        if numbers[each.member] < (_MOST_EACH if each.member in known else _MOST_OF_NEW):
-            found.append((each.member not in known, numbers[each.member], rank[each.member], each))
-            numbers[each.member] += 1
+        counted = (each.member, id_of(each) in unlikely and each.member in known)
+        if numbers[counted] < (_MOST_EACH if each.member in known else _MOST_OF_NEW):
+            found.append((each.member not in known, numbers[counted], rank[each.member], each))
+            numbers[counted] += 1
     found.sort(key=lambda it: it[:3])
     room = max(0, max_members - num_new)
     old = [each for is_new, _, _, each in found if not is_new]
@@ -107,6 +112,7 @@ class FetchedContributions:
     ) -> None:
         self._settings = settings
         self._facts = facts
+        self._max_payload_bytes = max_payload_bytes
         self._max_bytes = max_payload_bytes + MAX_HEADER_BYTES + 1
         self._own_copy = own_copy
         self._read: dict[ContributionId, FetchedContribution] = {}
@@ -143,6 +149,7 @@ class FetchedContributions:
             run_id=self._settings.run_id,
             known={*before, *config.members, self._settings.own_id},
             max_members=config.max_members,
+            is_likely=lambda each: self._max_payload_bytes < each.size_bytes <= self._max_bytes,
         )
 
     def fetch(self, listed: Sequence[ListedContribution]) -> None:

@@ -23,6 +23,7 @@ from typing import Final, TypeAlias
 
 from trainer.bucket_rounds.documents import (
     MAX_AGREEMENT_BYTES,
+    MAX_HEADER_BYTES,
     MAX_RECORD_BYTES,
     Agreement,
     ContributionHeader,
@@ -55,6 +56,8 @@ Refusal: TypeAlias = Callable[[ContributionHeader | StateRecord, float], str]
 """Why what a member has put does not count, by the document and when it was put (Unix time); empty: it does."""
 
 _MOST_REMEMBERED: Final = 1 << 14
+_MOST_BYTES_A_VALUE: Final = 16
+"""Of the model of the round before: fp32, of a vocabulary that has made it four times as large."""
 MOST_ATTEMPTS: Final = 1000
 """Agreements for one round that are read: as many as a round's own members look through, or they and newcomers would go
 by different ones where somebody has put many that are void."""
@@ -100,7 +103,8 @@ class History:
         self._rules = rules
         self._refusal = refusal
         self._agreements: OrderedDict[tuple[int, int], Agreement | None] = OrderedDict()  # None: it is malformed.
-        self._records: OrderedDict[tuple[int, str], StateRecord | None] = OrderedDict()
+        self._records: OrderedDict[tuple[int, str], StateRecord] = OrderedDict()
+        self._headers: OrderedDict[tuple[int, str, str], ContributionHeader] = OrderedDict()
 
     def newest(self) -> Agreement | None:
         """Returns the newest agreement that counts (see above); None: the bucket has none.
@@ -142,10 +146,11 @@ class History:
         No contribution is read, so one that lists what is none is taken for good; others may still come.
         """
         before = self.accepted(round_index - 1) if round_index else None
+        before_put_at = 0.0 if before is None else self.put_at(before)
         listing = self._place.round(round_index)
         excluded: set[str] = set()
         for agreement in self.attempts(round_index, listing):
-            facts = RoundFacts(round_index, agreement.state_digest, agreement.form, agreement.num_values, before)
+            facts = _facts_of(agreement, before, before_put_at)
             put_at = listing.agreements[agreement.attempt].put_at
             try:
                 check_outline(agreement, facts, agreement.attempt, self._rules)
@@ -155,6 +160,11 @@ class History:
                 continue
             return agreement
         return None
+
+    def put_at(self, agreement: Agreement) -> float:
+        """Returns when an agreement was put, Unix time by the store's clock; 0 where it is not there any more."""
+        listed = self._place.round(agreement.round_index).agreements.get(agreement.attempt)
+        return 0.0 if listed is None else listed.put_at
 
     def vouched_state(self, agreement: Agreement) -> StateRecord | None:
         """Returns a record of what most members of a round hold after it; None: too few say, or they differ.
@@ -184,17 +194,18 @@ class History:
         """
         numbers = _unbroken(sorted(number for number, each in rounds.items() if each.agreements))
         begin = _undoubted(rounds, numbers, last_round) if numbers else -1
-        first = max(self.attempts(begin, rounds[begin]), key=self._num_own_records, default=None) if numbers else None
+        began = rounds.get(begin, RoundListing())
+        first = max(self.attempts(begin, began), key=lambda it: self._num_own_records(it, began), default=None)
         if first is None:
             return [], 0
         chain = [first]
-        is_whole = 2 * self._num_own_records(first) > len(first.members) and _is_kept(first, rounds[begin])
+        is_whole = 2 * self._num_own_records(first, began) > len(first.members) and _is_kept(first, began)
         num_certain = int(is_whole)
         for number in range(begin + 1, min(numbers[-1], last_round) + 1):
             before, listing = chain[-1], rounds[number]
             following = [each for each in self.attempts(number, listing) if each.follows == before.digest]
-            carried = [each for each in following if self._is_carried(each, before, rounds)]
-            chosen = carried[0] if carried else self._judged(before, listing, number)
+            carried = self._carried(following, before, rounds)
+            chosen = carried or self._judged(before, rounds, number)
             is_certain = chosen is not None
             if chosen is None and not num_certain and following:
                 chosen = min(following, key=lambda each: listing.agreements[each.attempt].put_at)
@@ -205,41 +216,56 @@ class History:
                 num_certain = len(chain)
         return chain, num_certain
 
-    def _num_own_records(self, agreement: Agreement) -> int:
+    def _num_own_records(self, agreement: Agreement, listing: RoundListing) -> int:
         """Returns how many of an agreement's own members say that they went by it."""
-        records = (self._record(agreement.round_index, member) for member in agreement.keys)
+        members = set(agreement.keys) & set(listing.states)
+        records = (self._record(agreement.round_index, member) for member in members)
         return sum(record is not None and record.agreement == agreement.digest for record in records)
 
-    def _is_carried(self, agreement: Agreement, before: Agreement, rounds: Mapping[int, RoundListing]) -> bool:
-        """Whether most members of the round before say that they went by this agreement, or by one that follows it."""
-        digests, signers = {agreement.digest}, set[str]()
-        number = agreement.round_index
-        while digests and number in rounds:
-            for member in set(before.keys) & set(rounds[number].states) - signers:
-                record = self._record(number, member)
-                if record is not None and record.agreement in digests:
-                    signers.add(member)
-                    if is_majority(signers, list(before.keys)):
-                        return True
-            number += 1
-            if number in rounds:
-                digests = {each.digest for each in self.attempts(number, rounds[number]) if each.follows in digests}
-        return False
+    def _carried(
+        self, following: Sequence[Agreement], before: Agreement, rounds: Mapping[int, RoundListing]
+    ) -> Agreement | None:
+        """Returns which of these most members of the round before say they went by, themselves or by what follows it.
 
-    def _judged(self, before: Agreement, listing: RoundListing, number: int) -> Agreement | None:
+        One pass over the rounds for all of them, as far as there are names of such records: what somebody has put
+        behind the newest round costs each of its objects a read at most.
+        """
+        first = {each.digest: each for each in following}  # By the digest of an agreement that goes back to it.
+        signers: dict[str, set[str]] = {each.digest: set() for each in following}
+        number = before.round_index + 1
+        last = max((each for each in rounds if set(before.keys) & set(rounds[each].states)), default=-1)
+        while first and number in rounds and number <= last:
+            for member in sorted(set(before.keys) & set(rounds[number].states)):
+                record = self._record(number, member)
+                found = None if record is None else first.get(record.agreement)
+                if found is not None:
+                    signers[found.digest].add(member)
+                    if is_majority(signers[found.digest], list(before.keys)):
+                        return found
+            number += 1
+            if number in rounds and number <= last:
+                later = self.attempts(number, rounds[number])
+                first = {each.digest: first[each.follows] for each in later if each.follows in first}
+        return None
+
+    def _judged(self, before: Agreement, rounds: Mapping[int, RoundListing], number: int) -> Agreement | None:
         """Returns the agreement of a round without most of those before, judged as its members had to; None: none."""
-        excluded: set[str] = set()
+        listing, excluded = rounds[number], set[str]()
+        before_put_at = rounds[before.round_index].agreements[before.attempt].put_at
         for agreement in self.attempts(number, listing):
             if agreement.follows != before.digest:
                 continue
-            facts = RoundFacts(number, agreement.state_digest, agreement.form, agreement.num_values, before)
+            facts = _facts_of(agreement, before, before_put_at)
             try:
                 if is_majority(set(agreement.keys) & set(before.keys), list(before.keys)):
                     raise RefusedError("agreement", "most of those before are in it, and have yet to say so")
                 check_outline(agreement, facts, agreement.attempt, self._rules)
                 put_at = listing.agreements[agreement.attempt].put_at
                 check_times(agreement, _listed(agreement, listing), facts, put_at, self._rules, excluded)
-                found = self._contributions(agreement, listing)
+                vouched = self.vouched_state(before)
+                if vouched is not None and vouched.state_digest != agreement.state_digest:
+                    raise RefusedError("agreement", "it is from another state than most of those before vouch for")
+                found = self._contributions(agreement, listing, _MOST_BYTES_A_VALUE * before.num_values)
                 check_members(agreement, found, facts, put_at, self._rules, excluded)
             except (RefusedError, MalformedAnswerError):
                 excluded.add(agreement.member)
@@ -247,18 +273,31 @@ class History:
             return agreement
         return None
 
-    def _contributions(self, agreement: Agreement, listing: RoundListing) -> dict[str, PutContribution]:
+    def _contributions(
+        self, agreement: Agreement, listing: RoundListing, most_payload_bytes: int
+    ) -> dict[str, PutContribution]:
         """Reads what an agreement lists; raises RefusedError, or MalformedAnswerError, where that is not there."""
         found = {}
         for there in _listed(agreement, listing):
-            key = contribution_key(agreement.round_index, there.member, there.payload_sha256)
-            header = self._place.get_verified(
-                key, there.size_bytes, lambda body: split_contribution(body, self._rules.run_id)[0]
-            )
+            if there.size_bytes > most_payload_bytes + MAX_HEADER_BYTES + 1:
+                raise RefusedError("agreement", "it lists what is larger than a contribution")
+            header = self._header(agreement.round_index, there)
             if header is None or header.member != there.member or self._refusal(header, there.put_at):
                 raise RefusedError("agreement", "it lists what does not count")
             found[there.member] = PutContribution(header, there.put_at)
         return found
+
+    def _header(self, round_index: int, listed: ListedContribution) -> ContributionHeader | None:
+        """Returns the header of a contribution, all of which was read and verified once; None: it is not there."""
+        place = (round_index, listed.member, listed.payload_sha256)
+        if place in self._headers:
+            return self._headers[place]
+        header = self._place.get_verified(
+            contribution_key(*place), listed.size_bytes, lambda body: split_contribution(body, self._rules.run_id)[0]
+        )
+        if header is not None:
+            remember(self._headers, place, header, _MOST_REMEMBERED)
+        return header
 
     # -- documents -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +310,7 @@ class History:
             body = self._place.get(agreement_key(round_index, attempt), MAX_AGREEMENT_BYTES)
         try:
             agreement = Agreement.parse(body or b"", self._rules.run_id)
-            facts = RoundFacts(round_index, agreement.state_digest, agreement.form, agreement.num_values, None)
+            facts = _facts_of(agreement, None, 0.0)
             check_outline(agreement.model_copy(update={"follows": ""}), facts, attempt, self._rules)
         except (MalformedAnswerError, RefusedError):
             remember(self._agreements, key, None, _MOST_REMEMBERED)
@@ -280,7 +319,7 @@ class History:
         return agreement
 
     def _record(self, round_index: int, member: str) -> StateRecord | None:
-        """Returns what a member says of a round; one that is not there yet is looked for again."""
+        """Returns what a member says of a round; while it says nothing that counts, that is looked for again."""
         key = (round_index, member)
         if key in self._records:
             return self._records[key]
@@ -288,13 +327,12 @@ class History:
         if found is None:
             return None
         body, put_at = found
-        record: StateRecord | None
         try:
             record = StateRecord.parse(body, self._rules.run_id)
-            if (record.member, record.round_index) != (member, round_index) or self._refusal(record, put_at):
-                record = None
         except MalformedAnswerError:
-            record = None
+            return None
+        if (record.member, record.round_index) != (member, round_index) or self._refusal(record, put_at):
+            return None
         remember(self._records, key, record, _MOST_REMEMBERED)
         return record
 
@@ -315,6 +353,12 @@ def kept_evidence(
         if own is not None and before is not None and not is_majority(set(own.keys) & set(before.keys), before.keys):
             kept |= {(number, "state"), (number, "contribution")}
     return kept
+
+
+def _facts_of(agreement: Agreement, before: Agreement | None, before_put_at: float) -> RoundFacts:
+    """Returns what the members of a round began with, by its agreement."""
+    said = (agreement.round_index, agreement.state_digest, agreement.form, agreement.num_values)
+    return RoundFacts(*said, before, before_put_at)
 
 
 def _listed(agreement: Agreement, listing: RoundListing) -> list[ListedContribution]:

@@ -78,11 +78,25 @@ class Keeping:
             snapshot="" if described is None else described[0].digest,
             credential=credential_field(settings.credential()),
         ).signed(settings.identity)
-        settings.place.put_once(state_key(agreement.round_index, settings.own_id), record.wire())
+        self._say(record)
         crash_point("bucket-state-put")
         order = place_in_order(settings.rules, agreement.round_index, agreement.keys, ())
         if packed is not None and described is not None and order[0] == settings.own_id:
             self._store(agreement.round_index, *described, packed[1])
+
+    def _say(self, record: StateRecord) -> None:
+        """Puts a record unless an earlier life of this node has; what others have put under its name is replaced."""
+        place, key = self.settings.place, state_key(record.round_index, record.member)
+        if place.put_once(key, record.wire()):
+            return
+        try:
+            there = StateRecord.parse(place.get_bounded(key, MAX_RECORD_BYTES) or b"", self.settings.run_id)
+            is_own = (there.member, there.round_index) == (record.member, record.round_index)
+        except MalformedAnswerError:
+            is_own = False
+        if not is_own:
+            logger.warning("%s/%s is replaced: it is no record of this node's", place.url, key)
+            place.replace(key, record.wire())
 
     def _store(self, round_index: int, descriptor: Descriptor, pages: bytes, tensors: Mapping[str, Tensor]) -> None:
         """Stores a snapshot whole, or nothing of it: a bucket that is full is not filled up with parts of each."""

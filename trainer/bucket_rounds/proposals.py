@@ -7,9 +7,11 @@
 are pure functions in `rules`; here they meet what lies in the bucket: an agreement is read, and what it lists, before
 it counts.
 
-Guarantees: an agreement is void here for nothing that another member would not find too, but for one thing: what it
-lists and is not there `_ABSENT_AFTER_S` after that was first missed counts as never put. Whoever has proposed a void
-one is out of the round's order. A node that holds another state than the others is told so, and proposes nothing.
+Guarantees: an agreement is void here for nothing that another member would not find too, but for two things. What it
+lists and is not there `_ABSENT_AFTER_S` after the agreement was first seen counts as never put; only who might have
+proposed it by then has others wait so long. And one without most of the round before is void if it is from another
+state than these vouch for. Whoever has proposed a void one is out of the round's order. A node that holds another state
+than the others is told so, and proposes nothing.
 
 The trade-off: void agreements are not removed, so that nobody judges otherwise later: each costs every member a read of
 0.3 KB a member, and whoever may write can put a thousand of them into a round, which then fails.
@@ -41,6 +43,7 @@ from trainer.bucket_rounds.rules import (
     proposed,
 )
 from trainer.bucket_rounds.settings import BucketSettings, StoreClock
+from trainer.collective.planning import is_majority
 from trainer.errors import MalformedAnswerError, RefusedError, RoundFailedError, StateBehindError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,14 @@ _ABSENT_AFTER_S: Final = 15.0
 """So long after an agreement was seen, what it lists and is not there counts as never put."""
 _UNLISTED_AFTER: Final = 3
 """Refused agreements of one attempt, after which what stands in their way is in no listing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """What an agreement lists and is not there, at the earliest that it can have been put."""
+
+    member: str
+    put_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,7 @@ class RoundProposals:
         self._attempt = 0  # The first that is not void.
         self._void: dict[int, str] = {}  # Attempts that came to nothing, and who proposed them, if anybody did.
         self._refusals = Counter[int]()  # Of this node's agreements by the store, by attempt.
-        self._missing_since_s: dict[int, float] = {}  # Since when what an attempt lists has been missing.
+        self._seen_since_s: dict[int, float] = {}  # Since when there is an agreement, by attempt.
 
     def accepted(self, listing: RoundListing) -> AcceptedAgreement | None:
         """Returns the first agreement that is not void; None: there is none yet, or it cannot be judged yet.
@@ -96,6 +107,8 @@ class RoundProposals:
             StateBehindError: the others hold another state, or have gone on for longer than contributions are kept.
             RoundFailedError: there are no attempts left.
         """
+        for attempt in listing.agreements:
+            self._seen_since_s.setdefault(attempt, time.monotonic())
         for attempt in range(MOST_ATTEMPTS):
             self._attempt = attempt
             listed = listing.agreements.get(attempt)
@@ -174,9 +187,10 @@ class RoundProposals:
         wanted = {(each.member, each.payload_sha256) for each in agreement.members}
         listed = {id_of(each): each for each in listing.contributions}
         excluded = self._excluded(attempt)
-        if wanted <= listed.keys():
-            there = [listed[each.member, each.payload_sha256] for each in agreement.members]
-            check_times(agreement, there, facts, put_at, rules, excluded)
+        there = [listed[key] for key in sorted(wanted & listed.keys())]
+        not_there = [_Absent(member, facts.before_put_at) for member, _ in sorted(wanted - listed.keys())]
+        check_times(agreement, [*there, *not_there], facts, put_at, rules, excluded)
+        if not not_there:
             fetched.fetch(there)
         bad = wanted & fetched.rejected
         if bad:
@@ -188,23 +202,51 @@ class RoundProposals:
         found = {member: fetched.read[member, sha256].put for member, sha256 in wanted}
         check_members(agreement, found, facts, put_at, rules, excluded)
         if agreement.state_digest != facts.state_digest or agreement.form != facts.form:
+            self._check_state(agreement)
             raise StateBehindError(
                 f"round {facts.round_index}: {len(agreement.members)} others hold the state "
                 f"{agreement.state_digest[:12]}, this node {facts.state_digest[:12]}"
             )
         return True
 
+    def _check_state(self, agreement: Agreement) -> None:
+        """Raises RefusedError where an agreement from another state than this node's is void."""
+        before, state_digest = self._facts.before, self._facts.state_digest
+        if before is None or is_majority(set(agreement.keys) & set(before.keys), before.keys):
+            return
+        vouched = self._history().vouched_state(before)
+        if vouched is not None and vouched.state_digest == state_digest != agreement.state_digest:
+            raise RefusedError(
+                "agreement",
+                f"round {agreement.round_index}: an agreement is void: it is from another state than most of the round "
+                "before vouch for",
+            )
+
+    def _history(self) -> History:
+        return History(self._settings.place, self._settings.rules, self._settings.refusal)
+
+    def _is_over(self, agreement: Agreement) -> bool:
+        """Whether a later round follows an agreement, and most members went by it."""
+        later = self._history().attempts(agreement.round_index + 1)
+        if all(each.follows != agreement.digest for each in later):
+            return False
+        history = self._history()
+        newest = history.newest()
+        return (
+            newest is not None
+            and newest.round_index > agreement.round_index
+            and history.accepted(agreement.round_index) == agreement
+        )
+
     def _check_may_come(self, missing: Collection[ContributionId], attempt: int, agreement: Agreement) -> None:
         """Raises, as `_is_whole`, where what an agreement lists cannot come any more."""
         round_index = self._facts.round_index
-        later = History(self._settings.place, self._settings.rules).attempts(round_index + 1)
-        if any(each.follows == agreement.digest for each in later):
+        if self._is_over(agreement):
             raise StateBehindError(
                 f"round {round_index} is over, and {len(missing)} contributions to it were removed; this node was away "
                 "for too long, and needs the others' state"
             )
-        since_s = self._missing_since_s.setdefault(attempt, time.monotonic())
-        if time.monotonic() - since_s > _ABSENT_AFTER_S:
+        if time.monotonic() - self._seen_since_s[attempt] > _ABSENT_AFTER_S:
             raise RefusedError("agreement", f"round {round_index}: an agreement is void: it lists what is not there")
 
 

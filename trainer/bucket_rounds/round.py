@@ -60,7 +60,8 @@ class BucketRound:
     """One round of one node; for one thread.
 
     Where this node closes it, it asks ``is_snapshot_due``, and for whom it waits besides those of the round before
-    (``awaited``). With ``ignores_departures`` it waits also for whoever has said to leave.
+    (``awaited``). ``before_put_at``: when the agreement of the round before was put, by the store's clock. With
+    ``ignores_departures`` it waits also for whoever has said to leave.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class BucketRound:
         is_snapshot_due: Callable[[], bool] = lambda: False,
         awaited: Callable[[], Collection[str]] = tuple,
         *,
+        before_put_at: float = 0.0,
         ignores_departures: bool = False,
     ) -> None:
         self._settings = settings
@@ -79,7 +81,8 @@ class BucketRound:
         self._clock = clock
         self._form = settings.form_of(contribution.vector.numel())
         self._facts = RoundFacts(
-            contribution.round_index, contribution.state_digest, self._form.name, self._form.num_values, before
+            *(contribution.round_index, contribution.state_digest, self._form.name, self._form.num_values),
+            *(before, before_put_at),
         )
         self._departures = Departures(settings, contribution.round_index, ignores_all=ignores_departures)
         has_work = contribution.num_batches > 0
@@ -91,6 +94,8 @@ class BucketRound:
         )
         self.agreement: Agreement | None = None
         """What the round consists of, once that is known."""
+        self.agreed_at = 0.0
+        """When that was put, Unix time by the store's clock."""
 
     @property
     def has_contributed(self) -> bool:
@@ -105,7 +110,7 @@ class BucketRound:
         crash_point("bucket-round-fetched")
         result = self._reduced(accepted)
         crash_point("bucket-round-reduced")
-        self.agreement = agreement
+        self.agreement, self.agreed_at = agreement, accepted.put_at
         cost = self._settings.place.cost.since(cost_before)
         report = self._report(agreement, result, cost, agreed_s)
         logger.info(

@@ -6,7 +6,7 @@ judge alike, and of the agreements for one round (attempt 0, and one more for ea
 
     at once          everybody of the round before is in it or has left, or ``quorum`` members are
     gather_timeout   after the first contribution in it, if most of the round before are in it, or there was none before
-    few_members      so long after it, whoever is there: the others are gone
+    few_members      so long after it, whoever is there: the others are gone; and after the agreement before
 
 Each member of the round before comes at its place in an order that the round's number decides, ``propose_after`` apart.
 So a member that does not close the round, or leaves others out, can do so in the rounds in which it comes first, and
@@ -78,6 +78,9 @@ class RoundFacts:
     form: str
     num_values: int
     before: Agreement | None  # Of the round before; None: this is the first one in the bucket.
+    before_put_at: float = 0.0
+    """When that was put, Unix time by the store's clock. Nobody can have begun the round sooner, so contributions that
+    were put before, which are from no state of the run, count as put then."""
 
     @property
     def follows(self) -> str:
@@ -143,7 +146,7 @@ def proposal_at(
     order = place_in_order(rules, facts.round_index, there & set(facts.members_before) or there, ())
     if len(members) < max(1, rules.min_members) or own not in order:
         return None
-    first_at = min(each.put_at for each in found)
+    first_at = max(facts.before_put_at, min(each.put_at for each in found))
     waits_s = closing_after_s(members, facts.expected(departures), rules)
     return first_at + waits_s + order.index(own) * rules.propose_after_s
 

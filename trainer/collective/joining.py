@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from trainer.collective import messages
 from trainer.collective.config import MAX_ROUND_MEMBERS
@@ -24,6 +25,9 @@ from trainer.outer.engine.collective import Contribution
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.3
+_BEHIND = ("behind", "state", "late")
+"""Reasons for which this node is to fetch the others' state."""
+_ENOUGH_SAY_FEW = 3
 
 
 class Joining:
@@ -35,6 +39,8 @@ class Joining:
         self.known: KnownRound | None = None  # What the node has acknowledged, so that others count on it.
         self.is_late = False  # Its work was done before it knew of a change that is in force.
         self.expects_phase = False  # Whether others may come to a second phase before this node.
+        self._said: dict[str, set[str]] = {}  # Coordinators, by the reason for which they refuse this node.
+        self._said_behind = ""  # What the last of them that said so said.
         self._service = service
         self._own_id = service.settings.own_id
         self._contribution = contribution
@@ -48,7 +54,7 @@ class Joining:
             RoundFailedError: too few came, or too many, or nobody gathers for a round that could be attended.
         """
         tried: set[str] = set()
-        ahead: set[str] = set()
+        said = self._said
         while True:
             for coordinator in self._coordinators(tried):
                 try:
@@ -58,9 +64,10 @@ class Joining:
                         break
                     if error.reason == "fork":
                         self._service.note_fork(coordinator, error)
-                    if error.reason == "behind":
-                        ahead.add(coordinator)
-                    if self._is_final(error, ahead):
+                    said.setdefault(error.reason, set()).add(coordinator)
+                    if error.reason in _BEHIND:
+                        self._said_behind = str(error)
+                    if self._is_final(error, coordinator, said):
                         is_failure = error.reason in {"few", "full"}
                         raise (RoundFailedError if is_failure else StateBehindError)(str(error)) from error
                     if error.reason == "not_coordinator":
@@ -152,6 +159,7 @@ class Joining:
                 weighing=self.settings.weighing,
                 block_values=self.settings.codec.block_values,
             )
+            self._check_company(agreement)
             self._check_quorum(agreement, is_replaced=self.known is not None)
             known = self.known = self._service.acknowledged(agreement)
             # Others may come to the levels of a round in groups, as to a second phase, before this node.
@@ -161,6 +169,12 @@ class Joining:
                 return agreement
             known.abandoned, known.expects_phase = True, False
             sent = other
+
+    def _check_company(self, agreement: Agreement) -> None:
+        """Raises StateBehindError for a round of few where somebody has said that this node is behind: it may be."""
+        known = {*self.settings.directory.peers(), self._own_id}
+        if self._said_behind and 2 * len(known & set(agreement.peer_ids)) <= len(known):
+            raise StateBehindError(self._said_behind)
 
     def _check_quorum(self, agreement: Agreement, *, is_replaced: bool) -> None:
         """Raises RefusedError for lags that are not as this node saw them, and for too little work to attend."""
@@ -202,9 +216,19 @@ class Joining:
             await self._service.ask(coordinator, "round/acknowledge", body, messages.AcknowledgeReply, timeout_s)
         ).body.agreement
 
-    def _is_final(self, error: RefusedError, ahead: set[str]) -> bool:
-        """Whether asking another coordinator is no use."""
-        if error.reason == "behind":
-            directory = self.settings.directory
-            return 2 * len(ahead) > len(directory.peers()) or not directory.holds_most_held_state()
-        return error.reason in {"state", "late", "few", "full"}
+    def _is_final(self, error: RefusedError, coordinator: str, said: Mapping[str, set[str]]) -> bool:
+        """Whether asking another coordinator is no use.
+
+        A single one is not believed that a node is behind that holds the state of most, nor that too few have come: it
+        would say so whenever it is the first, and in each attempt, and no round would come after. What may still come
+        is a round of most nodes (`_check_company`).
+        """
+        directory = self.settings.directory
+        is_own, num_peers = coordinator == self._own_id, len(directory.peers())
+        if error.reason in _BEHIND:
+            behind = set().union(*(said.get(reason, ()) for reason in _BEHIND))
+            most_say = 2 * len(behind) > num_peers
+            return (is_own and error.reason != "behind") or most_say or not directory.holds_most_held_state()
+        if error.reason == "few":
+            return is_own or len(said["few"]) >= min(_ENOUGH_SAY_FEW, num_peers // 2 + 1)
+        return error.reason == "full"

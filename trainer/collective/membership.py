@@ -1,7 +1,8 @@
 """The coordinator's first half: the membership of a round, and the agreement that all members acknowledge.
 
-Gathering begins with the first node that joins, and ends when every expected node has come; those that say they are
-coming, or are fetching the state, are waited for. The members are those that hold the same state as most; the others
+Gathering begins with the first known node that joins, as soon as the coordinator itself trains towards the round or
+most others have come to it, and ends when every expected node has come; those that say they are coming, or are fetching
+the state, are waited for. The members are those that hold the same state as most; the others
 fetch it. Only peers that discovery knows decide which state that is, and they precede strangers where places are few:
 identities cost nothing. Who does not acknowledge the agreement is left out of the next attempt.
 """
@@ -97,7 +98,10 @@ Inviter = Callable[[str, int, float], Awaitable[InviteReply | None]]
 
 
 class MembershipGathering:
-    """One round's gathering on the node that coordinates it."""
+    """One round's gathering on the node that coordinates it.
+
+    ``is_due`` says whether this node trains towards the round, ``gave_way_to`` whom it has left the round to before.
+    """
 
     def __init__(
         self,
@@ -107,6 +111,8 @@ class MembershipGathering:
         invite: Inviter,
         history: QuorumHistory | None = None,
         ask_to_attend: Inviter | None = None,
+        is_due: Callable[[], bool] = lambda: True,
+        gave_way_to: set[str] | None = None,
     ) -> None:
         self.round_index = round_index
         self.agreement: Agreement | None = None
@@ -131,6 +137,8 @@ class MembershipGathering:
         self._failure: RefusedError | None = None
         self._history = QuorumHistory() if history is None else history
         self._ask_to_attend = ask_to_attend
+        self._is_due = is_due
+        self._gave_way_to = set[str]() if gave_way_to is None else gave_way_to
         self._quorum = self._watch_for_quorum()
 
     @property
@@ -196,9 +204,28 @@ class MembershipGathering:
         await self._changes.wait_for(lambda: self.begun or self.agreement is not agreement)
         return None if self.agreement is agreement else self._agreed(peer_id)
 
+    @property
+    def is_of_few(self) -> bool:
+        """Whether it has begun among few of the known nodes, and without this one: the others may make the round."""
+        known = self._known()
+        members = set() if self.agreement is None else known & set(self.agreement.peer_ids)
+        return self.begun and self._settings.own_id not in members and 2 * len(members) <= len(known)
+
+    def gives_way_to(self, coordinator: str) -> bool:
+        """Whether a coordinator that precedes this one may have the round.
+
+        Once; again only if neither this node, nor most of those that it knows, come from there and say that it could
+        not be reached. Else it might have all others come and go until the round's deadline.
+        """
+        known = self._known()
+        tried = {peer_id for peer_id in known & self._joins.keys() if coordinator in self._joins[peer_id].tried}
+        is_of_no_use = self._settings.own_id in tried or 2 * len(tried) > len(known)
+        return coordinator not in self._gave_way_to or not is_of_no_use
+
     def give_way(self, coordinator: str) -> None:
         """Sends all members to a coordinator that precedes this one; does nothing once there is an agreement."""
         if not self.over:
+            self._gave_way_to.add(coordinator)
             text = f"round {self.round_index} is coordinated by {coordinator[:8]}"
             self._failure = RefusedError("not_coordinator", text)
             self._changes.notify()
@@ -259,6 +286,10 @@ class MembershipGathering:
             self._fail("few", "it cannot be agreed here; see the coordinator's log")
 
     async def _gather(self) -> None:
+        if not await self._may_begin():
+            self._fail("not_ready", "no known node has come while this one trained towards it; ask the next one")
+            return
+        self._began_s = time.monotonic()
         inviting, closes = asyncio.create_task(self._invite_missing()), False
         try:
             with suppress(TimeoutError):
@@ -282,9 +313,26 @@ class MembershipGathering:
             self.left_behind = True
             self._fail("late", "most of the others have gone on to a later round; fetch the state first")
             return
-        self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
-        if not self.over:
+        if not self.over:  # Else they have been sent to another coordinator.
+            self._latecomers.missed(self.round_index, [peer for peer_id, peer in peers.items() if peer_id in missing])
             await self._agree()
+
+    async def _may_begin(self) -> bool:
+        """Waits until there is somebody to gather for, as long as a gathering may last; returns whether there is.
+
+        Strangers, or one who comes a round too early, would have everybody called, and others' time run out before they
+        can come; and a round of theirs alone would leave no place for that of all others.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.gather_timeout_s):
+                while not (self.over or self._is_begun_by_known()):
+                    await self._changes.wait(_LOOK_EVERY_S)
+        return self.over or self._is_begun_by_known()
+
+    def _is_begun_by_known(self) -> bool:
+        known = self._known()
+        joined = known & self._joins.keys()
+        return bool(joined) and (self._is_due() or 2 * len(joined) > len(known))
 
     def _is_complete(self) -> bool:
         missing = self._known() - self._joins.keys() - self._silent
@@ -377,7 +425,7 @@ class MembershipGathering:
         began_s = time.monotonic()
         reply = await self._ask_to_come(peer_id, self.round_index, after_s)
         if reply is None:
-            # One lost call is no absence. Each takes up to half of the stall timeout, so a stopped peer costs all of it.
+            # One lost call is no absence. Each takes up to half of the stall timeout: a stopped peer costs all of it.
             silence = self._silences.setdefault(peer_id, _Silence(began_s))
             silence.num_calls += 1
             is_long = time.monotonic() >= silence.since_s + self._config.stall_timeout_s / 2
@@ -394,7 +442,8 @@ class MembershipGathering:
         settings = self._settings
         is_first = precedes(settings.run_id, self.round_index, peer_id, settings.own_id)
         is_forked = settings.is_forked(reply.change, reply.change_digest)
-        if reply.coordinator == peer_id and is_first and reply.change >= settings.change and not is_forked:
+        may_coordinate = is_first and reply.change >= settings.change and not is_forked
+        if reply.coordinator == peer_id and may_coordinate and self.gives_way_to(peer_id):
             self.give_way(peer_id)
 
     def _is_awaited(self, peer_id: str, reply: InviteReply) -> bool:
@@ -445,7 +494,9 @@ class MembershipGathering:
         known = self._known()
         states = {peer_id: (join.state_digest, join.num_values) for peer_id, join in joins.items()}
         counts = Counter([state for peer_id, state in states.items() if peer_id in known] or states.values())
-        most = min(counts, key=lambda state: (-counts[state], state))  # Of equally many, the lowest digest.
+        # Of equally many this node's own, so that nobody can choose another for it; then the lowest digest.
+        own = states.get(self._settings.own_id)
+        most = min(counts, key=lambda state: (-counts[state], state != own, state))
         members = {peer_id: join for peer_id, join in joins.items() if states[peer_id] == most}
         for peer_id in joins.keys() - members.keys():
             self._refused[peer_id] = RefusedError(
@@ -453,7 +504,7 @@ class MembershipGathering:
                 f"round {self.round_index}: expected the state {most[0][:12]} that {len(members)} members hold, "
                 f"found {joins[peer_id].state_digest[:12]}; fetch theirs",
             )
-        if len(members) < self._config.min_members:
+        if len(members) < self._config.min_members or not known & members.keys():
             return None
         peer_ids = sorted(members)
         joined = [members[peer_id] for peer_id in peer_ids]

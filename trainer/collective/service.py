@@ -80,6 +80,7 @@ class RoundService:
         self._own_id = settings.own_id
         self._invited_at_s: float | None = None
         self._gatherings: OrderedDict[int, MembershipGathering] = OrderedDict()
+        self._gave_way_to: dict[int, set[str]] = {}  # By round.
         self._rounds: OrderedDict[str, KnownRound] = OrderedDict()
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._changes = Changes()
@@ -256,6 +257,8 @@ class RoundService:
                         change_digest=digest,
                     )
                 )
+            if not gathering.gives_way_to(request.sender):
+                return Reply(InviteReply(coming=False, next_round=next_round, change=change, change_digest=digest))
             gathering.give_way(request.sender)
         if round_index == next_round and self._invited_at_s is None:
             self._invited_at_s = asyncio.get_running_loop().time() + request.body.after_s
@@ -397,6 +400,8 @@ class RoundService:
         """Whether a gathering is over without a round that could still commit, so that there may be another."""
         if gathering.left_behind:  # Or else each stranger's call would have all others asked again.
             return False
+        if gathering.is_of_few:
+            return True
         if not gathering.over or gathering.agreement is None:
             return gathering.over
         known = self._rounds.get(gathering.agreement.fingerprint())
@@ -410,7 +415,11 @@ class RoundService:
             self._ask_to_come,
             self.history,
             partial(self._ask_to_come, method="round/attend"),
+            is_due=lambda: self.next_round < 0 or self.next_round >= round_index,
+            gave_way_to=self._gave_way_to.setdefault(round_index, set()),
         )
+        while len(self._gave_way_to) > _KEPT:
+            del self._gave_way_to[next(iter(self._gave_way_to))]
         while len(self._gatherings) > _KEPT:
             self._gatherings.popitem(last=False)[1].close()
         return self._gatherings[round_index]

@@ -172,3 +172,19 @@ def test_nobody_waits_in_a_round_that_most_others_have_left_behind(
     assert gathering.left_behind == (reason == "late")
     if gathering.left_behind:
         assert all(latecomers.may_wait(peer, 5) for peer in known.peers().values()), "nobody was waited for"
+
+
+def test_of_states_that_equally_many_hold_the_coordinators_own_is_the_rounds() -> None:
+    """Whoever brings one with a low digest would send the coordinator itself to fetch it."""
+
+    async def run() -> None:
+        settings = settings_of(OWN, {OTHER: Peer(OTHER, "203.0.113.7:1")}, gather_timeout_s=30.0)
+        gathering = MembershipGathering(4, settings, LatecomerBackoff(), lambda *_: asyncio.sleep(0, None))
+        own = asyncio.create_task(gathering.join(OWN, REQUEST))
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError, match="fetch theirs"):
+            await gathering.join(OTHER, REQUEST.model_copy(update={"state_digest": "0" * 64}))
+        assert (await own).peer_ids == (OWN,)
+        gathering.close()
+
+    asyncio.run(run())

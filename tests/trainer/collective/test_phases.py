@@ -231,7 +231,7 @@ def test_a_joiner_without_the_basis_fetches_the_state_first(members_of):
     contributions = {n: members.contribution(n, gradient(n, 1)) for n in range(3)}
     contributions[2] = replace(contributions[2], basis=None)
     *others, joiner = members.round(contributions).values()
-    assert isinstance(joiner, StateBehindError) and "fetch theirs" in str(joiner)
+    assert isinstance(joiner, StateBehindError) and "fetch the" in str(joiner)
     result = same_bits(dict(enumerate(others)))
     members.round_index, members.basis = 2, result.basis
     members.residuals = {0: others[0].residual, 1: others[1].residual}  # The joiner's is dropped with its state.

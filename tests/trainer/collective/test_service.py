@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,9 +20,11 @@ from trainer.collective import CollectiveConfig, PeerCollective
 from trainer.collective.levels import GroupedAgreement
 from trainer.collective.messages import (
     Acknowledge,
+    AcknowledgeReply,
     Agreement,
     Invite,
     InviteReply,
+    JoinRequest,
     Member,
     MomentsOpen,
     ReductionOpen,
@@ -31,7 +33,7 @@ from trainer.collective.messages import (
 )
 from trainer.collective.planning import coordinator_order, first_plan
 from trainer.errors import RefusedError, RoundFailedError, StateBehindError
-from trainer.network.rpc import Endpoint, Peer, RpcConfig
+from trainer.network.rpc import Endpoint, Peer, Reply, Request, RpcConfig
 from trainer.outer.engine.collective import Contribution, RoundResult
 from trainer.run.node.loop_thread import LoopThread
 
@@ -46,7 +48,7 @@ class Anything(BaseModel):
 class Node:
     """An endpoint, and with options of rounds their collective."""
 
-    def __init__(self, number: int, **options: Any) -> None:
+    def __init__(self, number: int, prepare: Callable[[Endpoint], None] = lambda _: None, **options: Any) -> None:
         self.loop = LoopThread(f"node-{number}")
         self.loop.start()
         config = RpcConfig(host="127.0.0.1", tls=False, heartbeat_s=0.2, stall_timeout_s=5.0, stop_grace_s=0.1)
@@ -56,6 +58,7 @@ class Node:
             rounds = CollectiveConfig(invite_after_s=0.0, round_timeout_s=20.0, **options)
             context = (self.endpoint, self.loop.loop, RUN_ID, terms(), RuleConfig(), rounds, self.directory)
             self.collective = PeerCollective(*context, lambda: 1024)
+        prepare(self.endpoint)
         self.loop.run(self.endpoint.start(), 10)
 
     def call(self, peer: Peer, method: str, body: BaseModel, reply: type[BaseModel], payload: bytes = b"") -> Any:
@@ -264,6 +267,112 @@ def test_a_round_with_too_few_members_fails_and_leaves_everything_as_it_was():
 def test_an_address_that_is_none_is_refused_before_anybody_connects_there(stranger, node, address):
     body = json.loads(join_request().model_dump_json()) | {"address": address}
     assert refusal(stranger, node, "round/join", Anything.model_validate(body)).reason in {"body", "head"}
+
+
+def _acquainted(*nodes: Node) -> None:
+    for node in nodes:
+        node.directory.known = {each.endpoint.peer_id: each.endpoint.peer for each in nodes if each is not node}
+
+
+def _round_that_begins_with(first: Node, *others: Node) -> int:
+    peer_ids = {each.endpoint.peer_id for each in (first, *others)}
+    return next(
+        number for number in range(200) if coordinator_order(RUN_ID, number, peer_ids)[0] == first.endpoint.peer_id
+    )
+
+
+def _take_part(nodes: Sequence[Node], round_index: int) -> list[tuple[str, ...]]:
+    """One round of all these nodes; returns who was in it, by each of them."""
+    for node in nodes:  # Before any is asked whether it comes.
+        node.collective.move_to(round_index)
+        node.loop.run(asyncio.sleep(0), 5)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        results = pool.map(lambda node: node.collective.reduce(contribution(round_index)), nodes)
+        return [result.report.members for result in results]
+
+
+@pytest.fixture
+def pair():
+    """Two honest nodes that know each other."""
+    nodes = [Node(number, stall_timeout_s=1.0, gather_timeout_s=2.5) for number in (93, 94)]
+    _acquainted(*nodes)
+    yield nodes
+    for node in nodes:
+        node.collective.close()
+        node.close()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_who_makes_a_round_alone_before_its_time_keeps_no_others_from_it(stranger, pair, is_known):
+    """With two calls, whose sender need not even be known, a node had all others for late, for good."""
+    if is_known:
+        _acquainted(*pair, stranger)
+    for node in pair:
+        node.collective.move_to(5)
+
+    async def make_alone(node: Node) -> bool:
+        peer, tried = node.endpoint.peer, tuple(sorted(node.directory.known))
+        request = join_request(round_index=6, address=stranger.endpoint.address, tried=tried)
+        agreement = await stranger.endpoint.call(peer, "round/join", request, Agreement, timeout_s=8)
+        body = Acknowledge(round_index=6, agreement=agreement.body.fingerprint())
+        await stranger.endpoint.call(peer, "round/acknowledge", body, AcknowledgeReply, timeout_s=8)
+        return True
+
+    for node in pair:
+        with pytest.raises(RefusedError) as caught:
+            stranger.loop.run(make_alone(node), 20)
+        assert caught.value.reason == "not_ready"
+    _acquainted(*pair)
+    honest = tuple(sorted(node.endpoint.peer_id for node in pair))
+    assert _take_part(pair, 5) == [honest] * 2
+    assert _take_part(pair, 6) == [honest] * 2
+
+
+def test_a_stranger_has_nobody_called_to_a_round(stranger, pair):
+    for node in pair:
+        node.collective.move_to(5)
+
+    async def join(node: Node) -> None:
+        request = join_request(address=stranger.endpoint.address, tried=tuple(sorted(node.directory.known)))
+        with pytest.raises(RefusedError):
+            await stranger.endpoint.call(node.endpoint.peer, "round/join", request, Agreement, timeout_s=8)
+
+    for node in pair:
+        stranger.loop.run(join(node), 10)
+    assert not any(node.collective.requested() for node in pair)
+
+
+class LyingCoordinator(Node):
+    """Says the same to whoever joins; "silent": nothing, and to whoever invites that it coordinates the round."""
+
+    def __init__(self, number: int, lie: str) -> None:
+        self.lie = lie
+        super().__init__(number, self._prepare)
+
+    def _prepare(self, endpoint: Endpoint) -> None:
+        endpoint.register("round/join", JoinRequest, self._join)
+        endpoint.register("round/invite", Invite, self._invite)
+
+    async def _join(self, _request: Request[JoinRequest]) -> Reply[Agreement]:
+        if self.lie == "silent":
+            await asyncio.sleep(60)
+        raise RefusedError(self.lie, "so it says")
+
+    async def _invite(self, request: Request[Invite]) -> Reply[InviteReply]:
+        own_id = self.endpoint.peer_id if self.lie == "silent" else None
+        return Reply(InviteReply(coming=False, next_round=request.body.round_index, coordinator=own_id))
+
+
+@pytest.mark.parametrize("lie", ["late", "state", "few", pytest.param("silent", marks=pytest.mark.slow)])
+def test_a_coordinator_that_refuses_all_costs_a_round_no_more_than_its_turn(pair, lie):
+    liar = LyingCoordinator(95, lie)
+    try:
+        _acquainted(*pair, liar)
+        number = _round_that_begins_with(liar, *pair)
+        honest = tuple(sorted(node.endpoint.peer_id for node in pair))
+        assert _take_part(pair, number) == [honest] * 2
+    finally:
+        liar.close()
 
 
 def _vote() -> Vote:
