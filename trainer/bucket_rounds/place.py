@@ -355,17 +355,21 @@ class Place:
 
     def put_once(self, key: str, body: bytes | bytearray | memoryview) -> bool:
         """Puts an object unless there is one of that name; returns whether this one is there now."""
-        self._count(num_writes=1, sent_bytes=len(body))
+        self._count(num_writes=1)
         try:
             self._store.put(key, body, cache=CachePolicy.IMMUTABLE, if_absent=True)
         except PreconditionFailedError:
-            return False
-        return True
+            is_put = False
+        else:
+            is_put = True
+        self._count(sent_bytes=len(body))  # What fails in another way may have sent nothing.
+        return is_put
 
     def replace(self, key: str, body: bytes) -> None:
         """Puts an object in the place of any other."""
-        self._count(num_writes=1, sent_bytes=len(body))
+        self._count(num_writes=1)
         self._store.put(key, body, cache=CachePolicy.NONE)
+        self._count(sent_bytes=len(body))
 
     def delete(self, key: str) -> None:
         """Removes an object; stores ask nothing for that."""

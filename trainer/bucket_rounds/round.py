@@ -53,6 +53,7 @@ BUCKET_CRASH_POINTS: Final = (
 )
 """Where a test can have a node killed (`genesis.populate.crashpoint`), in the order of a round."""
 _MAX_PAUSE_S: Final = 10.0  # Between looks at a bucket that fails.
+_TELL_EVERY_S: Final = 15.0
 _LOOKS: Final = 12  # While others wait for this node, however the bucket fails.
 
 
@@ -92,6 +93,7 @@ class BucketRound:
         self._proposals = RoundProposals(
             settings, self._facts, clock, self._fetched, is_snapshot_due, self._wait.waits_for_others, self._departures
         )
+        self._tells_from_s = 0.0
         self.agreement: Agreement | None = None
         """What the round consists of, once that is known."""
         self.agreed_at = 0.0
@@ -149,8 +151,17 @@ class BucketRound:
             except GenesisError as error:
                 has_read = self._fetched.num_judged > num_judged
                 pause_s = poll_s if has_read else min(2 * pause_s, longest_s)
-                logger.warning("round %d: %s; trying again in %.1f s", self._facts.round_index, error, pause_s)
+                self._tell(error, pause_s)
             self._wait.pause(pause_s)
+
+    def _tell(self, error: GenesisError, pause_s: float) -> None:
+        """Logs what a look has failed by; a bucket that stays away is told of now and then."""
+        now_s = time.monotonic()
+        is_told = now_s >= self._tells_from_s
+        if is_told:
+            self._tells_from_s = now_s + _TELL_EVERY_S
+        level = logging.WARNING if is_told else logging.DEBUG
+        logger.log(level, "round %d: %s; trying again in %.1f s", self._facts.round_index, error, pause_s)
 
     def _goes_on(self, listing: RoundListing) -> bool:
         """Contributes, fetches, closes the round; returns whether there is something new to look at now."""

@@ -277,6 +277,8 @@ def config_of(file: str | Path | None, overrides: list[str], given: dict[str, An
     """
     from trainer.run.signed.sources import check_agrees, config_from, options_of
 
+    if given.get("rounds") == "":  # As of a shell variable that is not set: it would train alone.
+        raise TrainerUsageError("--rounds: expected s3://bucket/prefix or a folder, found an empty address")
     values, fetched = options_of(file, overrides)
     values = with_given(values, given)
     config = config_from(values, file)

@@ -25,6 +25,7 @@ from trainer.errors import TrainerUsageError
 ConfigT = TypeVar("ConfigT")
 
 _BOOL: Final = "tag:yaml.org,2002:bool"
+_MOST_SAID: Final = 200
 _RESET: Final = object()
 """Stands for a value that an override resets to its default."""
 _ALIASES: Final = MappingProxyType({"outer.strategy": "strategy"})
@@ -189,10 +190,15 @@ def nested(path: str, value: object) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges nested mappings; ``above`` wins."""
+def merged(below: Mapping[str, Any], above: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Merges nested mappings; ``above`` wins. Raises TrainerUsageError for a value where ``above`` has options."""
     result = dict(below)
     for name, value in above.items():
         current = result.get(name)
-        result[name] = merged(current, value) if isinstance(current, Mapping) and isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping) or current is None or current is _RESET:
+            result[name] = value
+        elif isinstance(current, Mapping):
+            result[name] = merged(current, value, f"{where}{name}.")
+        else:
+            raise TrainerUsageError(f"{where}{name}: expected a mapping of options, found {current!r}"[:_MOST_SAID])
     return result

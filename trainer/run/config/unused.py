@@ -55,6 +55,7 @@ def _uses(config: RunConfig, *, in_swarm: bool) -> tuple[_Use, ...]:
     return (
         _Use(("bucket.",), config.bucket.is_used, "--rounds (bucket.url)"),
         _Use(("sparseloco.",), strategy == "sparseloco", "strategy sparseloco"),
+        _Use(("collective.compression",), strategy != "sparseloco", "strategies that have no encoding of their own"),
         _Use(("diloco.",), strategy == "diloco", "strategy diloco"),
         _Use(("grad.",), strategy == "grad", "strategy grad"),
         _Use(("swarm.sparta.", "swarm.join.max_rounds_behind"), strategy == "async_sparta", "strategy async_sparta"),

@@ -110,6 +110,7 @@ class BucketNetwork:
         self._keeping = Keeping(self._settings, self.collective.clock)
         self._listener: BucketListener | None = None
         self._seen: dict[str, SeenMember] = {}
+        self._description = b""  # What stands in the bucket under `RUN_KEY`.
         self._own = (-1, "")  # Rounds committed and digest of the state this node holds.
         self._agreements: deque[Agreement] = deque(maxlen=_MOST_UNPUBLISHED)
         self._unpublished: deque[SharedState] = deque(maxlen=_MOST_UNPUBLISHED)
@@ -376,6 +377,9 @@ class BucketNetwork:
                 self._keeping.record(agreement, digest, lambda: self._form.pack(shared))
             finally:  # Also where the bucket is full: that makes room.
                 self._keeping.remove_old(agreement)
+            if agreement.member == self.peer_id:
+                # Were it removed, the next node to start would describe the run by its own options.
+                self._settings.place.put_once(RUN_KEY, self._description)
         except GenesisError as error:
             logger.warning("keeping the bucket after round %d: %s", num_rounds - 1, error)
 
@@ -391,11 +395,12 @@ class BucketNetwork:
         own = BucketRun(run_id=config.run_id, terms=self._terms.model_dump(mode="json"), rounds=rounds)
         wire = canonical_json(own.model_dump(mode="json"))
         body = place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
+        self._description = wire
         if body is None and place.put_once(RUN_KEY, wire):
             return
-        body = body or place.get_bounded(RUN_KEY, _MAX_RUN_BYTES)
+        body = self._description = body or place.get_bounded(RUN_KEY, _MAX_RUN_BYTES) or b""
         try:
-            found = BucketRun.model_validate_json(body or b"")
+            found = BucketRun.model_validate_json(body)
             theirs = Terms.model_validate_json(canonical_json(found.terms))
         except ValidationError:
             raise IncompatiblePeerError(

@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 from typing import Final
 
 from genesis.errors import GenesisError
-from genesis.store.opening import folder_of
+from genesis.store.opening import folder_of, open_store
 from trainer.errors import TrainerUsageError
 from trainer.run.config import RunConfig
 
@@ -50,6 +50,8 @@ def require_rounds_folder(config: RunConfig) -> None:
         TrainerUsageError: it is a file, or cannot be made or written; or the address is none of a store.
     """
     try:
+        if config.bucket.url:
+            open_store(config.bucket.url)  # Contacts nothing.
         folder = folder_of(config.bucket.url) if config.bucket.url else None
     except GenesisError as error:
         raise TrainerUsageError(f"--rounds: {error}") from None

@@ -81,6 +81,10 @@ def test_a_folder_for_rounds_that_cannot_be_written_is_one_line_before_anything_
         (f"{tmp_path}/file", f"--rounds: expected a folder or s3://bucket/prefix, found the file {tmp_path}/file"),
         (f"{tmp_path}/file/below", f"--rounds {tmp_path}/file/below: expected a folder that can be made and written, "),
         ("s3:/bucket", "--rounds: expected "),
+        ("s3://", "--rounds: expected an address such as s3://bucket/prefix"),
+        ("ftp://host/rounds", "--rounds: expected a folder's path"),
+        ("https://host/rounds", "--rounds: expected a store that can be written"),
+        ("", "--rounds: expected s3://bucket/prefix or a folder, found an empty address"),
     ):
         assert run(["--node-id", "a", "--rounds", where, "--set", "rule.validation=log", "--no-api"]) == 2
         found = capsys.readouterr().err
@@ -98,6 +102,11 @@ def test_a_folder_for_rounds_that_cannot_be_written_is_one_line_before_anything_
         ({"bucket": {"url": "/r", "cdn": "https://x/y"}, "rule": {"validation": "log"}}, False, {}),
         ({"sparseloco": {"inner_steps": 7}}, False, {"sparseloco.inner_steps": "strategy sparseloco"}),
         ({"strategy": "sparseloco", "sparseloco": {"inner_steps": 7}}, False, {}),
+        (
+            {"strategy": "sparseloco", "collective": {"compression": "int4"}},
+            False,
+            {"collective.compression": "strategies that have no encoding of their own"},
+        ),
         (
             {"strategy": "sparseloco", "diloco": {"inner_steps": 7}, "grad": {"num_slices": 3}},
             False,

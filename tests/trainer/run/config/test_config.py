@@ -156,6 +156,15 @@ def test_an_override_without_a_value_takes_back_what_the_file_says(nothing: str)
             overridden(text)
 
 
+@pytest.mark.parametrize("order", [("part=3", "part.rate=2"), ("part.rate=2", "part=3")])
+def test_a_value_where_options_belong_is_told_whatever_comes_after_it(order: tuple[str, str]) -> None:
+    values: dict[str, Any] = {}
+    with pytest.raises(TrainerUsageError, match="^part: expected a mapping of options, found 3$"):
+        for text in order:
+            values = merged(values, parse_override(text))
+        from_mapping(Whole, values)
+
+
 def test_what_yaml_is_odd_about_is_taken_as_it_is_meant_and_what_lies_above_wins_name_by_name() -> None:
     assert from_mapping(Whole, yaml.safe_load("part: {rate: 3e-4}")).part.rate == 3e-4  # Text, to YAML 1.1.
     assert from_mapping(Whole, yaml.safe_load("part:\ncount: 4")) == Whole(count=4)  # A heading with nothing under it.

@@ -235,12 +235,15 @@ def test_nobody_waits_for_a_node_that_is_told_to_stop(trainer: TrainerCommand, t
         nodes = [stack.enter_context(trainer.running(*arguments(bucket, n, *more))) for n in range(3)]
         nodes[2].wait_for("round", 2)
         assert nodes[0].stop(signal.SIGINT) == 128 + signal.SIGINT
+        described = (bucket / "run.json").read_bytes()
+        (bucket / "run.json").unlink()
         # One alone of three would wait for 1000 s, and two of them for 20 s, for those that have left.
         nodes[2].wait_until(lambda: members_of_newest(nodes[2]) == 2, "a round of two")
         assert nodes[1].stop(signal.SIGINT) == 128 + signal.SIGINT
         nodes[2].wait_until(lambda: members_of_newest(nodes[2]) == 1, "a round alone")
         said = "".join(nodes[2].errors)
         assert "has left before round" in said
+        assert (bucket / "run.json").read_bytes() == described  # Whoever closes a round puts it back.
         again = stack.enter_context(trainer.running(*arguments(bucket, 0, *more)))
         again.wait_until(lambda: members_of_newest(again) == 2, "a round of two again")
         for node in (nodes[2], again):
