@@ -159,7 +159,7 @@ def test_an_override_without_a_value_takes_back_what_the_file_says(nothing: str)
 @pytest.mark.parametrize("order", [("part=3", "part.rate=2"), ("part.rate=2", "part=3")])
 def test_a_value_where_options_belong_is_told_whatever_comes_after_it(order: tuple[str, str]) -> None:
     values: dict[str, Any] = {}
-    with pytest.raises(TrainerUsageError, match="^part: expected a mapping of options, found 3$"):
+    with pytest.raises(TrainerUsageError, match=r"^part: expected a mapping of options, found 3$"):
         for text in order:
             values = merged(values, parse_override(text))
         from_mapping(Whole, values)
