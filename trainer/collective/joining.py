@@ -1,7 +1,9 @@
 """How one node joins a round: it finds the coordinator, claims its work, and acknowledges an agreement with all others.
 
-If a coordinator is lost before its agreement is in force, the node asks the next in order. What it agrees to it has
-checked: its own entry, weights and parts by the rules that all share, and under a quorum the lags that it saw itself.
+If a coordinator is lost before its agreement is in force, the node asks the next in order; so it does with one under
+which this round has failed before, itself included: else one that spoils a round would do so at each attempt, for the
+order does not depend on the attempt. What a node agrees to it has checked: its own entry, weights and parts by the
+rules that all share, and under a quorum the lags that it saw itself.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Joining:
             StateBehindError: the others hold another state, or have gone on without this node.
             RoundFailedError: too few came, or too many, or nobody gathers for a round that could be attended.
         """
-        tried: set[str] = set()
+        # Its own failures too: the others do not come to it first either.
+        tried = set(self._service.failed_under(self._contribution.round_index))
         said = self._said
         while True:
             for coordinator in self._coordinators(tried):
@@ -117,10 +120,13 @@ class Joining:
         return messages.ClaimedWork(num_steps=contribution.num_steps, lag=min(contribution.lag, MOST_LAG))
 
     def _coordinators(self, tried: set[str]) -> list[str]:
+        """Returns whom to ask: those that precede this node, in order, then itself; all others first if it failed."""
         peer_ids = {self._own_id, *self.settings.directory.peers()}
         order = coordinator_order(self.settings.run_id, self._contribution.round_index, peer_ids)
-        reachable = [peer_id for peer_id in order if peer_id not in tried or peer_id == self._own_id]
-        return reachable[: reachable.index(self._own_id) + 1]
+        reachable = [peer_id for peer_id in order if peer_id not in tried and peer_id != self._own_id]
+        if self._own_id not in tried:
+            reachable = [peer_id for peer_id in reachable if order.index(peer_id) < order.index(self._own_id)]
+        return [*reachable, self._own_id]
 
     async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
         """Returns the agreement that all have acknowledged; None if the coordinator is not known any more."""

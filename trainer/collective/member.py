@@ -130,7 +130,7 @@ class RoundMember:
             StateBehindError: the others hold another state, or have gone on without this node.
             RoundFailedError: there is no result; nothing happened.
         """
-        began_s = time.monotonic()
+        began_s, is_over = time.monotonic(), False
         counters = self._service.traffic
         sent_bytes, received_bytes = counters.sent_bytes, counters.received_bytes
         try:
@@ -149,12 +149,15 @@ class RoundMember:
                 else:
                     self._commit, values = await self._carry_out(agreement)
                     report = self._report(agreement, self._commit)
+                is_over = True
         except TimeoutError as error:
             raise RoundFailedError(
                 f"round {self._contribution.round_index}: not over within {self._config.round_timeout_s:.0f} s"
             ) from error
         finally:
             self._service.end_round(self._known if self.agreement is not None else None, self._offered)
+            if self.agreement is not None and not is_over and self._make_arithmetic is None:
+                self._service.note_failed(self.agreement)
             # They know this member, which decides their rule: vectors in a cycle would stay until a collection, and
             # each round take fresh memory (a quarter more processor time among four).
             self._reductions.clear()

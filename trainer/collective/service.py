@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +81,7 @@ class RoundService:
         self._invited_at_s: float | None = None
         self._gatherings: OrderedDict[int, MembershipGathering] = OrderedDict()
         self._gave_way_to: dict[int, set[str]] = {}  # By round.
+        self._num_failed: tuple[int, Counter[str]] = (-1, Counter())  # A round, and its failures by coordinator.
         self._rounds: OrderedDict[str, KnownRound] = OrderedDict()
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._changes = Changes()
@@ -174,6 +175,8 @@ class RoundService:
             raise RefusedError("not_ready", f"this node is not ready for round {body.round_index}; ask the next one")
         if peer_id != self._own_id:
             self._check_order(body)
+            if not is_gathering and self._own_id in self.failed_under(body.round_index):
+                raise RefusedError("not_ready", f"round {body.round_index} has failed here before; ask the next one")
         await self._compare_changes(peer_id, body)
         gathering = self._gatherings.get(body.round_index)
         if gathering is None or self._came_to_nothing(gathering):
@@ -318,6 +321,22 @@ class RoundService:
         if first is not None:
             first.expects_phase = False
         return known
+
+    def note_failed(self, agreement: Agreement) -> None:
+        """Notes that a round has come to nothing under a coordinator, which is not asked first at the next attempt."""
+        if self._num_failed[0] != agreement.round_index:
+            self._num_failed = (agreement.round_index, Counter())
+        self._num_failed[1][agreement.coordinator] += 1
+        self._gave_way_to.setdefault(agreement.round_index, set()).add(agreement.coordinator)
+
+    def failed_under(self, round_index: int) -> frozenset[str]:
+        """Returns under whom more attempts at a round came to nothing here than under others; empty: all are alike."""
+        noted, num_failed = self._num_failed
+        if noted != round_index:
+            return frozenset()
+        known = {self._own_id, *self.settings.directory.peers()}
+        least = min(num_failed[peer_id] for peer_id in known)
+        return frozenset(peer_id for peer_id in known if num_failed[peer_id] > least)
 
     def settle(self, known: KnownRound, outcome: CommitDecision) -> None:
         """Remembers how a round ended, for those who ask."""

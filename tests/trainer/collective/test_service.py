@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from tests.support.round_actor import RUN_ID, KnownPeers, agreement_of, identity_of, join_request, terms
-from trainer.aggregation import RuleConfig
+from trainer.aggregation import RuleConfig, contribution_weight
 from trainer.collective import CollectiveConfig, PeerCollective
 from trainer.collective.levels import GroupedAgreement
 from trainer.collective.messages import (
     Acknowledge,
     AcknowledgeReply,
     Agreement,
+    Commit,
+    CommitDecision,
     Invite,
     InviteReply,
     JoinRequest,
@@ -29,6 +32,7 @@ from trainer.collective.messages import (
     MomentsOpen,
     ReductionOpen,
     StatusRequest,
+    TaskDigest,
     Vote,
 )
 from trainer.collective.planning import coordinator_order, first_plan
@@ -86,7 +90,7 @@ def node():
     node.close()
 
 
-def contribution(round_index: int) -> Contribution:
+def contribution(round_index: int, filled: Future[None] | None = None) -> Contribution:
     return Contribution(
         round_index=round_index,
         vector=torch.ones(5_000),
@@ -94,6 +98,7 @@ def contribution(round_index: int) -> Contribution:
         age_s=1.0,
         reference=torch.zeros(5_000),
         state_digest=ANY_DIGEST,
+        filled=filled,
     )
 
 
@@ -373,6 +378,110 @@ def test_a_coordinator_that_refuses_all_costs_a_round_no_more_than_its_turn(pair
         assert _take_part(pair, number) == [honest] * 2
     finally:
         liar.close()
+
+
+class SpoilingCoordinator(Node):
+    """Agrees on a round with two others, and has it come to nothing: it says that all is lost, or that they are."""
+
+    def __init__(self, number: int, lie: str) -> None:
+        self.lie = lie
+        self.joined: dict[str, JoinRequest] = {}
+        self.num_spoilt = 0
+        super().__init__(number, self._prepare)
+
+    def _prepare(self, endpoint: Endpoint) -> None:
+        endpoint.register("round/join", JoinRequest, self._join)
+        endpoint.register("round/acknowledge", Acknowledge, self._acknowledge)
+        endpoint.register("round/vote", Vote, self._decide)
+        endpoint.register("round/invite", Invite, self._invite)
+
+    async def _join(self, request: Request[JoinRequest]) -> Reply[Agreement]:
+        self.joined[request.sender] = request.body
+        while len(self.joined) < 2:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        body, own = request.body, self.endpoint
+        where = {own.peer_id: own.address} | {peer_id: each.address for peer_id, each in self.joined.items()}
+        weight = contribution_weight(body.num_batches, body.age_s, "root")
+        members = [
+            Member(peer_id=peer_id, address=where[peer_id], certificate=None, weight=weight)
+            for peer_id in sorted(where)
+        ]
+        facts = {"round_index": body.round_index, "state_digest": body.state_digest, "num_values": body.num_values}
+        made = agreement_of(3, body.num_values).model_copy(update={**facts, "coordinator": own.peer_id})
+        return Reply(made.model_copy(update={"members": tuple(members)}))
+
+    async def _acknowledge(self, _request: Request[Acknowledge]) -> Reply[AcknowledgeReply]:
+        await asyncio.sleep(0.2)
+        self.joined.clear()
+        return Reply(AcknowledgeReply(agreement=None))
+
+    async def _decide(self, request: Request[Vote]) -> Reply[CommitDecision]:
+        self.num_spoilt += 1
+        if self.lie == "abort":
+            return Reply(CommitDecision(kind="abort", reason="so it says"))
+        plan, members = request.body.plan, sorted({*request.body.plan.members} - {request.sender})
+        digests = tuple(TaskDigest(key=task.key, digest=ANY_DIGEST) for task in plan.tasks)
+        said = Commit(plan=plan, members=tuple(members), digests=digests, dropped=(), completeness=1.0, findings=())
+        return Reply(CommitDecision(kind="commit", commit=said))
+
+    async def _invite(self, request: Request[Invite]) -> Reply[InviteReply]:
+        coming = InviteReply(coming=False, next_round=request.body.round_index, coordinator=self.endpoint.peer_id)
+        return Reply(coming)
+
+
+@pytest.mark.parametrize("lie", ["abort", pytest.param("commit", marks=pytest.mark.slow)])
+def test_a_coordinator_that_spoils_its_round_does_not_spoil_each_attempt(pair, lie):
+    spoiler = SpoilingCoordinator(96, lie)
+    try:
+        _acquainted(*pair, spoiler)
+        number = _round_that_begins_with(spoiler, *pair)
+        honest = tuple(sorted(node.endpoint.peer_id for node in pair))
+        num_attempts = 1
+        with pytest.raises(RoundFailedError):
+            _take_part(pair, number)
+        while num_attempts < 3:
+            num_attempts += 1
+            with suppress(RoundFailedError):
+                assert _take_part(pair, number) == [honest] * 2
+                break
+        assert spoiler.num_spoilt == 2 * (num_attempts - 1)
+    finally:
+        spoiler.close()
+
+
+def _spoil(nodes: Sequence[Node], round_index: int) -> None:
+    """A round of all these nodes that comes to nothing after it was agreed, at each of them."""
+    broken = Future[None]()
+    broken.set_exception(ValueError("no vector"))
+    for node in nodes:
+        node.collective.move_to(round_index)
+        node.loop.run(asyncio.sleep(0), 5)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        ends = [pool.submit(node.collective.reduce, contribution(round_index, filled=broken)) for node in nodes]
+    assert all(isinstance(end.exception(), RoundFailedError) for end in ends)
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_nodes_under_whom_a_round_has_failed_meet_again(pair, num_failures):
+    """Whoever coordinates: under all alike, or under one more often than under another."""
+    honest = tuple(sorted(node.endpoint.peer_id for node in pair))
+    for _ in range(num_failures):
+        _spoil(pair, 4)
+    assert _take_part(pair, 4) == [honest] * 2
+
+
+def test_who_does_not_know_that_a_round_has_failed_meets_those_who_do(pair):
+    unaware = Node(95, stall_timeout_s=1.0, gather_timeout_s=2.5)
+    nodes = (*pair, unaware)
+    try:
+        number = _round_that_begins_with(*pair, unaware)
+        _spoil(pair, number)
+        _acquainted(*nodes)
+        assert _take_part(nodes, number) == [tuple(sorted(node.endpoint.peer_id for node in nodes))] * 3
+    finally:
+        unaware.collective.close()
+        unaware.close()
 
 
 def _vote() -> Vote:

@@ -82,6 +82,9 @@ def best_move(
 ) -> Move | None:
     """Returns the move of a worker that brings most; None: there is none, or its stage would be left empty.
 
+    One whose rate is not known yet counts as the slowest of its stage, and goes only where nobody is: where a stage is
+    empty no rows pass, so no rate would ever be measured.
+
     Args:
         worker: who would go.
         names: the stages to think of, in order.
@@ -90,14 +93,17 @@ def best_move(
         may_begin: whether the worker could begin a stage of which nobody serves a state.
     """
     serving = {name: sum(it.is_serving for it in workers if it.stage == name) for name in names}
-    if worker.stage not in serving or serving[worker.stage] < 2 or worker.rows_per_s <= 0:
+    if worker.stage not in serving or serving[worker.stage] < 2:
         return None
-    rates = stage_rates(names, workers)
+    rates, is_known = stage_rates(names, workers), worker.rows_per_s > 0
     now = min(rates.values())
-    own = min(worker.rows_per_s, rates[worker.stage])
+    if is_known:
+        own = min(worker.rows_per_s, rates[worker.stage])
+    else:
+        own = rates[worker.stage] - stage_rates(names, [it for it in workers if it != worker])[worker.stage]
     found: Move | None = None
     for name in names:
-        if name == worker.stage or not (serving[name] or may_begin(name)):
+        if name == worker.stage or not (serving[name] or may_begin(name)) or (rates[name] and not is_known):
             continue
         there = own * flops[worker.stage] / flops[name]
         moved = {**rates, worker.stage: rates[worker.stage] - own, name: rates[name] + there}

@@ -68,6 +68,18 @@ def test_an_empty_stage_is_gone_to_only_by_who_can_begin_it() -> None:
     assert (found.to, found.before) == ("body-1", 0.0)
 
 
+@pytest.mark.parametrize("known_rate", [8.0, 0.0])
+def test_a_worker_that_has_done_nothing_yet_goes_to_an_empty_stage_and_nowhere_else(known_rate: float) -> None:
+    """While a stage is empty no rows pass, so that its rate would never be known."""
+    workers = placed(("head", known_rate), ("head", 0.0), ("tail", 8.0))
+    found = best_move(workers[1], NAMES, workers, FLOPS, may_begin=lambda name: name == "body-1")
+    assert found is not None
+    assert (found.to, found.before) == ("body-1", 0.0)
+    assert moved(rebalancer("w1", "head"), workers, 100.0) is None  # It could not begin that stage.
+    slow = [*workers, Placed("w3", "body-1", 0.1)]
+    assert best_move(slow[1], NAMES, slow, FLOPS, may_begin=lambda _: True) is None
+
+
 def test_one_goes_first_and_the_next_only_if_it_is_still_needed() -> None:
     times = {it.key: moved(rebalancer(it.key, it.stage), NEEDY, 1000.0) for it in NEEDY}
     went = sorted(found[0] for found in times.values() if found is not None)
