@@ -151,7 +151,7 @@ class _WithOthers:
     def reduce(self, contribution: Any) -> Any:
         """See `Collective`."""
         from trainer.bucket_rounds.documents import Claims, ContributionHeader, contribution_body, payload_digest
-        from trainer.bucket_rounds.place import contribution_key
+        from trainer.bucket_rounds.object_names import contribution_key
 
         began_s, processor_s = time.perf_counter(), time.process_time()
         for number, settings in enumerate(self._others):

@@ -30,7 +30,8 @@ from trainer.bucket_rounds.config import BucketConfig
 from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, StateRecord
 from trainer.bucket_rounds.forms import DenseForm
 from trainer.bucket_rounds.keeping import Keeping
-from trainer.bucket_rounds.place import Place, agreement_key, state_key
+from trainer.bucket_rounds.object_names import agreement_key, state_key
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.rules import RoundRules, weights_of
 from trainer.bucket_rounds.settings import BucketSettings
 from trainer.bucket_rounds.snapshots import fetch_snapshot, put_snapshot

@@ -20,7 +20,8 @@ from typing import Final
 
 from genesis.errors import GenesisError
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Departure
-from trainer.bucket_rounds.place import RoundListing, departure_key
+from trainer.bucket_rounds.object_names import departure_key
+from trainer.bucket_rounds.place import RoundListing
 from trainer.bucket_rounds.settings import BucketSettings
 from trainer.errors import MalformedAnswerError
 

@@ -26,7 +26,8 @@ from typing import Final, TypeAlias
 
 from trainer.bucket_rounds.documents import MAX_HEADER_BYTES, ContributionHeader, split_contribution
 from trainer.bucket_rounds.forms import Payload
-from trainer.bucket_rounds.place import ListedContribution, RoundListing, contribution_key
+from trainer.bucket_rounds.object_names import contribution_key
+from trainer.bucket_rounds.place import ListedContribution, RoundListing
 from trainer.bucket_rounds.rules import PutContribution, RoundFacts
 from trainer.bucket_rounds.settings import BucketSettings
 from trainer.collective.planning import coordinator_order

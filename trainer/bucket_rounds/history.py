@@ -30,14 +30,8 @@ from trainer.bucket_rounds.documents import (
     StateRecord,
     split_contribution,
 )
-from trainer.bucket_rounds.place import (
-    ListedContribution,
-    Place,
-    RoundListing,
-    agreement_key,
-    contribution_key,
-    state_key,
-)
+from trainer.bucket_rounds.object_names import agreement_key, contribution_key, state_key
+from trainer.bucket_rounds.place import ListedContribution, Place, RoundListing
 from trainer.bucket_rounds.rules import (
     CLOCK_SLACK_S,
     PutContribution,

@@ -18,7 +18,7 @@ from genesis.errors import GenesisError
 from genesis.populate.crashpoint import crash_point
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, StateRecord, Wish, credential_field
 from trainer.bucket_rounds.history import History, kept_evidence
-from trainer.bucket_rounds.place import contribution_key, departure_key, snapshot_prefix, state_key, wish_key
+from trainer.bucket_rounds.object_names import contribution_key, departure_key, snapshot_prefix, state_key, wish_key
 from trainer.bucket_rounds.rules import place_in_order
 from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.bucket_rounds.snapshots import put_snapshot

@@ -31,7 +31,7 @@ from trainer.bucket_rounds.documents import (
 )
 from trainer.bucket_rounds.fetching import ContributionId, FetchedContribution
 from trainer.bucket_rounds.forms import Aggregated, Form, Payload
-from trainer.bucket_rounds.place import contribution_key, slice_key
+from trainer.bucket_rounds.object_names import contribution_key, slice_key
 from trainer.bucket_rounds.reducers import SlicedForm
 from trainer.bucket_rounds.settings import BucketSettings
 from trainer.errors import CodecError, RoundFailedError

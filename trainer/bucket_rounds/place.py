@@ -1,36 +1,41 @@
-"""Where in a bucket a run's rounds are, what is called how, and what reading and writing there has cost.
+"""A run's part of a bucket: bounded reads and writes, listings, and what all of that has cost.
 
-    run.json                                              what all nodes of the run have in common, put by the first
-    rounds/ROUND/agreement-ATTEMPT                        kept for good: some KB a round
-    rounds/ROUND/contribution-MEMBER-SHA256               removed some rounds later
-    rounds/ROUND/state-MEMBER                             removed with them
-    rounds/ROUND/departure-MEMBER                         a member does not come to that round; removed with them
-    slices/ROUND/slice-MEMBER-NUMBER-SHA256               of contributions, where slices have reducers
-    slices/ROUND/result-NUMBER-SHA256                     what a slice comes to
-    reduced/ROUND/NUMBER-MEMBER                           who says so
-    snapshots/ROUND-DIGEST/descriptor, pages, data-PART   the state after a round, for newcomers
-    wishes/MEMBER                                         a newcomer waits for a snapshot
+What is called how stands in `object_names`. Whatever is called otherwise is passed over, one warning each time, and
+listings are cut at `MAX_LISTED` names: whoever can write to the bucket can fill it, which a bucket's own policy has to
+prevent, but cannot make a node read without bounds.
 
-ROUND has ten digits, ATTEMPT three, PART six; MEMBER is a key, SHA256 that of the encoded vector. Whatever is called
-otherwise is passed over, one warning each time, and listings are cut at `MAX_LISTED` names: whoever can write to the
-bucket can fill it, which a bucket's own policy has to prevent, but cannot make a node read without bounds.
+The trade-off: a listing shows what lies there, not what it is worth. Nothing in it is verified, so that a look costs
+one request a thousand names, and whoever reads an object verifies it.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from genesis.errors import GenesisError, ObjectNotFoundError, PreconditionFailedError
 from genesis.store.base import CachePolicy, ObjectInfo, ReadableStore, Store
 from manifests.serialisation import sha256_hex
 from trainer.bucket_rounds.config import PRICES, PriceList
+from trainer.bucket_rounds.object_names import (
+    AGREEMENT_NAME,
+    NAMES_OF_SLICES,
+    REDUCED,
+    REDUCED_NAME,
+    ROUNDS,
+    SLICES,
+    SNAPSHOT_NAME,
+    SNAPSHOTS,
+    WISH_NAME,
+    WISHES,
+    parse_name,
+    round_prefix,
+)
 from trainer.errors import MalformedAnswerError, TrainerError, TrainerUsageError
 from trainer.network.rpc.token_buckets import TokenBuckets
 
@@ -40,72 +45,10 @@ MAX_LISTED: Final = 20_000
 """Names of one listing that are looked at."""
 PAGE_NAMES: Final = 1000
 """Names that S3 lists at a time, each page a request."""
-RUN_KEY: Final = "run.json"
-ROUNDS: Final = "rounds/"
-SLICES: Final = "slices/"
-REDUCED: Final = "reduced/"
-SNAPSHOTS: Final = "snapshots/"
-WISHES: Final = "wishes/"
 _LOG_EVERY_S: Final = 60.0
 _CDN_REST_S: Final = 60.0
 
 T = TypeVar("T")
-
-_AGREEMENT = re.compile(r"rounds/(\d{10})/agreement-(\d{3})")
-_CONTRIBUTION = re.compile(r"rounds/(\d{10})/contribution-([0-9a-f]{64})-([0-9a-f]{64})")
-_STATE = re.compile(r"rounds/(\d{10})/state-([0-9a-f]{64})")
-_DEPARTURE = re.compile(r"rounds/(\d{10})/departure-([0-9a-f]{64})")
-_SLICE = re.compile(r"slices/(\d{10})/(?:slice-([0-9a-f]{64})|result)-\d{3}-[0-9a-f]{64}")
-_REDUCED = re.compile(r"reduced/(\d{10})/(\d{3})-([0-9a-f]{64})")
-_SNAPSHOT = re.compile(r"snapshots/(\d{10})-([0-9a-f]{64})/(descriptor|pages|data-\d{6})")
-_WISH = re.compile(r"wishes/([0-9a-f]{64})")
-_PREFIX = re.compile(
-    r"rounds/(?:\d{10}/)?|(?:slices|reduced)/(?:\d{10}/)?|snapshots/(?:\d{10}-(?:[0-9a-f]{64}/)?)?|wishes/"
-)
-
-
-NameKind = Literal[
-    "run", "agreement", "contribution", "state", "departure", "slice", "result", "reduced", "snapshot", "wish"
-]
-_OF_SLICES: Final[frozenset[NameKind]] = frozenset({"slice", "result", "reduced"})
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectName:
-    """What a name in a run's part of a bucket says."""
-
-    kind: NameKind
-    round_index: int = -1
-    member: str = ""  # Whose object it is by its name; empty: nobody's.
-    part: str = ""  # Of a snapshot: descriptor, pages, data-PART.
-
-
-def parse_name(key: str) -> ObjectName | None:
-    """Returns what a name says; None: no object of a run is called so."""
-    if key == RUN_KEY:
-        return ObjectName("run")
-    if found := _AGREEMENT.fullmatch(key):
-        return ObjectName("agreement", int(found[1]))
-    if found := _CONTRIBUTION.fullmatch(key):
-        return ObjectName("contribution", int(found[1]), found[2])
-    if found := _STATE.fullmatch(key):
-        return ObjectName("state", int(found[1]), found[2])
-    if found := _DEPARTURE.fullmatch(key):
-        return ObjectName("departure", int(found[1]), found[2])
-    if found := _SLICE.fullmatch(key):
-        return ObjectName("slice" if found[2] else "result", int(found[1]), found[2] or "")
-    if found := _REDUCED.fullmatch(key):
-        return ObjectName("reduced", int(found[1]), found[3])
-    if found := _SNAPSHOT.fullmatch(key):
-        return ObjectName("snapshot", int(found[1]), part=found[3])
-    if found := _WISH.fullmatch(key):
-        return ObjectName("wish", member=found[1])
-    return None
-
-
-def is_listed_prefix(prefix: str) -> bool:
-    """Returns whether a run's nodes list names that begin so."""
-    return _PREFIX.fullmatch(prefix) is not None
 
 
 @dataclass(slots=True)
@@ -187,56 +130,6 @@ class _Gathered:
 
 def _unix(info: ObjectInfo) -> float:
     return 0.0 if info.modified_at is None else info.modified_at.timestamp()
-
-
-def agreement_key(round_index: int, attempt: int) -> str:
-    """Name of an agreement."""
-    return f"{round_prefix(round_index)}agreement-{attempt:03d}"
-
-
-def round_prefix(round_index: int) -> str:
-    """What the names of a round's objects begin with."""
-    return f"{ROUNDS}{round_index:010d}/"
-
-
-def contribution_key(round_index: int, member: str, payload_sha256: str) -> str:
-    """Name of a contribution."""
-    return f"{round_prefix(round_index)}contribution-{member}-{payload_sha256}"
-
-
-def state_key(round_index: int, member: str) -> str:
-    """Name of a state record."""
-    return f"{round_prefix(round_index)}state-{member}"
-
-
-def departure_key(round_index: int, member: str) -> str:
-    """Name of a departure."""
-    return f"{round_prefix(round_index)}departure-{member}"
-
-
-def slice_key(round_index: int, member: str, number: int, sha256: str) -> str:
-    """Name of a slice of a contribution."""
-    return f"{SLICES}{round_index:010d}/slice-{member}-{number:03d}-{sha256}"
-
-
-def result_key(round_index: int, number: int, sha256: str) -> str:
-    """Name of the encoded result of a slice."""
-    return f"{SLICES}{round_index:010d}/result-{number:03d}-{sha256}"
-
-
-def reduced_key(round_index: int, number: int, member: str) -> str:
-    """Name of a member's word on a slice."""
-    return f"{REDUCED}{round_index:010d}/{number:03d}-{member}"
-
-
-def snapshot_prefix(round_index: int, digest: str) -> str:
-    """What the names of a snapshot's objects begin with."""
-    return f"{SNAPSHOTS}{round_index:010d}-{digest}/"
-
-
-def wish_key(member: str) -> str:
-    """Name of a newcomer's wish."""
-    return f"{WISHES}{member}"
 
 
 class Place:
@@ -391,12 +284,12 @@ class Place:
 
     def agreed_rounds(self) -> list[int]:
         """Returns the rounds of which there are agreements, in order."""
-        return sorted({int(found[1]) for info in self._rounds() if (found := _AGREEMENT.fullmatch(info.key))})
+        return sorted({int(found[1]) for info in self._rounds() if (found := AGREEMENT_NAME.fullmatch(info.key))})
 
     def reduced(self, round_index: int) -> list[tuple[int, str]]:
         """Returns (slice, member) of the words on a round's slices; nothing of them is verified."""
         listed = self._listed(f"{REDUCED}{round_index:010d}/")
-        found = (_REDUCED.fullmatch(info.key) for info in listed)
+        found = (REDUCED_NAME.fullmatch(info.key) for info in listed)
         return [(int(match[2]), match[3]) for match in found if match is not None]
 
     def slices_before(self, before_round: int) -> list[str]:
@@ -406,7 +299,7 @@ class Place:
         return [
             key
             for key, name in found
-            if name is not None and name.kind in _OF_SLICES and name.round_index < before_round
+            if name is not None and name.kind in NAMES_OF_SLICES and name.round_index < before_round
         ]
 
     def _gathered(self, listed: Iterator[ObjectInfo]) -> dict[int, RoundListing]:
@@ -434,13 +327,13 @@ class Place:
         """Returns the names of the objects of each snapshot, by round and digest."""
         found: dict[tuple[int, str], list[str]] = {}
         for info in self._listed(SNAPSHOTS):
-            if match := _SNAPSHOT.fullmatch(info.key):
+            if match := SNAPSHOT_NAME.fullmatch(info.key):
                 found.setdefault((int(match[1]), match[2]), []).append(info.key)
         return found
 
     def wishes(self, limit: int) -> list[tuple[str, float]]:
         """Returns who waits for a snapshot, and since when by the store's clock."""
-        listed = ((_WISH.fullmatch(info.key), _unix(info)) for info in self._listed(WISHES))
+        listed = ((WISH_NAME.fullmatch(info.key), _unix(info)) for info in self._listed(WISHES))
         return [(match[1], put_at) for match, put_at in islice(listed, limit) if match is not None]
 
     def _rounds(self) -> Iterator[ObjectInfo]:

@@ -31,7 +31,8 @@ from trainer.bucket_rounds.departures import Departures
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, Agreement, ContributionHeader
 from trainer.bucket_rounds.fetching import ContributionId, FetchedContributions, id_of
 from trainer.bucket_rounds.history import MOST_ATTEMPTS, History
-from trainer.bucket_rounds.place import RoundListing, agreement_key
+from trainer.bucket_rounds.object_names import agreement_key
+from trainer.bucket_rounds.place import RoundListing
 from trainer.bucket_rounds.rules import (
     PutContribution,
     RoundFacts,

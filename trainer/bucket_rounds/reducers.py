@@ -38,7 +38,8 @@ from manifests.serialisation import canonical_json, sha256_hex
 from trainer.aggregation import RuleConfig, needs_moments
 from trainer.bucket_rounds.documents import MAX_RECORD_BYTES, Agreement, Count, Digest, SignedDocument
 from trainer.bucket_rounds.forms import PART_VALUES, Aggregated, DenseForm, Payload
-from trainer.bucket_rounds.place import Place, reduced_key, result_key, slice_key
+from trainer.bucket_rounds.object_names import reduced_key, result_key, slice_key
+from trainer.bucket_rounds.place import Place
 from trainer.errors import CodecError, MalformedAnswerError, RoundFailedError, TrainerUsageError
 from trainer.network.rpc import Identity
 

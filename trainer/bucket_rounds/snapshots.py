@@ -18,7 +18,8 @@ import torch
 
 from genesis.populate.crashpoint import crash_point
 from manifests.serialisation import sha256_hex
-from trainer.bucket_rounds.place import Place, snapshot_prefix
+from trainer.bucket_rounds.object_names import snapshot_prefix
+from trainer.bucket_rounds.place import Place
 from trainer.errors import StateTransferError
 from trainer.network.transfer.descriptor import (
     CHUNK_BYTES,

@@ -2,9 +2,9 @@
 
 Gathering begins with the first known node that joins, as soon as the coordinator itself trains towards the round or
 most others have come to it, and ends when every expected node has come; those that say they are coming, or are fetching
-the state, are waited for. The members are those that hold the same state as most; the others
-fetch it. Only peers that discovery knows decide which state that is, and they precede strangers where places are few:
-identities cost nothing. Who does not acknowledge the agreement is left out of the next attempt.
+the state, are waited for (`latecomers`). The members are those that hold the same state as most; the others fetch it.
+Only peers that discovery knows decide which state that is, and they precede strangers where places are few: identities
+cost nothing. Who does not acknowledge the agreement is left out of the next attempt.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from trainer.aggregation import cap_weights, contribution_weight
 from trainer.collective.config import Changes, RoundSettings
+from trainer.collective.latecomers import LatecomerBackoff
 from trainer.collective.levels.messages import agreement_class
 from trainer.collective.messages import Agreement, InviteReply, JoinRequest, Member
 from trainer.collective.planning import cut_values, most_part_values, precedes
 from trainer.collective.quorum import QuorumHistory, QuorumWatch, freshness
 from trainer.errors import RefusedError
-from trainer.network.rpc import Peer
-from trainer.network.rpc.config import split_address
-from trainer.network.rpc.dialing import address_group
 
 logger = logging.getLogger(__name__)
 
 _INVITE_INTERVAL_S = 0.5
 _LOOK_EVERY_S = 0.25
-_MAX_KNOWN = 1024
-_MAX_BACKOFF_ROUNDS = 1 << 10
 _LEFT_BEHIND_AFTER_S = 2.0  # Into a gathering; a few invitations.
 _LONGEST_ATTEND_S = 5.0
 """For those who attend a round to join it; it costs them two messages."""
@@ -46,51 +42,6 @@ class _Silence:
 
     since_s: float  # When the first of them began, monotonic.
     num_calls: int = 0
-
-
-@dataclass(slots=True)
-class _Backoff:
-    next_round: int = 0  # Not waited for before that one.
-    num_rounds: int = 1  # To be left out when it is waited for in vain once more.
-
-
-class LatecomerBackoff:
-    """Limits how often the rounds of one coordinator wait for peers that say they are coming, and do not.
-
-    A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later; one that has been in a round
-    with this node is so the second time, since a node that stood still for a moment has the next round's work and a
-    fetched state to lose. Since identities are free, those that never were share one backoff by host.
-    """
-
-    def __init__(self) -> None:
-        self._members: OrderedDict[str, None] = OrderedDict()
-        self._backoffs: OrderedDict[str, _Backoff] = OrderedDict()
-
-    def may_wait(self, peer: Peer, round_index: int) -> bool:
-        """Returns whether a round waits for a peer that says it is coming, or fetching the state."""
-        return round_index >= self._backoffs.get(self._key(peer), _Backoff()).next_round
-
-    def joined(self, members: Iterable[str]) -> None:
-        """Clears the backoff of members of a round, and gives each its own from now on."""
-        for peer_id in members:
-            self._backoffs.pop(peer_id, None)
-            self._members[peer_id] = None
-            self._members.move_to_end(peer_id)
-        while len(self._members) > _MAX_KNOWN:
-            self._members.popitem(last=False)
-
-    def missed(self, round_index: int, peers: Iterable[Peer]) -> None:
-        """Backs off from peers that were waited for and did not come."""
-        for key in {self._key(peer) for peer in peers}:
-            backoff = self._backoffs.setdefault(key, _Backoff(num_rounds=0 if key in self._members else 1))
-            backoff.next_round = round_index + 1 + backoff.num_rounds
-            backoff.num_rounds = min(max(1, 2 * backoff.num_rounds), _MAX_BACKOFF_ROUNDS)
-        while len(self._backoffs) > _MAX_KNOWN:
-            self._backoffs.popitem(last=False)
-
-    def _key(self, peer: Peer) -> str:
-        peer_id = peer.peer_id or ""
-        return peer_id if peer_id in self._members else address_group(split_address(peer.address)[0])
 
 
 Inviter = Callable[[str, int, float], Awaitable[InviteReply | None]]

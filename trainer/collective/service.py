@@ -21,8 +21,9 @@ from trainer.aggregation import Moments
 from trainer.collective import messages
 from trainer.collective.commit_vote import CommitVote
 from trainer.collective.config import Changes, CollectiveConfig, RoundSettings
+from trainer.collective.latecomers import LatecomerBackoff
 from trainer.collective.levels import GroupedAgreement, LevelService
-from trainer.collective.membership import LatecomerBackoff, MembershipGathering
+from trainer.collective.membership import MembershipGathering
 from trainer.collective.messages import Agreement, CommitDecision, InviteReply, JoinRequest
 from trainer.collective.planning import coordinator_order, first_plan, precedes
 from trainer.collective.quorum import AttendanceCall, QuorumHistory

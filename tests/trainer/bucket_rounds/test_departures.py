@@ -14,7 +14,8 @@ from tests.support.bucket_rounds import Replica, folder, settings_of, together
 from trainer.bucket_rounds.departures import Departures, put_departure
 from trainer.bucket_rounds.documents import Agreement, Departure
 from trainer.bucket_rounds.history import History
-from trainer.bucket_rounds.place import Place, RoundListing, agreement_key, departure_key
+from trainer.bucket_rounds.object_names import agreement_key, departure_key
+from trainer.bucket_rounds.place import Place, RoundListing
 from trainer.errors import RoundFailedError
 from trainer.network.rpc import Identity
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifests.serialisation import canonical_json
+from trainer.bucket_rounds import object_names as names
 from trainer.bucket_rounds.documents import (
     MAX_HEADER_BYTES,
     AgreedMember,
@@ -88,6 +89,29 @@ def test_an_agreement_comes_back_with_its_departures(num_departures: int) -> Non
     assert Agreement.parse(agreement.wire(), "run") == agreement
     # One without them reads as those of releases that had none.
     assert (b"departures" in agreement.wire()) == bool(num_departures)
+
+
+@given(st.integers(0, 10**10 - 1), st.integers(0, 999), st.binary(min_size=32, max_size=32))
+def test_a_name_says_what_it_was_made_of(round_index: int, number: int, key: bytes) -> None:
+    member, digest = key.hex(), payload_digest(key)
+    made = {
+        names.RUN_KEY: ("run", -1, ""),
+        names.agreement_key(round_index, number): ("agreement", round_index, ""),
+        names.contribution_key(round_index, member, digest): ("contribution", round_index, member),
+        names.state_key(round_index, member): ("state", round_index, member),
+        names.departure_key(round_index, member): ("departure", round_index, member),
+        names.slice_key(round_index, member, number, digest): ("slice", round_index, member),
+        names.result_key(round_index, number, digest): ("result", round_index, ""),
+        names.reduced_key(round_index, number, member): ("reduced", round_index, member),
+        f"{names.snapshot_prefix(round_index, digest)}pages": ("snapshot", round_index, ""),
+        names.wish_key(member): ("wish", -1, member),
+    }
+    for name, said in made.items():
+        found = names.parse_name(name)
+        assert found is not None
+        assert (found.kind, found.round_index, found.member) == said
+        for other in (f"{name}x", f"x{name}", f"{name}\n", name[:-1], name.upper()):
+            assert names.parse_name(other) is None
 
 
 def test_headers_of_other_runs_keys_and_sizes_are_refused() -> None:

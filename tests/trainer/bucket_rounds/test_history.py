@@ -20,8 +20,7 @@ from trainer.bucket_rounds.documents import (
 )
 from trainer.bucket_rounds.history import History, kept_evidence
 from trainer.bucket_rounds.keeping import Keeping
-from trainer.bucket_rounds.place import (
-    Place,
+from trainer.bucket_rounds.object_names import (
     agreement_key,
     contribution_key,
     reduced_key,
@@ -29,6 +28,7 @@ from trainer.bucket_rounds.place import (
     slice_key,
     state_key,
 )
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.rules import weights_of
 from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.bucket_rounds.snapshots import put_snapshot

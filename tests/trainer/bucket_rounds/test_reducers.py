@@ -14,7 +14,8 @@ from tests.support.bucket_rounds import FAST, Replica, folder, settings_of, toge
 from trainer.aggregation import RuleConfig
 from trainer.bucket_rounds.documents import AgreedMember, Agreement, Claims, payload_digest
 from trainer.bucket_rounds.forms import PART_VALUES, DenseForm
-from trainer.bucket_rounds.place import Place, reduced_key, result_key, slice_key
+from trainer.bucket_rounds.object_names import reduced_key, result_key, slice_key
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.reducers import (
     SlicedForm,
     SliceReduction,

@@ -38,8 +38,9 @@ from trainer.bucket_rounds.documents import (
 )
 from trainer.bucket_rounds.forms import DenseForm, SparseForm
 from trainer.bucket_rounds.history import History
+from trainer.bucket_rounds.object_names import agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.own_contribution import OwnContribution
-from trainer.bucket_rounds.place import Place, agreement_key, contribution_key, state_key
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.reducers import SlicedForm
 from trainer.bucket_rounds.rules import weights_of
 from trainer.bucket_rounds.settings import BucketSettings

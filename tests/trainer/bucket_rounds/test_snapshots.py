@@ -12,7 +12,8 @@ from genesis.errors import StoreFullError, StoreUnavailableError
 from genesis.store.base import CachePolicy
 from tests.support.bucket_rounds import FAST, Interposed, Replica, folder, settings_of, together
 from trainer.bucket_rounds.documents import Wish
-from trainer.bucket_rounds.place import Place, snapshot_prefix, wish_key
+from trainer.bucket_rounds.object_names import snapshot_prefix, wish_key
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.snapshots import PART_CHUNKS, fetch_snapshot, put_snapshot
 from trainer.errors import StateTransferError
 from trainer.network.transfer import Descriptor, Expectation

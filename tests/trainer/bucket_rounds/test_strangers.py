@@ -22,7 +22,7 @@ from trainer.bucket_rounds.documents import (
     payload_digest,
 )
 from trainer.bucket_rounds.history import History
-from trainer.bucket_rounds.place import agreement_key, contribution_key, state_key
+from trainer.bucket_rounds.object_names import agreement_key, contribution_key, state_key
 from trainer.bucket_rounds.rules import RoundRules, weights_of
 from trainer.network.rpc import Identity
 

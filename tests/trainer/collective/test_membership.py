@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.round_actor import KnownPeers, join_request, settings_of
 from trainer.collective.config import CollectiveConfig
-from trainer.collective.membership import LatecomerBackoff, MembershipGathering
+from trainer.collective.latecomers import LatecomerBackoff
+from trainer.collective.membership import MembershipGathering
 from trainer.collective.messages import Agreement, InviteReply
 from trainer.errors import RefusedError
 from trainer.network.rpc import Peer

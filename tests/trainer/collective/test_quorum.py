@@ -15,7 +15,8 @@ from tests.support.round_actor import PEER_IDS, agreement_of, join_request, sett
 from trainer.aggregation import contribution_weight
 from trainer.bucket_rounds.config import BucketConfig
 from trainer.collective import CollectiveConfig
-from trainer.collective.membership import LatecomerBackoff, MembershipGathering
+from trainer.collective.latecomers import LatecomerBackoff
+from trainer.collective.membership import MembershipGathering
 from trainer.collective.messages import Agreement, ClaimedWork, InviteReply, Member
 from trainer.collective.planning import check_agreement
 from trainer.collective.quorum import (

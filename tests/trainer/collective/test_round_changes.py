@@ -14,7 +14,8 @@ import torch
 from tests.support.round_actor import KnownPeers, identity_of, join_request, settings_of, terms
 from trainer.aggregation import RuleConfig
 from trainer.collective import CollectiveConfig, PeerCollective
-from trainer.collective.membership import LatecomerBackoff, MembershipGathering
+from trainer.collective.latecomers import LatecomerBackoff
+from trainer.collective.membership import MembershipGathering
 from trainer.collective.messages import Agreement, InviteReply, JoinRequest
 from trainer.collective.planning import check_agreement
 from trainer.errors import RefusedError, RoundFailedError

@@ -31,13 +31,8 @@ from trainer.bucket_rounds.documents import (
     MAX_RECORD_BYTES,
 )
 from trainer.bucket_rounds.history import History
-from trainer.bucket_rounds.place import (
-    RUN_KEY,
-    ObjectName,
-    Place,
-    is_listed_prefix,
-    parse_name,
-)
+from trainer.bucket_rounds.object_names import RUN_KEY, ObjectName, is_listed_prefix, parse_name
+from trainer.bucket_rounds.place import Place
 from trainer.bucket_rounds.rules import RoundRules
 from trainer.bucket_rounds.snapshots import PART_CHUNKS
 from trainer.collective.planning import coordinator_order

@@ -21,7 +21,7 @@ from manifests.serialisation import canonical_json
 from trainer.bucket_rounds.collective import BucketCollective
 from trainer.bucket_rounds.documents import Agreement
 from trainer.bucket_rounds.keeping import Keeping
-from trainer.bucket_rounds.place import RUN_KEY
+from trainer.bucket_rounds.object_names import RUN_KEY
 from trainer.bucket_rounds.snapshots import fetch_snapshot
 from trainer.collective import Terms
 from trainer.errors import IncompatiblePeerError, RefusedError, StateTransferError, TrainerUsageError

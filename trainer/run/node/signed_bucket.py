@@ -18,7 +18,7 @@ from genesis.errors import StoreAccessError, StoreUnavailableError
 from genesis.store.limits import RetryPolicy
 from genesis.store.presigned import PresignedStore
 from genesis.store.s3_presigning import BucketRequest, SignedAddress
-from trainer.bucket_rounds.place import parse_name
+from trainer.bucket_rounds.object_names import parse_name
 from trainer.errors import RefusedError, TrainerError, TrainerUsageError
 from trainer.network.rpc.dialing import is_private_host
 from trainer.run.authority.messages import WantedAddress

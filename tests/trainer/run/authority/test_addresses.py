@@ -18,7 +18,7 @@ from tests.support.rpc_node import RUN_ID, refused
 from tests.support.s3_servers import Server, moto_s3, point_boto3_at
 from trainer.bucket_rounds.documents import MAX_AGREEMENT_BYTES, MAX_RECORD_BYTES
 from trainer.bucket_rounds.history import History
-from trainer.bucket_rounds.place import (
+from trainer.bucket_rounds.object_names import (
     RUN_KEY,
     agreement_key,
     contribution_key,
