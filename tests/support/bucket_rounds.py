@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -164,6 +165,20 @@ class Replica:
 
 def folder(path: Path) -> Store:
     return FolderStore(path)
+
+
+def run_of(path: Path, count: int = 3, *, gather_timeout_s: float = 1.0, **options: Any) -> list[Replica]:
+    """Members of a run over a folder; ``options`` are those of `BucketConfig`."""
+    config = replace(FAST, **options)
+    return [Replica(settings_of(folder(path), config=config, gather_timeout_s=gather_timeout_s)) for _ in range(count)]
+
+
+def rounds(replicas: list[Replica], count: int = 1) -> float:
+    """Makes rounds of all these members, with what they do behind each; returns the seconds that took."""
+    began_s = time.monotonic()
+    for _ in range(count):
+        together({str(number): each.take_part_and_keep for number, each in enumerate(replicas)})
+    return time.monotonic() - began_s
 
 
 class KilledError(BaseException):

@@ -27,7 +27,7 @@ from trainer.errors import MalformedAnswerError
 
 logger = logging.getLogger(__name__)
 
-_MOST_ADDRESSED: Final = 2  # Rounds for which a node may have left before: one it had put nothing to, and the next.
+_NUM_ROUNDS: Final = 2  # For which a node may have left: one to which it had put nothing, and the next.
 
 
 class Departures:
@@ -58,16 +58,18 @@ class Departures:
             return self._read[member]
         # None: taken back since the listing, or too large.
         body = self._settings.place.get_bounded(departure_key(self._round_index, member), MAX_RECORD_BYTES)
-        found: Departure | None = None
+        self._read[member] = self._parsed(member, body or b"")
+        return self._read[member]
+
+    def _parsed(self, member: str, body: bytes) -> Departure | None:
         try:
-            found = Departure.parse(body or b"", self._settings.run_id)
+            found = Departure.parse(body, self._settings.run_id)
             if (found.member, found.round_index) != (member, self._round_index):
                 raise MalformedAnswerError("it is signed for another name than it has")
-            logger.info("%s has left before round %d", member[:12], self._round_index)
         except MalformedAnswerError as error:
-            found = None
             logger.warning("round %d: the departure of %s is ignored: %s", self._round_index, member[:12], error)
-        self._read[member] = found
+            return None
+        logger.info("%s has left before round %d", member[:12], self._round_index)
         return found
 
 
@@ -79,6 +81,6 @@ def put_departure(settings: BucketSettings, round_index: int) -> None:
 
 def take_back_departures(settings: BucketSettings, round_index: int) -> None:
     """Removes what an earlier life of this node has said of this round and the next; where it may not, that stays."""
-    for number in range(round_index, round_index + _MOST_ADDRESSED):
+    for number in range(round_index, round_index + _NUM_ROUNDS):
         with suppress(GenesisError):
             settings.place.delete(departure_key(number, settings.own_id))

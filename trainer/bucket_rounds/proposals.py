@@ -96,6 +96,7 @@ class RoundProposals:
         self._is_snapshot_due = is_snapshot_due
         self._waits_for_others = waits_for_others
         self._departures = departures or Departures(settings, facts.round_index)
+        self._history = History(settings.place, settings.rules, settings.refusal)
         self._attempt = 0  # The first that is not void.
         self._void: dict[int, str] = {}  # Attempts that came to nothing, and who proposed them, if anybody did.
         self._refusals = Counter[int]()  # Of this node's agreements by the store, by attempt.
@@ -215,7 +216,7 @@ class RoundProposals:
         before, state_digest = self._facts.before, self._facts.state_digest
         if before is None or is_majority(set(agreement.keys) & set(before.keys), before.keys):
             return
-        vouched = self._history().vouched_state(before)
+        vouched = self._history.vouched_state(before)
         if vouched is not None and vouched.state_digest == state_digest != agreement.state_digest:
             raise RefusedError(
                 "agreement",
@@ -223,20 +224,16 @@ class RoundProposals:
                 "before vouch for",
             )
 
-    def _history(self) -> History:
-        return History(self._settings.place, self._settings.rules, self._settings.refusal)
-
     def _is_over(self, agreement: Agreement) -> bool:
         """Whether a later round follows an agreement, and most members went by it."""
-        later = self._history().attempts(agreement.round_index + 1)
+        later = self._history.attempts(agreement.round_index + 1)
         if all(each.follows != agreement.digest for each in later):
             return False
-        history = self._history()
-        newest = history.newest()
+        newest = self._history.newest()
         return (
             newest is not None
             and newest.round_index > agreement.round_index
-            and history.accepted(agreement.round_index) == agreement
+            and self._history.accepted(agreement.round_index) == agreement
         )
 
     def _check_may_come(self, missing: Collection[ContributionId], attempt: int, agreement: Agreement) -> None:

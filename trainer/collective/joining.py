@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 
 from trainer.collective import messages
 from trainer.collective.config import MAX_ROUND_MEMBERS
@@ -57,7 +56,6 @@ class Joining:
         """
         # Its own failures too: the others do not come to it first either.
         tried = set(self._service.failed_under(self._contribution.round_index))
-        said = self._said
         while True:
             for coordinator in self._coordinators(tried):
                 try:
@@ -67,10 +65,10 @@ class Joining:
                         break
                     if error.reason == "fork":
                         self._service.note_fork(coordinator, error)
-                    said.setdefault(error.reason, set()).add(coordinator)
+                    self._said.setdefault(error.reason, set()).add(coordinator)
                     if error.reason in _BEHIND:
                         self._said_behind = str(error)
-                    if self._is_final(error, coordinator, said):
+                    if self._is_final(error, coordinator):
                         is_failure = error.reason in {"few", "full"}
                         raise (RoundFailedError if is_failure else StateBehindError)(str(error)) from error
                     if error.reason == "not_coordinator":
@@ -123,10 +121,8 @@ class Joining:
         """Returns whom to ask: those that precede this node, in order, then itself; all others first if it failed."""
         peer_ids = {self._own_id, *self.settings.directory.peers()}
         order = coordinator_order(self.settings.run_id, self._contribution.round_index, peer_ids)
-        reachable = [peer_id for peer_id in order if peer_id not in tried and peer_id != self._own_id]
-        if self._own_id not in tried:
-            reachable = [peer_id for peer_id in reachable if order.index(peer_id) < order.index(self._own_id)]
-        return [*reachable, self._own_id]
+        first = order if self._own_id in tried else order[: order.index(self._own_id)]
+        return [*(peer_id for peer_id in first if peer_id not in tried), self._own_id]
 
     async def _agree_with(self, coordinator: str, tried: set[str]) -> Agreement | None:
         """Returns the agreement that all have acknowledged; None if the coordinator is not known any more."""
@@ -222,7 +218,7 @@ class Joining:
             await self._service.ask(coordinator, "round/acknowledge", body, messages.AcknowledgeReply, timeout_s)
         ).body.agreement
 
-    def _is_final(self, error: RefusedError, coordinator: str, said: Mapping[str, set[str]]) -> bool:
+    def _is_final(self, error: RefusedError, coordinator: str) -> bool:
         """Whether asking another coordinator is no use.
 
         A single one is not believed that a node is behind that holds the state of most, nor that too few have come: it
@@ -232,9 +228,9 @@ class Joining:
         directory = self.settings.directory
         is_own, num_peers = coordinator == self._own_id, len(directory.peers())
         if error.reason in _BEHIND:
-            behind = set().union(*(said.get(reason, ()) for reason in _BEHIND))
+            behind = set().union(*(self._said.get(reason, ()) for reason in _BEHIND))
             most_say = 2 * len(behind) > num_peers
             return (is_own and error.reason != "behind") or most_say or not directory.holds_most_held_state()
         if error.reason == "few":
-            return is_own or len(said["few"]) >= min(_ENOUGH_SAY_FEW, num_peers // 2 + 1)
+            return is_own or len(self._said["few"]) >= min(_ENOUGH_SAY_FEW, num_peers // 2 + 1)
         return error.reason == "full"

@@ -32,9 +32,9 @@ class _Backoff:
 class LatecomerBackoff:
     """Limits how often the rounds of one coordinator wait for peers that say they are coming, and do not.
 
-    A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later; one that has been in a round
-    with this node is so the second time, since a node that stood still for a moment has the next round's work and a
-    fetched state to lose. Since identities are free, those that never were share one backoff by host.
+    A peer that was waited for in vain is waited for again only 1, 2, 4, … rounds later. The first miss of one that has
+    been in a round with this node costs nothing: a node that stood still for a moment would lose the next round's work
+    too. Since identities are free, peers that never were in a round share one backoff by host.
     """
 
     def __init__(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from genesis.store.base import CachePolicy
-from tests.support.bucket_rounds import FAST, Interposed, Replica, folder, settings_of, together
+from tests.support.bucket_rounds import Interposed, Replica, folder, rounds, run_of, settings_of
 from trainer.bucket_rounds.documents import (
     Agreement,
     ContributionHeader,
@@ -34,16 +33,6 @@ from trainer.bucket_rounds.settings import BucketSettings, StoreClock
 from trainer.bucket_rounds.snapshots import put_snapshot
 from trainer.network.rpc import Identity
 from trainer.network.transfer.snapshot import describe_chunks
-
-
-def run_of(path: Path, count: int = 3, **options: object) -> list[Replica]:
-    config = replace(FAST, **options)  # type: ignore[arg-type]
-    return [Replica(settings_of(folder(path), config=config)) for _ in range(count)]
-
-
-def rounds(replicas: list[Replica], count: int) -> None:
-    for _ in range(count):
-        together({str(number): each.take_part_and_keep for number, each in enumerate(replicas)})
 
 
 def history_of(replica: Replica) -> History:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from genesis.store.base import CachePolicy, Store
-from tests.support.bucket_rounds import FAST, NUM_VALUES, Interposed, Replica, folder, settings_of, together
+from tests.support.bucket_rounds import NUM_VALUES, Interposed, Replica, folder, rounds, run_of, settings_of, together
 from trainer.bucket_rounds.documents import (
     MAX_HEADER_BYTES,
     AgreedMember,
@@ -28,18 +27,6 @@ from trainer.network.rpc import Identity
 
 CLAIMS = Claims(num_batches=4, age_s=1.0, progress=1.0, vocabulary_rows=0)
 OTHER_STATE = "e" * 64
-
-
-def run_of(path: Path, count: int = 3, *, gather_timeout_s: float = 1.0, **options: object) -> list[Replica]:
-    config = replace(FAST, **options)  # type: ignore[arg-type]
-    return [Replica(settings_of(folder(path), config=config, gather_timeout_s=gather_timeout_s)) for _ in range(count)]
-
-
-def rounds(replicas: list[Replica], count: int = 1) -> float:
-    began_s = time.monotonic()
-    for _ in range(count):
-        together({str(number): each.take_part_and_keep for number, each in enumerate(replicas)})
-    return time.monotonic() - began_s
 
 
 def put(store: Store, key: str, body: bytes | bytearray) -> None:

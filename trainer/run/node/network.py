@@ -351,8 +351,8 @@ class Network(RoundGroup[S]):
     def _tell_namesake(self) -> None:
         """Warns once of another node with this one's id: both get the same shards, and nothing else tells of it."""
         own = self._config.node_id
-        found = next((it for it in self.alike() if it.node_id == own), None)
-        if found is None or self._has_told_namesake:
+        found = None if self._has_told_namesake else next((it for it in self.alike() if it.node_id == own), None)
+        if found is None:
             return
         self._has_told_namesake = True
         logger.warning(

@@ -49,10 +49,11 @@ def require_rounds_folder(config: RunConfig) -> None:
     Raises:
         TrainerUsageError: it is a file, or cannot be made or written; or the address is none of a store.
     """
+    if not config.bucket.url:
+        return
     try:
-        if config.bucket.url:
-            open_store(config.bucket.url)  # Contacts nothing.
-        folder = folder_of(config.bucket.url) if config.bucket.url else None
+        open_store(config.bucket.url)  # Contacts nothing.
+        folder = folder_of(config.bucket.url)
     except GenesisError as error:
         raise TrainerUsageError(f"--rounds: {error}") from None
     if folder is None:

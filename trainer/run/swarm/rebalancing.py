@@ -50,16 +50,19 @@ def stage_rates(names: Iterable[str], workers: Collection[Placed]) -> dict[str, 
 
     Stages of which no worker's rate is known do as the slowest known worker of all would; with none known, 1 each.
     """
-    known = [worker.rows_per_s for worker in workers if worker.rows_per_s > 0]
-    slowest = min(known, default=1.0)
     rates = {}
     for name in names:
         here = [worker.rows_per_s for worker in workers if worker.stage == name]
-        measured = [rate for rate in here if rate > 0]
-        bound = _MAX_RATE_RATIO * median(measured) if measured else slowest
-        unknown = min(measured, default=slowest)
+        measured, unknown = [rate for rate in here if rate > 0], _unknown_rate(name, workers)
+        bound = _MAX_RATE_RATIO * median(measured) if measured else unknown
         rates[name] = sum(min(rate, bound) if rate > 0 else unknown for rate in here)
     return rates
+
+
+def _unknown_rate(stage: str, workers: Collection[Placed]) -> float:
+    """Returns what a worker of a stage counts as while its rate is not known, in rows a second."""
+    slowest = min((worker.rows_per_s for worker in workers if worker.rows_per_s > 0), default=1.0)
+    return min((it.rows_per_s for it in workers if it.stage == stage and it.rows_per_s > 0), default=slowest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,7 @@ def best_move(
         return None
     rates, is_known = stage_rates(names, workers), worker.rows_per_s > 0
     now = min(rates.values())
-    if is_known:
-        own = min(worker.rows_per_s, rates[worker.stage])
-    else:
-        own = rates[worker.stage] - stage_rates(names, [it for it in workers if it != worker])[worker.stage]
+    own = min(worker.rows_per_s, rates[worker.stage]) if is_known else _unknown_rate(worker.stage, workers)
     found: Move | None = None
     for name in names:
         if name == worker.stage or not (serving[name] or may_begin(name)) or (rates[name] and not is_known):
